@@ -105,34 +105,33 @@ def _active(layer: nn.Module, paths: tuple[str, ...]) -> tuple[list[_Active], in
     for path in paths:
         holder, _, last = path.rpartition(".")
         module = _module(layer, holder)
-        if is_lora(module):
-            name = _active_name(module)
-            if name is not None:
-                block = Block(first=outputs, scaling=module.scaling[name])
-                found.append(_Active(path=holder, module=module, name=name, block=block))
+        for name in _active_names(module) if is_lora(module) else ():
+            block = Block(first=outputs, scaling=module.scaling[name])
+            found.append(_Active(path=holder, module=module, name=name, block=block))
         parameter = None if module is None else base_of(module)._parameters.get(last)
-        outputs += 0 if parameter is None else len(parameter)  # what is not there is refused elsewhere
+        if parameter is not None:  # what is not there is refused elsewhere
+            outputs += parameter.shape[int(is_lora(module) and module.fan_in_fan_out)]
     return found, outputs
 
 
-def _active_name(module: nn.Module) -> str | None:
-    """The adapter that a layer adds now; None: it is its base alone."""
+def _active_names(module: nn.Module) -> list[str]:
+    """The adapters that a layer adds now; without any, it is its base alone."""
     if module.disable_adapters or module.merged:
-        return None
+        return []
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if len(names) > 1:
-        raise ValueError(f"it has {len(names)} active adapters: {', '.join(names)}")
+    if module._forward_hooks or module._forward_pre_hooks:  # PEFT's `adapter_names` puts one there
+        raise ValueError("its adapter has a hook")
     for name in names:
         if name in getattr(module, "lora_variant", {}):
             raise ValueError(f"its adapter is a {type(module.lora_variant[name]).__name__}")
-        if module.lora_bias.get(name) or module.fan_in_fan_out:
-            raise ValueError("its adapter has a bias or fan_in_fan_out")
-    return names[0] if names else None
+        if module.lora_bias.get(name):
+            raise ValueError("its adapter has a bias")
+    return names
 
 
 def _joined(weight: str, active: list[_Active]) -> Adapter:
     dropouts = {getattr(one.module.lora_dropout[one.name], "p", 0.0) for one in active}
     if len(dropouts) > 1:
-        raise ValueError("adapters of queries, keys and values have different dropouts")
+        raise ValueError(f"adapters of its {weight} have different dropouts")
     rank = sum(one.module.r[one.name] for one in active)
     return Adapter(weight=weight, rank=rank, dropout=dropouts.pop())

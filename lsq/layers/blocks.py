@@ -68,14 +68,11 @@ class Memory:
     starts: VirtualTensor
 
 
-def quantize(builder: Builder, x: VirtualTensor, clip: str, *, name: str | None = None) -> Rows:
-    """Round x [M, N] under the clip of that name; x itself where activations are not rounded.
-
-    `name`: of the codes, if that is not the clip's.
-    """
+def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
+    """Round x [M, N] under the clip of that name; x itself where activations are not rounded."""
     if not builder.quant.coded:
         return decode(builder, Rows(floats=x), clip)
-    rounded = builder.coded(name or clip.removesuffix("_clip"), x.shape, clip)
+    rounded = builder.coded(clip.removesuffix("_clip"), x.shape, clip)
     builder.add(Round(x=x, rounded=rounded))
     return Rows(coded=rounded)
 
@@ -126,11 +123,9 @@ def project(
     groups = groups if groups is not None and stored.group == groups.group else None
     w = unpacked(builder, stored, x.tensor.shape[0])
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
-    adapter, adapted = builder.adapters.get(weight), end
-    if adapter is not None:
-        end = End(name=end.name + ".base")
-    size = (x.tensor.shape[0], rows or shape[0])
-    y, nonlinearity = end.rows(builder, size), end.nonlinearity(builder, size)
+    adapter, size = builder.adapters.get(weight), (x.tensor.shape[0], rows or shape[0])
+    own = end if adapter is None else End(name=end.name + ".base")
+    y, nonlinearity = own.rows(builder, size), own.nonlinearity(builder, size)
     builder.add(
         Project(
             x=x, weight=w, groups=groups, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity,
@@ -138,34 +133,27 @@ def project(
         )
     )  # fmt: skip
     if adapter is not None:
-        return adapt(builder, x, y.floats, adapter, adapted)
+        y = adapt(builder, x, y.floats, adapter, end)
     return decode(builder, y, end.clip)
 
 
-def adapt(
-    builder: Builder, x: Rows, base: VirtualTensor, adapter: Adapter, end: End
-) -> Rows:
-    """A product `base` [M, N] of x, with what adapters add, and its end.
-
-    Raises:
-        ValueError: the end has an activation or dropout.
-    """
-    if end.activation is not Activation.none or end.dropout:
-        raise ValueError(f"{adapter.weight} has adapters before an activation; no program has those")
+def adapt(builder: Builder, x: Rows, base: VirtualTensor, adapter: Adapter, end: End) -> Rows:
+    """Add adapters of x to its product `base` [M, N], before `end`: a result that is not decoded yet."""
     name, (rows, inputs) = adapter.weight.removesuffix("weight") + "adapter", x.tensor.shape
     rank, dropout = adapter.rank, builder.dropout(adapter.dropout)
     values = builder.tensor(name + ".input", x.tensor.shape)
     builder.add(AdapterInput(x=x, dropout=dropout, values=values))
-    out = builder.tensor(end.name + ".adapted" if end.clip else end.name, base.shape, base.dtype)
+    y = end.rows(builder, base.shape)
     builder.add(
         Adapt(
-            x=x, dropout=dropout, values=values, base=base, out=out,
+            x=x, dropout=dropout, values=values, base=base, out=y.floats, rounded=y.coded,
+            nonlinearity=end.nonlinearity(builder, base.shape),
             down=builder.parameter(name + "_down", (rank, inputs), Kind.ADAPTER),
             up=builder.parameter(name + "_up", (base.shape[1], rank), Kind.ADAPTER),
             hidden=builder.tensor(name + ".hidden", (rows, rank)),
         )
     )  # fmt: skip
-    return quantize(builder, out, end.clip, name=end.name) if end.clip else Rows(floats=out)
+    return y
 
 
 def bias_of(config: LayerConfig, name: str) -> str | None:

@@ -1,6 +1,9 @@
 """Low-rank adapters of a product (LoRA, Hu et al. 2022), which stay floats beside its codes.
 
-    hidden = dropout(x) down^T;   out = base + hidden up^T
+    hidden = dropout(x) down^T;   y = base + hidden up^T
+
+y has the epilogue of a product (lsq/ops/project.py): activation, dropout, one rounding. Who reads
+the result undoes it in the backward pass.
 
 M rows, K inputs, N outputs, R columns of `hidden`: the rank, or of a product that stands for several,
 such as that of queries, keys and values, the ranks of all its adapters; `up` is 0 where an adapter
@@ -11,13 +14,16 @@ from __future__ import annotations
 
 import torch
 
+from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR
-from lsq.csrc.launch import Launch, Product, float_define, launch
+from lsq.csrc.launch import TICKET, Launch, Product, float_define, launch
 from lsq.ops.kernels import check_columns
+from lsq.ops.nonlinearity import Nonlinearity, ended
 from lsq.ops.products import converted, converted_scratch
-from lsq.program.declare import Activations, Floats, In, Out, extent, size
+from lsq.ops.scales import started
+from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
-from lsq.program.values import Dropout, Rows, dropped
+from lsq.program.values import Coded, Dropout, Rows, dropped
 
 
 class AdapterInput(Operation):
@@ -47,7 +53,7 @@ class AdapterInput(Operation):
 
 
 class AdapterInputGradient(Operation):
-    """The gradient of x: that of `values` after the same dropout, and another one."""
+    """Accumulates into the gradient of x: that of `values` after the same dropout."""
 
     gradient: In[Floats]
     """[M, K]"""
@@ -71,7 +77,7 @@ class AdapterInputGradient(Operation):
 
 
 class Adapt(Operation):
-    """What adapters add to a product."""
+    """Adds adapters to a product and applies the epilogue to the sum."""
 
     x: In[Rows]
     """[M, K], of which `values` were made."""
@@ -84,38 +90,52 @@ class Adapt(Operation):
     """[N, R]"""
     base: In[Activations]
     """[M, N], the product."""
-    out: Out[Activations]
-    """[M, N]"""
     hidden: Out[Floats]
     """[M, R]"""
+    out: Out[Activations] | None
+    """[M, N]"""
+    rounded: Out[Coded] | None
+    """[M, N]; N is a multiple of 8."""
+    nonlinearity: Out[Nonlinearity] | None
 
-    @size
-    def count(self) -> int:
-        return self.out.numel()
+    rows = extent(0, "base")
+    columns = extent(1, "base")
 
     def reference(self):
         hidden = self.values @ self.down.t()
-        return self.base + hidden @ self.up.t(), hidden
+        return hidden, *ended(self.base + hidden @ self.up.t(), self.nonlinearity, self.rounded)
 
-    def cpu(self):
+    def cpu_scratch(self):
+        return [] if self.out is not None else [(tuple(self.base.shape), torch.float32)]
+
+    def cpu(self, *scratch):
+        (sums,) = scratch or (self.out,)
         torch.mm(self.values, self.down.t(), out=self.hidden)
-        torch.addmm(self.base, self.hidden, self.up.t(), out=self.out)
+        torch.addmm(self.base, self.hidden, self.up.t(), out=sums)
+        if self.nonlinearity is not None or self.rounded is not None:
+            loader.call("lsq_end_adapted", self, sums)
 
     def cuda_scratch(self):
-        return [(tuple(self.out.shape), torch.float32)]
+        return [(tuple(self.base.shape), torch.float32)]
 
     def cuda(self, product):
-        check_columns(VECTOR, **{"the outputs of a product with adapters": self.out.shape[1]})
-        if not self.out.numel():
-            return []
-        return [
-            Product(a=self.values, b=self.down, out=self.hidden),
-            Product(a=self.hidden, b=self.up, out=product),
-            *_launch("lsq_adapt", self.count, self, product, **float_define(self.base, self.out)),
-        ]
+        check_columns(VECTOR, **{"the outputs of a product with adapters": self.columns})
+        end, products = self.nonlinearity or Nonlinearity(), []
+        if self.rows:  # else there may be a scale to write
+            products = [
+                Product(a=self.values, b=self.down, out=self.hidden),
+                Product(a=self.hidden, b=self.up, out=product),
+            ]
+        ending = launch(
+            "adapter.cu", "lsq_adapt", self, product, TICKET,
+            grid=max(1, _blocks(self.base.numel())), ACTIVATION=int(end.activation),
+            **started(self.rounded), **float_define(self.base, self.out, end.before),
+        )  # fmt: skip
+        return [*products, ending]
 
     def gradient(self, builder) -> None:
-        arrived, source = builder.gradient_of(self.out), self.x.tensor
+        result = self.out if self.rounded is None else self.rounded.codes
+        arrived, source = builder.gradient_of(result), self.x.tensor
         values = builder.like(self.values.name, self.values)
         builder.add(AdapterInput(x=self.x.bare(), dropout=self.dropout, values=values))
         wanted = builder.needs_gradient(source)
@@ -130,20 +150,17 @@ class Adapt(Operation):
         builder.accumulate(self.base, arrived)
         if not wanted:
             return
-        dx = builder.tensor("d_" + source.name, source.shape)
+        joined, dx = builder.join(source)
         builder.add(
-            AdapterInputGradient(
-                gradient=dvalues, dropout=self.dropout, added=builder.take_gradient(source), dx=dx
-            )
+            AdapterInputGradient(gradient=dvalues, dropout=self.dropout, added=joined, dx=dx)
         )
-        builder.accumulate(source, dx)
 
 
 class AdaptGradient(Operation):
     """The gradients of adapters, and of what they read."""
 
     gradient: In[Activations]
-    """[M, N], of the sum."""
+    """[M, N], of the sum before its epilogue."""
     values: In[Floats]
     """[M, K]"""
     hidden: In[Floats]
@@ -197,7 +214,12 @@ def _check_width(columns: int) -> None:
     check_columns(VECTOR, **{"the width of an adapter's input": columns})
 
 
+def _blocks(count: int) -> int:
+    """Of a kernel over so many values, a multiple of VECTOR."""
+    return -(-count // (VECTOR * THREADS))
+
+
 def _launch(name: str, count: int, *arguments, **defines: int) -> list[Launch]:
-    """A kernel over so many values, a multiple of VECTOR; nothing for none."""
-    grid = -(-count // (VECTOR * THREADS))
+    """A kernel over so many values; nothing for none."""
+    grid = _blocks(count)
     return [launch("adapter.cu", name, *arguments, grid=grid, **defines)] if grid else []

@@ -167,10 +167,13 @@ class FakeQuantize(Operation):
         arrived, producer = builder.gradient_of(self.out), builder.producer(self.x)
         if arrived is None:
             return
-        found = FakeQuantizeGradient(gradient=arrived, out=self.out, clipped=self.clipped)
+        found = FakeQuantizeGradient(
+            gradient=arrived, out=self.out, clipped=self.clipped,
+            nonlinearity=builder.nonlinearity_of(self.x),
+        )  # fmt: skip
         if producer is not None and producer.product_weight is not None:
             found.dx, _ = builder.product_gradient(self.x)
-            found.nonlinearity, found.sum = producer.nonlinearity, builder.bias_gradient(self.x)
+            found.sum = builder.bias_gradient(self.x)
         elif builder.needs_gradient(self.x):
             found.added, found.dx = builder.take_gradient(self.x), builder.like("d_" + self.x.name, self.x)
             builder.accumulate(self.x, found.dx)
@@ -188,7 +191,7 @@ class FakeQuantizeGradient(Operation):
     """[M, N], the values."""
     clipped: In[Bits]
     nonlinearity: In[Nonlinearity] | None
-    """Of the Project that made x; None if x was made otherwise."""
+    """Of the product that made x; None if x was made otherwise."""
     added: In[Activations] | None
     """[M, N], another gradient of x."""
     dx: Out[Activations] | None

@@ -2,7 +2,7 @@
 
     g[m, k] = scale[m] * sum_n codes[m, n] * weight[n, k]         under backward="int8"
 
-Then, in this order: the same from another product of x, the straight-through mask of x and the gradient of its clip,
+Then, in this order: the same from other readers of x, the straight-through mask of x and the gradient of its clip,
 dropout, the slope of the activation, another gradient that is added; sums over rows for a bias; floats, or codes
 rounded per row. M rows, N outputs of the weight, padded to P in its codes, K columns.
 """
@@ -59,9 +59,9 @@ class ProjectInputGradient(Operation):
     x: In[Coded] | None
     """[M, K]; None in float mode."""
     nonlinearity: In[Nonlinearity] | None
-    """Of the Project that made x; None if x was made otherwise."""
+    """Of the product that made x; None if x was made otherwise."""
     joined: In[Activations] | None
-    """[M, K], what comes from another product of x; with a rounded gradient, it may be the memory of dx."""
+    """[M, K], from other readers of x; with a rounded gradient, it may be the memory of dx."""
     added: In[Activations] | None
     """[M, K], another gradient of the same, as it will be in the end."""
     dx: Out[Activations] | None

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from lsq.program.declare import Activations, Bits, Codes, In, Value
-from lsq.program.values import Dropout, dropped
+from lsq.program.values import Coded, Dropout, dropped
 from lsq.quant import pack_bits, unpack_bits
 
 SLOPE_UNIT = 112
@@ -78,6 +78,13 @@ class Nonlinearity(Value):
         if self.slope is not None:
             return gradient * (self.slope.to(torch.float32) * (1.0 / SLOPE_UNIT))
         return gradient if self.before is None else gradient * Activation(self.activation).slope(self.before)
+
+
+def ended(y: torch.Tensor, nonlinearity: Nonlinearity | None, rounded: Coded | None) -> tuple:
+    """Reference: what a product y [M, P] becomes, and what the written fields of both hold."""
+    kept = (None,) * 3 if nonlinearity is None else nonlinearity.keep(y)
+    result = y if nonlinearity is None else nonlinearity.apply(y)
+    return result, *(rounded.encode(result) if rounded is not None else (None,) * 5), *kept
 
 
 def _gelu_slope(y: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from lsq.ops.gated import Gated
 from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of
 from lsq.ops.grouped_weight import unpacked_values
 from lsq.ops.kernels import check_columns
-from lsq.ops.nonlinearity import Nonlinearity
+from lsq.ops.nonlinearity import Nonlinearity, ended
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.products import SUMS, converted, converted_scratch, int8_products, sums_scratch
 from lsq.ops.project_product import packed_tile, project_product
@@ -82,11 +82,7 @@ class Project(Operation):
         else:
             codes = self.weight.format.unpack(self.weight.codes, self.x.tensor.shape[1])
             y = gemm.reference(self.x.tensor, codes).float() * (self.x.scale * self.weight.scale)
-        y = y if self.bias is None else y + self.bias
-        result = y if self.nonlinearity is None else self.nonlinearity.apply(y)
-        kept = self.nonlinearity.keep(y) if self.nonlinearity is not None else (None,) * 3
-        rounded = self.rounded.encode(result) if self.rounded is not None else (None,) * 5
-        return result, *rounded, *kept
+        return ended(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):
         if self.groups is not None:
@@ -148,17 +144,17 @@ class Project(Operation):
             return
         source, weight = self.x.tensor, unpacked(builder, self.weight)
         if self.joins:
-            append_gradients(builder, self, weight, upstream, undoes=False, dx=builder.join(source))
+            joined, dx = builder.join(source)
+            append_gradients(builder, self, weight, upstream, undoes=False, joined=joined, dx=dx)
             return
-        producer = builder.producer(source)
+        producer, end = builder.producer(source), {"nonlinearity": builder.nonlinearity_of(source)}
         if isinstance(producer, Project):
-            dx, rounded_dx = builder.product_gradient(source)
-            end = {"nonlinearity": producer.nonlinearity, "dx": dx, "rounded": rounded_dx}
+            end["dx"], end["rounded"] = builder.product_gradient(source)
             end["sum"] = builder.bias_gradient(source)
         else:
-            dx = builder.tensor("d_" + source.name, source.shape, self._dtype_for(producer, builder))
-            end = {"added": builder.take_gradient(source), "dx": dx}
-            builder.accumulate(source, dx)
+            end["dx"] = builder.tensor("d_" + source.name, source.shape, self._dtype_for(producer, builder))
+            end["added"] = builder.take_gradient(source)
+            builder.accumulate(source, end["dx"])
         append_gradients(builder, self, weight, upstream, joined=builder.take_joined(source), **end)
 
     def _dtype_for(self, producer, builder) -> torch.dtype:

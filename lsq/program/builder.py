@@ -198,19 +198,14 @@ class Builder(Recorder):
             self._gradients.pop(one, None)
         return total
 
-    def join(self, tensor: VirtualTensor) -> VirtualTensor:
-        """Where one of two products of `tensor` puts the gradient that the other one will take and undo.
-
-        Raises:
-            ValueError: a third one has done so.
-        """
-        if tensor in self._joined:
-            raise ValueError(f"{tensor.name} has three products in program {self.name}; two can join their gradients")
+    def join(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, VirtualTensor]:
+        """Accumulate into the gradient that a product of `tensor` will take: (sum so far, new sum)."""
+        before = self._joined.get(tensor)
         self._joined[tensor] = self.tensor("d_" + tensor.name + ".joined", tensor.shape)
-        return self._joined[tensor]
+        return before, self._joined[tensor]
 
     def take_joined(self, tensor: VirtualTensor) -> VirtualTensor | None:
-        """What `join` has put there, if it was called."""
+        """The sum that `join` has accumulated, if it was called."""
         return self._joined.pop(tensor, None)
 
     def _sum(self, a: VirtualTensor, b: VirtualTensor) -> VirtualTensor:
@@ -256,6 +251,10 @@ class Builder(Recorder):
     def product_gradient_of(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, RoundedGradient | None]:
         """What the reader of a product's result wrote; the gradient as it came in, for a result of the program."""
         return self._product_gradients.get(tensor, (self._gradients.get(tensor), None))
+
+    def nonlinearity_of(self, tensor: VirtualTensor):
+        """The Nonlinearity that made `tensor`, which its reader undoes; None without one."""
+        return getattr(self._producers.get(tensor), "nonlinearity", None)
 
     def bias_gradient(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
         """Where the gradient of the bias of the product that made `tensor` goes; None where there is no bias."""

@@ -3,9 +3,22 @@
 import pytest
 import torch
 
+from lsq.backends import run
 from lsq.ops.adapter import Adapt, AdapterInput, AdapterInputGradient, AdaptGradient
-from lsq.program.values import Rows
-from tests.ops.compare import assert_accurate, by_row, compare, dropout_of, empty, on_reference, rounded
+from lsq.ops.nonlinearity import Activation
+from lsq.program.values import Rows, dropped
+from lsq.quant import arithmetic
+from tests.ops.compare import (
+    assert_accurate,
+    by_row,
+    compare,
+    dropout_of,
+    empty,
+    on_reference,
+    rounded,
+    to_round,
+)
+from tests.ops.test_project import nonlinearity
 
 SIZES = [(41, 48, 72, 6), (1, 16, 8, 1), (130, 24, 40, 16)]
 KINDS = ["codes", "codes by row", "floats"]
@@ -41,6 +54,20 @@ def adapt(rows: int, inputs: int, outputs: int, rank: int) -> Adapt:
         base=torch.randn(rows, outputs).bfloat16().float(), out=empty(rows, outputs),
         hidden=empty(rows, rank),
     )  # fmt: skip
+
+
+def adapt_with_end(
+    rows: int, outputs: int, activation: Activation, dropout: float = 0.0, *, coded: bool,
+    error: bool = False,
+) -> Adapt:  # fmt: skip
+    """Of whole numbers, so that sums are exact in every order."""
+    operation = adapt(rows, 48, outputs, 6)
+    for name in ("values", "down", "up"):
+        setattr(operation, name, getattr(operation, name).clamp(-1, 1).round())
+    if coded:
+        operation.out, operation.rounded = None, to_round(rows, outputs, 4.0, error=error)
+    operation.nonlinearity = nonlinearity(activation, dropout, rows, outputs, coded=coded)
+    return operation
 
 
 def adapt_gradient(rows: int, inputs: int, outputs: int, rank: int, **fields) -> AdaptGradient:
@@ -107,6 +134,26 @@ def test_as_accurate_as_torch(sizes):
         (backward.ddown, backward.dup, backward.dvalues), wanted, near, strict=True
     ):
         assert_accurate(one, *values)
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "rows, outputs, coded", [(0, 40, True), (41, 40, True), (41, 40, False), (7, 33, False)]
+)
+def test_it_ends_as_a_product(rows, outputs, coded, activation, dropout):
+    """Rows of 33 do not begin at a byte of the packed bits."""
+    found = compare(adapt_with_end(rows, outputs, activation, dropout, coded=coded, error=not dropout))
+    sums = found.base + found.values @ found.down.t() @ found.up.t()
+    result = dropped(activation.values(sums), dropout_of(dropout))
+    floats = found.unrounded(run) if coded else found.out
+    torch.testing.assert_close(floats, result, rtol=1e-5, atol=2e-6)
+    if coded and activation in (Activation.none, Activation.relu):
+        codes, scale, clipped, _ = arithmetic.round_activation(
+            result, torch.tensor([4.0]), bits=8, error=False
+        )
+        assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
+        assert torch.equal(found.rounded.clipped, clipped) and (not rows or clipped.any())
 
 
 @pytest.mark.parametrize("wanted", ["ddown", "dup", "dvalues"])

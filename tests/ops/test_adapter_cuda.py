@@ -1,13 +1,17 @@
 """Low-rank adapters on CUDA: kernels in the emulator, or on a GPU."""
 
+import math
+
 import pytest
 
+from lsq.ops.nonlinearity import Activation
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_adapter import (
     KINDS,
     SIZES,
     adapt,
     adapt_gradient,
+    adapt_with_end,
     adapter_input,
     adapter_input_gradient,
 )
@@ -38,3 +42,18 @@ def test_widths_that_no_kernel_takes():
 def test_products(sizes, dtype):
     compare_cuda(adapt(*sizes), dtype)
     compare_cuda(adapt_gradient(*sizes), dtype)
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("rows", [0, 41])
+def test_it_ends_as_a_product(rows, activation, dropout):
+    compare_cuda(adapt_with_end(rows, 72, activation, dropout, coded=True, error=not dropout), exact=True)
+    for dtype in DTYPES:
+        compare_cuda(adapt_with_end(rows, 72, activation, dropout, coded=False), dtype)
+
+
+def test_nan_poisons_the_result():
+    operation = adapt_with_end(41, 72, Activation.relu, coded=True)
+    operation.base[40, 71] = math.nan
+    assert compare_cuda(operation, exact=True).rounded.scale.isnan()

@@ -39,7 +39,7 @@ from tests.ops.adam_checks import codes_of, numbers, state, step, with_new_clip
 from tests.ops.compare import empty, on_cpu, to_round
 from tests.ops.cuda import compare_cuda
 from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
-from tests.ops.test_adapter import adapt, adapter_input, adapter_input_gradient
+from tests.ops.test_adapter import adapt_with_end, adapter_input, adapter_input_gradient
 from tests.ops.test_append import append_of
 from tests.ops.test_attention_cuda import compare_both
 from tests.ops.test_embedding import embed, embed_gradient
@@ -179,7 +179,7 @@ def projects():
 def adapters():
     compare_cuda(adapter_input(41, 48, "codes", 0.3))
     compare_cuda(adapter_input_gradient(41, 48, 0.3))
-    compare_cuda(adapt(41, 48, 72, 6))
+    compare_cuda(adapt_with_end(341, 72, Activation.gelu, 0.1, coded=True))
 
 
 def elementwise():

@@ -68,6 +68,7 @@ public:
     Border(T* data, int64_t dtype) : data_(data), is_narrow_(dtype != 0) {}
 
     bool is_narrow() const { return data_ && is_narrow_; }
+    bool is_wide() const { return data_ && !is_narrow_; }
     T* wide(int64_t first) const { return data_ + first; }
     auto* narrow(int64_t first) const {
         using Bits = std::conditional_t<std::is_const_v<T>, const bfloat16, bfloat16>;

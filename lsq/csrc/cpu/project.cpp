@@ -1,4 +1,4 @@
-// The end of a product with a weight: scale, bias, activation, dropout, rounding, in one pass over each row of it.
+// The end of a product: scale, bias, activation, dropout, rounding, in one pass over each row of it.
 #include "activation_kinds.h"
 #include "floats.h"
 #include "loops.h"
@@ -44,11 +44,54 @@ void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t
     });
 }
 
-// Ends rows of a product on one thread.
-class End {
+// Ends rows of n values on one thread: activation, dropout, rounding.
+class RowEnd {
+public:
+    RowEnd(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out, int64_t n)
+        : n_(n), out_(out), scratch_(n), nonlinearity_(nonlinearity), rounded_(rounded),
+          flags_(unit() * n) {}
+
+    // read(i, y) makes y of row first + i. -> the largest magnitude of what was rounded
+    template <class Read>
+    Magnitude end(int64_t first, int64_t rows, const Read& read) {
+        Magnitude largest = 0;
+        for (int64_t begin = 0; begin < rows; begin += unit()) {
+            const int64_t past = std::min(begin + unit(), rows);
+            for (int64_t i = begin; i < past; ++i) {
+                const int64_t row = first + i;
+                float* y = out_.is_wide() ? out_.wide(row * n_) : scratch_.a.data();
+                read(i, y);
+                activate(nonlinearity_, row, n_, y, flags_.data() + (i - begin) * n_);
+                apply(nonlinearity_.dropout, row * n_, n_, y, scratch_.words.data());
+                if (out_.is_narrow()) narrow_row(y, n_, out_.narrow(row * n_));
+                if (!rounded_.codes) continue;
+                largest = std::max(largest, round_row(rounded_, row * n_, n_, y, scratch_.flags.data()));
+            }
+            uint8_t* positive = nonlinearity_.positive;
+            if (positive) pack_bits(flags_.data(), (past - begin) * n_, positive + (first + begin) * n_ / 8);
+        }
+        return largest;
+    }
+
+protected:
+    int64_t n_;
+    Border<float> out_;
+    Scratch scratch_;
+
+private:
+    int64_t unit() const { return n_ % 8 ? 8 : 1; }  // of rows that begin at a byte of `positive`
+
+    const Nonlinearity& nonlinearity_;
+    const Coded& rounded_;
+    Aligned<uint8_t> flags_;
+};
+
+// Ends rows of a product with a weight on one thread.
+class End : RowEnd {
 public:
     explicit End(const Project& op)
-        : op_(op), out_(op.out, op.out_dtype), n_(op.columns), scratch_(n_), flags_(unit() * n_), alpha_(op.x.coded.codes ? n_ : 0) {
+        : RowEnd(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
+          alpha_(op.x.coded.codes ? n_ : 0) {
         if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
     }
 
@@ -176,35 +219,7 @@ private:
     }
 
 #endif
-    int64_t unit() const { return n_ % 8 ? 8 : 1; }  // of rows that begin at a byte of `positive`
-
-    // read(i, y) makes y of row first + i.
-    template <class Read>
-    Magnitude end(int64_t first, int64_t rows, const Read& read) {
-        Magnitude largest = 0;
-        for (int64_t begin = 0; begin < rows; begin += unit()) {
-            const int64_t past = std::min(begin + unit(), rows);
-            for (int64_t i = begin; i < past; ++i) {
-                const int64_t row = first + i;
-                float* y = op_.out && !out_.is_narrow() ? out_.wide(row * n_) : scratch_.a.data();
-                read(i, y);
-                activate(op_.nonlinearity, row, n_, y, flags_.data() + (i - begin) * n_);
-                apply(op_.nonlinearity.dropout, row * n_, n_, y, scratch_.words.data());
-                if (out_.is_narrow()) narrow_row(y, n_, out_.narrow(row * n_));
-                if (!op_.rounded.codes) continue;
-                largest = std::max(largest, round_row(op_.rounded, row * n_, n_, y, scratch_.flags.data()));
-            }
-            uint8_t* positive = op_.nonlinearity.positive;
-            if (positive) pack_bits(flags_.data(), (past - begin) * n_, positive + (first + begin) * n_ / 8);
-        }
-        return largest;
-    }
-
     const Project& op_;
-    Border<float> out_;
-    int64_t n_;
-    Scratch scratch_;
-    Aligned<uint8_t> flags_;
     Aligned<float> alpha_;
 };
 
@@ -234,4 +249,15 @@ LSQ_EXPORT void lsq_end_long_project(const Project& op, const LongSum* sums, int
 // The product of floats stands in `out`, where its result goes.
 LSQ_EXPORT void lsq_end_floats(const Project& op) {
     write_scale(op, 0, read_rows(op.out, 0, op.rows, op.columns, [&] { return End(op); }));
+}
+
+// `sums` [M, N] are a product with adapters; a result of floats takes their place.
+LSQ_EXPORT void lsq_end_adapted(const Adapt& op, float* sums) {
+    const Magnitude largest = read_rows(sums, 0, op.rows, op.columns, [&] {
+        return [&, end = RowEnd(op.nonlinearity, op.rounded, {sums, 0}, op.columns)](
+                   int64_t first, int64_t rows, const float*, int64_t) mutable {
+            return end.end(first, rows, [](int64_t, float*) {});
+        };
+    });
+    finish(op.rounded, largest);
 }

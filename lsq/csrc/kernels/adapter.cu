@@ -1,6 +1,5 @@
 // What adapters read of a product's input, and what goes back to it: 8 values a thread.
-#include "random.cuh"
-#include "vectors.cuh"
+#include "project_end.cuh"
 
 // -DCODES=1: the input is codes, else floats.
 #ifndef CODES
@@ -46,17 +45,21 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input(const AdapterInput op) 
 }
 LSQ_EXPORT(lsq_adapter_input)
 
-// out [M, N] = base + product.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapt(const Adapt op, In<float> product) {
+// Adds base [M, N] to the product of adapters, and applies the epilogue.
+LSQ_KERNEL __launch_bounds__(kThreads)
+lsq_adapt(const Adapt op, In<float> product, Out<uint32_t> ticket) {
     const int64_t begin = first_value();
-    if (begin >= op.count) return;
-    const Float* base = op.base;
-    const float* added = product;
-    float x[kVector];
-    load8(added + begin, x);
-    add8(base + begin, x);
-    Float* out = op.out;
-    store8(out + begin, x);
+    const ProjectEnd end{op, nullptr};
+    Magnitude largest = 0;
+    if (begin < op.rows * op.columns) {
+        const Float* base = op.base;
+        const float* sums = product;
+        float added[kVector], y[kVector];
+        load8(sums + begin, added);
+        load8(base + begin, y);
+        largest = end.write8(begin, added, y);
+    }
+    end.codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_adapt)
 

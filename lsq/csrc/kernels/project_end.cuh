@@ -1,4 +1,4 @@
-// The end of a product with a weight, 8 neighbouring columns of a row at a time: scale, bias, activation, dropout, rounding.
+// The end of a product, 8 neighbouring columns of a row at a time: scale, bias, activation, dropout, rounding.
 //
 // -DACTIVATION is an Activation. P columns, a multiple of 8; lsq/ops/project.py is the reference.
 #pragma once
@@ -32,8 +32,11 @@ struct ProjectEnd {
     Float* out;
 
     template <class Operation>
-    __device__ __forceinline__ explicit ProjectEnd(const Operation& op)
-        : nonlinearity(op.nonlinearity), codes(op.rounded), dropout(op.nonlinearity.dropout), bias(op.bias), out(op.out) {}
+    __device__ __forceinline__ explicit ProjectEnd(const Operation& op) : ProjectEnd(op, op.bias) {}
+
+    template <class Operation>
+    __device__ __forceinline__ ProjectEnd(const Operation& op, const float* bias)
+        : nonlinearity(op.nonlinearity), codes(op.rounded), dropout(op.nonlinearity.dropout), bias(bias), out(op.out) {}
 
     // The bias of columns [column, column + 8), zeros where there is none.
     __device__ __forceinline__ void bias8(int64_t column, float (&added)[kVector]) const {
