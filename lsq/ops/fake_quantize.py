@@ -169,7 +169,7 @@ class FakeQuantize(Operation):
             return
         found = FakeQuantizeGradient(
             gradient=arrived, out=self.out, clipped=self.clipped,
-            nonlinearity=builder.nonlinearity_of(self.x),
+            nonlinearity=getattr(producer, "nonlinearity", None),
         )  # fmt: skip
         if producer is not None and producer.product_weight is not None:
             found.dx, _ = builder.product_gradient(self.x)

@@ -147,7 +147,8 @@ class Project(Operation):
             joined, dx = builder.join(source)
             append_gradients(builder, self, weight, upstream, undoes=False, joined=joined, dx=dx)
             return
-        producer, end = builder.producer(source), {"nonlinearity": builder.nonlinearity_of(source)}
+        producer = builder.producer(source)
+        end = {"nonlinearity": getattr(producer, "nonlinearity", None)}
         if isinstance(producer, Project):
             end["dx"], end["rounded"] = builder.product_gradient(source)
             end["sum"] = builder.bias_gradient(source)

@@ -252,10 +252,6 @@ class Builder(Recorder):
         """What the reader of a product's result wrote; the gradient as it came in, for a result of the program."""
         return self._product_gradients.get(tensor, (self._gradients.get(tensor), None))
 
-    def nonlinearity_of(self, tensor: VirtualTensor):
-        """The Nonlinearity that made `tensor`, which its reader undoes; None without one."""
-        return getattr(self._producers.get(tensor), "nonlinearity", None)
-
     def bias_gradient(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
         """Where the gradient of the bias of the product that made `tensor` goes; None where there is no bias."""
         producer = self._producers.get(tensor)

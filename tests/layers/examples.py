@@ -4,7 +4,7 @@ import torch
 
 from lsq import emulation
 from lsq.backends import Backend, backend
-from lsq.config import LayerConfig, QuantConfig
+from lsq.config import Adapter, LayerConfig, QuantConfig
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
@@ -25,6 +25,16 @@ VARIANTS = {
 }
 SENTENCES, SOURCE = Sentences(rows=17, count=3), Sentences(rows=23, count=3)
 """Three sentences of different lengths, and what they attend to."""
+
+
+ADAPTERS = tuple(
+    Adapter(weight=name + "_weight", rank=3, dropout=0.1)
+    for name in (
+        "self_attn.qkv", "self_attn.out", "encoder_attn.key_value", "feed_forward.fc1",
+        "feed_forward.fc2", "feed_forward.gate", "feed_forward.up",
+    )
+)  # fmt: skip
+"""Of layers with a gate and of others."""
 
 
 def mode_on(where: Backend | str = "reference", *, training: bool = True, backward: bool = True) -> Mode:

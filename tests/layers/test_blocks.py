@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lsq.backends import backend
 from lsq.layers import TransformerDecoderLayer, TransformerEncoderLayer, programs
-from tests.layers.examples import SENTENCES, SOURCE, mode_on
+from tests.layers.examples import ADAPTERS, SENTENCES, SOURCE, drawn_for, mode_on, run
 from tests.layers.oracle import compare_with_reference
 from tests.layers.shapes import HIDDEN, config_of, padding_mask
 from tests.layers.toy import Translator, losses
@@ -44,6 +45,29 @@ def test_layers_equal_the_reference(options):
         lambda reference, x, memory: reference.decoder_layer(x, memory),
         lambda: (torch.randn(7, 3, HIDDEN), torch.randn(9, 3, HIDDEN)),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{"activation": "gelu"}, {"activation": "silu", "gated": True}]
+)
+def test_gradients_of_layers_with_adapters_are_slopes(options):
+    """Dropout drops the same each time."""
+    config = config_of(mode="float", dropout=0.2, attention={"adapters": ADAPTERS}, **options)
+    program = programs.encoder_layer(config, SENTENCES, mode_on())
+    given, place = drawn_for(program), backend("reference")
+    (y,), (dy,) = program.outputs, program.output_gradients
+    gradients = run(program, place, given)
+    for parameter in program.parameters:
+        if "adapter" not in parameter.name:
+            continue
+        gradient, step = gradients["d_" + parameter.name], 1e-2 * torch.randn(parameter.shape)
+        before = given[parameter.name].detach()
+        above, below = (
+            run(program, place, {**given, parameter.name: end})[y.name]
+            for end in (before + step, before - step)
+        )
+        slope = ((above - below).double() * given[dy.name]).sum() / 2
+        assert abs((gradient * step).sum() - slope) < 0.02 * gradient.norm() * step.norm(), parameter
 
 
 def test_epsilon_is_the_configurations():

@@ -11,7 +11,7 @@ from lsq.config import QuantConfig
 from lsq.layers import TransformerEncoderLayer, programs
 from lsq.layers.linear import QuantizedLinear
 from lsq.layers.programs import Table, Vocabulary
-from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
+from tests.layers.examples import ADAPTERS, SENTENCES, SOURCE, mode_on, run
 from tests.layers.shapes import HIDDEN, config_of
 from tests.ops.cuda import ORDERS, current_device, set_order
 from tests.sampling import in_turn
@@ -28,6 +28,13 @@ BY_INPUTS = [
     {"backward": "float", "weight_granularity": "tensor"}, {"mode": "float", "gated": True, "activation": "silu"},
 ]  # fmt: skip
 """Of layers whose weights are [inputs, outputs]."""
+ADAPTED = [
+    {"backward": "int8", "dropout": 0.1}, {"backward": "int8", "activation": "gelu", "pre_norm": True},
+    {"backward": "float", "clip_gradient": "lsq"}, {"mode": "float", "dropout": 0.1},
+    {"mode": "float", "activation": "gelu"},
+    {"backward": "int8", "gated": True, "activation": "silu"},
+]  # fmt: skip
+"""Of layers with adapters."""
 
 
 def program_of(kind: str, options: dict, where):
@@ -69,6 +76,11 @@ def test_a_program_gives_the_same_on_every_backend(kind, options):
 @pytest.mark.parametrize("options", BY_INPUTS)
 def test_a_layer_with_weights_by_inputs_gives_the_same_on_every_backend(options):
     assert_same_everywhere("encoder", {**options, "attention": {"by_inputs": True}})
+
+
+@pytest.mark.parametrize(("kind", "options"), in_turn(("encoder", "decoder"), ADAPTED, 2))
+def test_a_layer_with_adapters_gives_the_same_on_every_backend(kind, options):
+    assert_same_everywhere(kind, {**options, "attention": {"adapters": ADAPTERS}})
 
 
 def like_a_gpu(name: str) -> Backend:
