@@ -5,17 +5,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lsq.config import QuantConfig
-    from lsq.conversion import convert, revert
+    from lsq.conversion import convert, freeze, revert
     from lsq.layers.memory import plan_memory
     from lsq.monitoring import monitor
     from lsq.translate import Translator
 
-__all__ = ["QuantConfig", "Translator", "convert", "monitor", "plan_memory", "revert"]
+__all__ = ["QuantConfig", "Translator", "convert", "freeze", "monitor", "plan_memory", "revert"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "QuantConfig": "lsq.config", "Translator": "lsq.translate", "convert": "lsq.conversion",
-    "monitor": "lsq.monitoring", "plan_memory": "lsq.layers.memory", "revert": "lsq.conversion",
+    "freeze": "lsq.conversion", "monitor": "lsq.monitoring", "plan_memory": "lsq.layers.memory",
+    "revert": "lsq.conversion",
 }  # fmt: skip
 _PACKAGES = ("dist", "huggingface", "optim")
 

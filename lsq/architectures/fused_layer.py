@@ -30,6 +30,7 @@ from lsq.backends import Backend, backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
+from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.in_place import InPlace
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, packing_options
@@ -238,7 +239,15 @@ class FusedLayer(InPlace):
         found = self.sources(name)
         if name in self.adapted.blocks:
             return block_matrix(found, self.adapted.blocks[name], self.adapted.rows[name])
-        return found[0] if len(found) == 1 else Joined.apply(self.joined.get(name), *found)
+        if len(found) == 1:
+            return found[0]
+        coded = CodedWeight.joined(found)
+        return Joined.apply(self.joined.get(name), *found) if coded is None else coded
+
+    def forget_floats(self, name: str) -> None:
+        super().forget_floats(name)
+        self.joined.pop(name, None)
+        self.rounded.kept.pop(name, None)
 
     def __getstate__(self):
         return {**super().__getstate__(), "joined": {}}  # of other parameters than a copy's

@@ -57,7 +57,7 @@ def rounded_weights(layer: FusedLayer, rows: int = 0) -> Iterator[None]:
     with layer.rounded.turn:
         try:
             for name, declared in layer.declared.items():
-                if declared.kind is Kind.WEIGHT:
+                if declared.kind is Kind.WEIGHT and not layer.is_coded(name):  # else it reads as rounded
                     held += _swap(layer, name, declared, rows)
             yield
         finally:

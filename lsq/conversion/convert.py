@@ -15,6 +15,7 @@ from lsq.conversion.clip_state import clip_names, keep_apart
 from lsq.conversion.fusion import fusions, name_classes, of_transformers, told
 from lsq.conversion.report import Report
 from lsq.conversion.selection import Skip, choose, stacks_of
+from lsq.layers.coded_weight import CodedWeight, decode_all
 from lsq.layers.head import head_class
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import QuantizedLinear, by_inputs_of
@@ -60,7 +61,7 @@ def convert(
             already, the mode is "float" where no layer is known, or a model that is to be sparse is on the meta device.
             After any exception the model is as it was.
     """
-    _check_bare(model, "convert")
+    check_bare(model, "convert")
     quant = QuantConfig() if quant is None else quant
     if not isinstance(quant, QuantConfig):
         raise ValueError(f"quant is {quant!r:.80}; it must be a lsq.QuantConfig, such as QuantConfig(backward='float')")
@@ -141,6 +142,8 @@ def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig, path: str)
 def revert(model: Model) -> Model:
     """Make the layers of `convert` what they were, with the weights that they have now; the clips are gone.
 
+    Weights that are codes alone (lsq.freeze) become floats, one after the other.
+
     Works in place.
 
     Returns:
@@ -149,7 +152,7 @@ def revert(model: Model) -> Model:
     Raises:
         ValueError: the model is wrapped, or a layer has got a forward of its own since.
     """
-    _check_bare(model, "revert")
+    check_bare(model, "revert")
     found = [module for module in model.modules() if isinstance(module, InPlace)]
     for module in found:
         if "forward" in vars(module):
@@ -157,17 +160,26 @@ def revert(model: Model) -> Model:
     keep_apart(model, apart=False)
     for module in found:
         module.give_place()
+    for module in model.modules():
+        decode_all(module)
     name_classes(model)
     return model
 
 
 def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of `model` without what its converted layers add: that of the float model."""
+    """The state dict of `model` without what its converted layers add: that of the float model.
+
+    Weights that are codes alone (lsq.freeze) are decoded.
+    """
     names = clip_names(model)
-    return {name: value for name, value in model.state_dict().items() if name not in names}
+    return {
+        name: value.decode() if isinstance(value, CodedWeight) else value
+        for name, value in model.state_dict().items()
+        if name not in names
+    }
 
 
-def _check_bare(model: nn.Module, what: str) -> None:
+def check_bare(model: nn.Module, what: str) -> None:
     require_model(model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | nn.DataParallel):

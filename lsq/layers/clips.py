@@ -9,6 +9,7 @@ from torch import nn
 from lsq.config import QuantConfig
 from lsq.dist import replicas
 from lsq.layers import clip_format
+from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.followed_clips import FollowedClips
 from lsq.layers.schedule import Schedule
 from lsq.layers.weight_codes import WeightCodes
@@ -83,6 +84,10 @@ class ClippedModule(nn.Module):
     def sources(self, name: str) -> list[torch.Tensor]:
         """The parameters that a weight of the program is made of, one after another."""
         return [self.own_parameter(name)]
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a weight is codes alone (lsq.freeze): its clip is what it was then."""
+        return all(type(part) is CodedWeight for part in self.sources(name))
 
     def values_of(self, name: str) -> torch.Tensor:
         """What programs read of a declared parameter: all of it, or what a mask leaves."""
@@ -161,7 +166,7 @@ class ClippedModule(nn.Module):
             all: of all weights; else of those in `anew`.
         """
         for name, declared in self.declared.items():
-            if declared.clip is not None and (all or name in anew):
+            if declared.clip is not None and (all or name in anew) and not self.is_coded(name):
                 values, near = self.values_of(name), again and name not in anew
                 if not self.codes.changed(name, values) and near:
                     continue
@@ -294,6 +299,8 @@ class ClippedModule(nn.Module):
         for name, declared in self.declared.items():
             clip = None if declared.clip is None else self.own_parameter(declared.clip)
             if clip is None or clip.is_meta or any(map(shards.is_shard, (clip, *self.sources(name)))):
+                continue
+            if self.is_coded(name):
                 continue
             values = self.values_of(name)
             rows = values.t() if declared.by_inputs else values

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -33,6 +33,14 @@ class InPlace(ProgramModule):
             ValueError: there is no program for a module like this one.
         """
         raise NotImplementedError
+
+    def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
+        """Of each parameter that one of the program's is made of: its path, its module, its name there."""
+        yield name, *self._holder(name)
+
+    def forget_floats(self, name: str) -> None:
+        """A weight is codes alone from now on: keep nothing that was made of it."""
+        self.codes.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
         """How a program of this layer runs on these inputs now: what needs no gradient costs none."""

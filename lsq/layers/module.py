@@ -129,7 +129,7 @@ class ProgramModule(ClippedModule):
             after=self._observer,
         )
         if self._observer is not None and program.output_gradients:
-            self._observer.weights(self, tensors)
+            self._observer.weights(self, {**tensors, **parameters})
         memory = self.step_memory if self.training else None
         fleeting = {*calibration.written, *shards.unsettled(self)}  # FSDP2 gathers clips anew to go back
         fleeting |= set(self.clips()) if measuring else set()  # the next use in this step may measure as well
@@ -149,7 +149,7 @@ class ProgramModule(ClippedModule):
                 self._remember_clips()
             self.schedule.count(again, trained=goes_back)
         if self._watcher is not None and self.training:
-            self._watcher(self, program, tensors, outputs)
+            self._watcher(self, program, {**tensors, **parameters}, outputs)
         if self.schedule.fallen and program.output_gradients:
             outputs = held(outputs[0], self.clips().values()), *outputs[1:]
         return outputs

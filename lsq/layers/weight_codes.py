@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lsq.backends import Backend
+from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.ops.fake_quantize import decode_weight
 from lsq.ops.grouped_weight import pack_weight
 from lsq.ops.rounding import RoundWeight
@@ -32,7 +33,7 @@ class Kept:
 
 class WeightCodes:
     """Those of one module. Those that are not trained are kept until a weight or its clip changes
-    (lsq.program.stamp), and so are all in eval mode.
+    (lsq.program.stamp), and so are all in eval mode. Those that are codes alone (lsq.freeze) keep their own.
 
     Of the others, their memory is written again for the same parameters alone: an earlier pass with others, such as
     those of torch.func.functional_call, may still await its backward pass. Where the optimizer has made the codes of
@@ -56,6 +57,10 @@ class WeightCodes:
     def clear(self) -> None:
         """They are of no use any more."""
         self._weights.clear()
+
+    def forget(self, name: str) -> None:
+        """The same of one weight."""
+        self._weights.pop(name, None)
 
     def changed(self, name: str, values: torch.Tensor) -> bool:
         """Whether a weight holds other values than when this was asked last; versions miss what FSDP2 gathers.
@@ -107,6 +112,9 @@ class WeightCodes:
                 continue
             name = virtual.values.name
             values, clip, parts = parameters[name], parameters[virtual.clip.name], sources(name)
+            if type(values) is CodedWeight:
+                codes |= values.given(virtual, (*parts, clip))
+                continue
             kept, owner = self._weights.get(name), (id(values), id(clip))
             training = changing(name, clip)
             made_from = None if training or kept is None else kept.made_from
@@ -150,6 +158,26 @@ def _make(weight: Weight, place: Backend) -> None:
         place.run(decode_weight(weight))
     if weight.grouped is not None:
         pack_weight(weight, place.run)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def encoded(
+    values: torch.Tensor, clip: torch.Tensor, form: WeightFormat, place: Backend, *, rows: int, by_inputs: bool,
+    absmax: bool,
+) -> Codes:  # fmt: skip
+    """Codes of a weight [N, K] as programs take them, in memory of their own; see Weight. `rows`: P, at least N."""
+    count, columns = values.shape[::-1] if by_inputs else values.shape
+    stored = place.allocate((rows, form.stored_columns(columns)), form.storage)
+    scale = place.allocate((rows,), torch.float32)
+    _make(
+        Weight(
+            format=form, values=values.detach().float().contiguous(), clip=clip.detach(), codes=stored, scale=scale,
+            by_inputs=by_inputs, absmax=absmax,
+        ),
+        place,
+    )
+    return Codes(format=form, stored=stored, scale=scale, rows=count, columns=columns, by_inputs=by_inputs)
 
 
 def rounded_values(

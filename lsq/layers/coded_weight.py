@@ -1,0 +1,176 @@
+"""Frozen weights that are kept as codes alone: parameters that read as what is decoded, and are never written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Weight
+from lsq.quant import WeightFormat
+
+ADVICE = (
+    "lsq.freeze keeps this weight as codes alone, which nothing can write to, and which are no floats in memory: call "
+    "lsq.revert(model) to train, load or merge weights; lsq.conversion.float_state_dict(model) has floats to save"
+)
+_SHARED = torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default
+"""What gives another parameter of the same codes, since nothing changes these."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Codes:
+    """Of one weight [N, K] of a program, which may be made of several parameters."""
+
+    format: WeightFormat
+    stored: torch.Tensor
+    """int8 [P, stored columns], P at least N."""
+    scale: torch.Tensor
+    """float32 [P]"""
+    rows: int
+    """N."""
+    columns: int
+    """K."""
+    by_inputs: bool
+    """Whether the parameter is [K, N]; then it is one alone."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes + self.scale.nbytes
+
+    def decode(self, first: int, last: int) -> torch.Tensor:
+        """The values float32 of rows from `first` to `last`, as the parameter has them."""
+        codes = self.format.unpack(self.stored[first:last], self.columns)
+        values = codes * self.scale[first:last, None]
+        return values.t().contiguous() if self.by_inputs else values
+
+
+class Unread(torch.Tensor):
+    """What a program gets as the values of a weight whose codes it reads: their shape, and no memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: VirtualTensor) -> Unread:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="cpu")
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        raise RuntimeError(f"{function} reads floats of a weight that is codes alone")
+
+    def to(self, *_) -> Unread:
+        return self  # it has the dtype of the program
+
+    contiguous = to
+
+
+class CodedWeight(torch.Tensor):
+    """Rows of Codes, with the shape and dtype of the parameter whose place it takes.
+
+    Programs take the codes. Whatever else reads it gets decoded values, which it may keep; views are copies. Another
+    dtype is another one to decode to, a copy has the same codes, and other devices are refused.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes: Codes, first: int, last: int, dtype: torch.dtype) -> CodedWeight:
+        shape = (codes.columns, last - first) if codes.by_inputs else (last - first, codes.columns)
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.stored.device)
+        made.codes, made.first, made.last = codes, first, last
+        return made
+
+    @staticmethod
+    def parameter(codes: Codes, first: int, last: int, dtype: torch.dtype) -> nn.Parameter:
+        """One that modules hold."""
+        return nn.Parameter(CodedWeight(codes, first, last, dtype), requires_grad=False)
+
+    @staticmethod
+    def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
+        """Several parameters as the one that a program has of them; None where they are not all of its codes."""
+        if not all(type(part) is CodedWeight and part.codes is parts[0].codes for part in parts):
+            return None
+        ends = [0, *(part.last for part in parts)]
+        whole = ends[:-1] == [part.first for part in parts] and ends[-1] == parts[0].codes.rows
+        return CodedWeight(parts[0].codes, 0, ends[-1], parts[0].dtype) if whole else None
+
+    def decode(self) -> torch.Tensor:
+        """A plain tensor of its values."""
+        return self.codes.decode(self.first, self.last).to(self.dtype)
+
+    def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a program with this weight takes, by name. `made_of`: parameters and clip.
+
+        Raises:
+            ValueError: one of these is to be trained.
+        """
+        if any(one.requires_grad for one in made_of):
+            raise ValueError(f"{weight.values.name} or its clip requires a gradient, but {ADVICE}")
+        codes, scale, values = weight.codes.name, weight.scale.name, weight.values
+        return {codes: self.codes.stored, scale: self.codes.scale, values.name: Unread(values)}
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        options = options or {}
+        if function._schema.is_mutable:
+            declared = function._schema.arguments
+            given = {one.name: value for one, value in zip(declared, arguments, strict=False)} | options
+            written = [given.get(one.name) for one in declared if one.alias_info and one.alias_info.is_write]
+            if any(isinstance(one, CodedWeight) for one in tree_leaves(written)):  # lists among them
+                raise RuntimeError(f"{function.name()} would write here: {ADVICE}")
+            arguments, options = tree_map_only(CodedWeight, cls.decode, (arguments, options))
+            return function(*arguments, **options)
+        with torch.inference_mode(False):  # views of what is none are none
+            if function not in _SHARED:
+                arguments, options = tree_map_only(CodedWeight, cls.decode, (arguments, options))
+                return function(*arguments, **options)
+            (own,), device = arguments, options.get("device")
+            if device is not None and torch.device(device) != own.device:
+                raise RuntimeError(f"it cannot go to {device}: {ADVICE}")
+            return CodedWeight(own.codes, own.first, own.last, options.get("dtype") or own.dtype)
+
+    # What PyTorch does in C++ without asking
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not (isinstance(value, CodedWeight) and value.codes is self.codes):  # else it is of another dtype
+            raise RuntimeError(f".data cannot be set: {ADVICE}")
+        torch.Tensor.data.__set__(self, value)
+
+    def __setitem__(self, *_):
+        raise RuntimeError(f"no value can be set: {ADVICE}")
+
+    def contiguous(self, **_) -> torch.Tensor:
+        """Values in memory."""
+        return self.decode()
+
+    def data_ptr(self):
+        raise RuntimeError(f"there is no address of floats: {ADVICE}")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Its share of the codes, as one of its own: so others see nothing shared."""
+        return torch.from_dlpack(self.codes.stored[self.first : self.last]).untyped_storage()
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = found = CodedWeight.parameter(self.codes, self.first, self.last, self.dtype)
+        return found
+
+    def __reduce_ex__(self, protocol):
+        return CodedWeight.parameter, (self.codes, self.first, self.last, self.dtype)
+
+    def __repr__(self, **_) -> str:
+        return f"CodedWeight({list(self.shape)}, {self.dtype}, kept as {self.codes.format.name})"
+
+
+def decode_all(module: nn.Module) -> None:
+    """Let all parameters of `module` itself be floats again."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, CodedWeight):
+            module._parameters[name] = nn.Parameter(parameter.decode(), requires_grad=False)

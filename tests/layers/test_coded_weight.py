@@ -1,0 +1,114 @@
+"""Parameters that are codes alone: they read as decoded values, and nothing writes to them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from lsq.backends import backend
+from lsq.config import QuantConfig
+from lsq.layers.coded_weight import CodedWeight, decode_all
+from lsq.layers.weight_codes import encoded, rounded_values
+from lsq.quant import largest_clips
+
+SIZES = (64, 32, 32)
+
+
+def parts(weight_format: str = "int8", *, by_inputs: bool = False, dtype: torch.dtype = torch.float32):
+    """(values that products see, parameters of SIZES rows of their codes), or one parameter of all by inputs."""
+    torch.manual_seed(0)
+    rows, form = torch.randn(sum(SIZES), 80), QuantConfig(weight_format=weight_format).weight_form("weight")
+    clip = largest_clips(rows, torch.ones(len(rows)))
+    codes = encoded(
+        rows.t() if by_inputs else rows, clip, form, backend("cpu"), rows=144, by_inputs=by_inputs, absmax=False
+    )
+    seen, first, made = rounded_values(rows, clip, form, backend("cpu")).to(dtype), 0, []
+    for size in (len(rows),) if by_inputs else SIZES:
+        made.append(CodedWeight.parameter(codes, first, first + size, dtype))
+        first += size
+    return seen.t().contiguous() if by_inputs else seen, made
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reads_as_what_products_see(weight_format, by_inputs, dtype):
+    if weight_format == "int4" and by_inputs:
+        return  # no layer has those
+    seen, found = parts(weight_format, by_inputs=by_inputs, dtype=dtype)
+    assert torch.equal(torch.cat(found), seen)
+    for one, values in zip(found, seen.split([len(one) for one in found]), strict=True):
+        assert isinstance(one, torch.nn.Parameter) and one.shape == values.shape and one.dtype == dtype
+        x = torch.randn(3, values.shape[1], dtype=dtype, requires_grad=True)
+        y, expected = torch.nn.functional.linear(x, one), torch.nn.functional.linear(x, values)
+        assert torch.equal(y, expected)
+        assert torch.equal(*(torch.autograd.grad(each.square().sum(), x)[0] for each in (y, expected)))
+        assert torch.equal(one.contiguous(), values) and type(one.contiguous()) is torch.Tensor
+        with torch.inference_mode():
+            assert torch.equal(one[:2] + 0.0, values[:2]) and torch.equal(one.detach() + 0.0, values)
+            assert torch.equal(torch.zeros(values.shape, dtype=dtype).copy_(one), values)
+
+
+def test_parts_are_joined_if_they_are_all_of_it():
+    seen, (q, k, v) = parts()
+    whole = CodedWeight.joined([q, k, v])
+    assert torch.equal(whole + 0.0, seen) and whole.codes is q.codes
+    others = torch.nn.Parameter(torch.randn(32, 80))
+    for some in ([q, k], [k, q, v], [q, k, others], [q, k, parts()[1][2]], [others]):
+        assert CodedWeight.joined(some) is None
+
+
+WRITES = {
+    "in place": lambda one: one.data.add_(1.0),
+    "copy_": lambda one: one.copy_(torch.zeros_like(one)),
+    "out=": lambda one: torch.add(torch.ones(one.shape), 1.0, out=one),
+    "a list": lambda one: torch._foreach_mul_([torch.ones(2), one], 2.0),
+    "data": lambda one: setattr(one, "data", torch.zeros(one.shape)),
+    "a value": lambda one: one.__setitem__(0, 1.0),
+    "an address": lambda one: one.data_ptr(),
+    "another device": lambda one: one.to("meta"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_are_refused(write):
+    seen, (one, *_) = parts()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"lsq.revert\(model\)"):
+        write(one)
+    assert torch.equal(one + 0.0, seen[:64])
+
+
+def test_reading_is_no_writing():
+    seen, (one, *_) = parts()
+    found = torch.zeros(64, 80)
+    assert torch.equal(found.copy_(one), seen[:64])
+    found.add_(one)
+    assert torch.equal(torch.mul(one, 1.0, out=found), seen[:64])
+
+
+def test_copies_have_the_same_codes():
+    _, found = parts()
+    one = found[0]
+    for copied in (one.detach(), one.data, one.clone(), copy.deepcopy(one), one.float(), one.bfloat16().float()):
+        assert copied.codes is one.codes and torch.equal(copied + 0.0, one + 0.0)
+    assert type(one.long()) is CodedWeight and torch.equal(one.long() + 0, (one + 0.0).long())
+    again = pickle.loads(pickle.dumps(found))
+    assert torch.equal(CodedWeight.joined(again) + 0.0, CodedWeight.joined(found) + 0.0)
+    assert "CodedWeight([64, 80], torch.float32, kept as int8)" in repr(one)
+
+
+def test_each_has_a_storage_of_its_own():
+    _, found = parts()
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}
+    assert sorted(storages.values()) == sorted(80 * size for size in SIZES)
+
+
+def test_modules_change_the_dtype_and_decode():
+    seen, (one, *_) = parts()
+    layer = torch.nn.Linear(80, 64)
+    layer.weight = one
+    assert type(layer.to(torch.bfloat16).weight) is CodedWeight and layer.weight.dtype == torch.bfloat16
+    decode_all(layer.to(torch.float32))
+    assert type(layer.weight) is torch.nn.Parameter and torch.equal(layer.weight, seen[:64])
+    assert not layer.weight.requires_grad
