@@ -1,6 +1,7 @@
 """Frozen weights as codes alone: passes compute what they did, and nothing is written."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 import lsq
 from lsq.architectures.fused_layer import FusedLayer
 from lsq.config import QuantConfig
-from lsq.conversion import float_state_dict
+from lsq.conversion import float_state_dict, frozen
 from lsq.layers import weight_codes
 from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.layers.module import ProgramModule
@@ -101,6 +102,22 @@ def test_bytes_are_those_of_codes(fused):
         for layer in model.modules():
             assert not (isinstance(layer, ProgramModule) and layer.codes.kept)
             assert not (isinstance(layer, FusedLayer) and any(one is not None for one in layer.joined.values()))
+
+
+def test_floats_go_one_by_one(monkeypatch):
+    model = llama()
+    step(model)
+    floats = [weakref.ref(one) for path, one in model.named_parameters() if "_proj.base_layer" in path]
+    there, original = [], frozen.encoded
+
+    def encoded(*given, **options):
+        there.append(sum(one() is not None for one in floats))
+        return original(*given, **options)
+
+    monkeypatch.setattr(frozen, "encoded", encoded)
+    lsq.freeze(model)
+    assert there == [14, 11, 10, 9, 8, 7, 4, 3, 2, 1, 0]  # queries, keys and values are one, and the head is last
+    assert not any(one() is not None for one in floats)
 
 
 @pytest.mark.parametrize("fused", [True, False])
