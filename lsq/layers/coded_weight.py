@@ -67,14 +67,76 @@ class Unread(torch.Tensor):
     contiguous = to
 
 
-class CodedWeight(torch.Tensor):
-    """Rows of Codes, with the shape and dtype of the parameter whose place it takes.
-
-    Programs take the codes. Whatever else reads it gets decoded values, which it may keep; views are copies. Another
-    dtype is another one to decode to, a copy has the same codes, and other devices are refused.
-    """
+class ReadOnly(torch.Tensor):
+    """A tensor that gives values to whatever reads it, and refuses to be written. This one is a view of a weight."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> ReadOnly:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+        made.values = values
+        return made
+
+    def decode(self) -> torch.Tensor:
+        """A plain tensor of its values."""
+        return self.values
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        options, schema = options or {}, function._schema
+        given = {one.name: value for one, value in zip(schema.arguments, arguments, strict=False)} | options
+        aliased = [
+            one.alias_info for one in schema.arguments
+            if one.alias_info and any(isinstance(value, ReadOnly) for value in tree_leaves(given.get(one.name)))
+        ]  # fmt: skip
+        if any(one.is_write for one in aliased):
+            raise RuntimeError(f"{function.name()} would write here: {ADVICE}")
+        arguments, options = tree_map_only(ReadOnly, lambda one: one.decode(), (arguments, options))
+        if schema.is_mutable:
+            return function(*arguments, **options)
+        with torch.inference_mode(False):  # views of what is no inference tensor are none
+            found = function(*arguments, **options)
+            return tree_map_only(torch.Tensor, ReadOnly, found) if aliased else found
+
+    # What PyTorch does without a function that is dispatched
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        own = getattr(self, "codes", None)
+        if own is None or getattr(value, "codes", None) is not own:
+            raise RuntimeError(f".data cannot be set: {ADVICE}")
+        torch.Tensor.data.__set__(self, value)  # by nn.Module.to, of another dtype
+
+    def __setitem__(self, *_):
+        raise RuntimeError(f"no value can be set: {ADVICE}")
+
+    def contiguous(self, **_) -> torch.Tensor:
+        """Values in memory."""
+        return self.decode().contiguous()
+
+    def data_ptr(self):
+        raise RuntimeError(f"there is no address of floats: {ADVICE}")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.values.untyped_storage()
+
+    def __repr__(self, **_) -> str:
+        return repr(self.decode())
+
+
+class CodedWeight(ReadOnly):
+    """Rows of Codes, with the shape and dtype of the parameter whose place it takes.
+
+    Programs take the codes. Another dtype is another one to decode to, a copy has the same codes, and other devices are
+    refused.
+    """
 
     @staticmethod
     def __new__(cls, codes: Codes, first: int, last: int, dtype: torch.dtype) -> CodedWeight:
@@ -98,7 +160,6 @@ class CodedWeight(torch.Tensor):
         return CodedWeight(parts[0].codes, 0, ends[-1], parts[0].dtype) if whole else None
 
     def decode(self) -> torch.Tensor:
-        """A plain tensor of its values."""
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
     def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -114,45 +175,13 @@ class CodedWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
-        options = options or {}
-        if function._schema.is_mutable:
-            declared = function._schema.arguments
-            given = {one.name: value for one, value in zip(declared, arguments, strict=False)} | options
-            written = [given.get(one.name) for one in declared if one.alias_info and one.alias_info.is_write]
-            if any(isinstance(one, CodedWeight) for one in tree_leaves(written)):  # lists among them
-                raise RuntimeError(f"{function.name()} would write here: {ADVICE}")
-            arguments, options = tree_map_only(CodedWeight, cls.decode, (arguments, options))
-            return function(*arguments, **options)
-        with torch.inference_mode(False):  # views of what is none are none
-            if function not in _SHARED:
-                arguments, options = tree_map_only(CodedWeight, cls.decode, (arguments, options))
-                return function(*arguments, **options)
-            (own,), device = arguments, options.get("device")
-            if device is not None and torch.device(device) != own.device:
-                raise RuntimeError(f"it cannot go to {device}: {ADVICE}")
+        if function not in _SHARED:
+            return super().__torch_dispatch__(function, types, arguments, options)
+        (own,), options = arguments, options or {}
+        if torch.device(options.get("device") or own.device) != own.device:
+            raise RuntimeError(f"it cannot go to {options['device']}: {ADVICE}")
+        with torch.inference_mode(False):
             return CodedWeight(own.codes, own.first, own.last, options.get("dtype") or own.dtype)
-
-    # What PyTorch does in C++ without asking
-
-    @property
-    def data(self) -> torch.Tensor:
-        return torch.Tensor.data.__get__(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if not (isinstance(value, CodedWeight) and value.codes is self.codes):  # else it is of another dtype
-            raise RuntimeError(f".data cannot be set: {ADVICE}")
-        torch.Tensor.data.__set__(self, value)
-
-    def __setitem__(self, *_):
-        raise RuntimeError(f"no value can be set: {ADVICE}")
-
-    def contiguous(self, **_) -> torch.Tensor:
-        """Values in memory."""
-        return self.decode()
-
-    def data_ptr(self):
-        raise RuntimeError(f"there is no address of floats: {ADVICE}")
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Its share of the codes, as one of its own: so others see nothing shared."""

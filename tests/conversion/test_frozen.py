@@ -154,9 +154,9 @@ def test_generation_reads_what_products_see(fused, dtype):
 
 def test_adapters_learn_as_before():
     found = []
-    for frozen in (False, True):
+    for coded in (False, True):
         model = llama()
-        if frozen:
+        if coded:
             lsq.freeze(model)
         optimizer = Adam([one for one in model.parameters() if one.requires_grad], lr=2e-2)
         losses = []

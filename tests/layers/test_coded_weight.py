@@ -64,6 +64,11 @@ WRITES = {
     "copy_": lambda one: one.copy_(torch.zeros_like(one)),
     "out=": lambda one: torch.add(torch.ones(one.shape), 1.0, out=one),
     "a list": lambda one: torch._foreach_mul_([torch.ones(2), one], 2.0),
+    "a row": lambda one: one[0].fill_(1.0),
+    "a view of a view": lambda one: one.t()[:3].detach()[0].data.zero_(),
+    "a part of several": lambda one: one.chunk(2)[1].mul_(2.0),
+    "a value of a view": lambda one: one.t().__setitem__(0, 1.0),
+    "data of a view": lambda one: setattr(one[0], "data", torch.zeros(80)),
     "data": lambda one: setattr(one, "data", torch.zeros(one.shape)),
     "a value": lambda one: one.__setitem__(0, 1.0),
     "an address": lambda one: one.data_ptr(),
@@ -85,6 +90,16 @@ def test_reading_is_no_writing():
     assert torch.equal(found.copy_(one), seen[:64])
     found.add_(one)
     assert torch.equal(torch.mul(one, 1.0, out=found), seen[:64])
+
+
+def test_what_others_take_of_it_is_theirs():
+    seen, (one, *_) = parts()
+    for copied in (one.t().clone(), one[0].double(), one.t().contiguous(), one.reshape(80, 64).bfloat16(), one + 0.0):
+        assert type(copied) is torch.Tensor and copied.mul_(2.0).abs().sum() > 0
+    with torch.inference_mode():
+        assert type(torch.zeros(80, 64).reshape(-1).view_as(one).zero_()) is torch.Tensor
+    assert one[0, 0].item() == seen[0, 0] and torch.equal(torch.stack(one.unbind()), seen[:64])
+    assert repr(one[0]) == repr(seen[0])
 
 
 def test_copies_have_the_same_codes():
