@@ -7,10 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lsq.architectures.exact import altered, base_of, is_lora
 from lsq.config import Adapter
 
 DOWN, UP = "adapter_down", "adapter_up"
 """How the names of their parameters in a program end, in the place of "weight"."""
+
+DROPOUTS = nn.Dropout, nn.Identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +36,6 @@ class Block:
     first: int
     """Of the weight's outputs, the first one that it adds to."""
     scaling: float
-
-
-def is_lora(module: nn.Module) -> bool:
-    """Whether it is a linear layer that PEFT has put LoRA's adapters around."""
-    kind = type(module)
-    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of a layer is of a LoRA adapter, by its name."""
-    return ".lora_" in name
-
-
-def base_of(module: nn.Module) -> nn.Module:
-    """The layer without adapters."""
-    return module.base_layer if is_lora(module) else module
 
 
 def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted:
@@ -116,22 +103,35 @@ def _active(layer: nn.Module, paths: tuple[str, ...]) -> tuple[list[_Active], in
 
 def _active_names(module: nn.Module) -> list[str]:
     """The adapters that a layer adds now; without any, it is its base alone."""
+    _check(altered(module))  # PEFT's `adapter_names` puts a hook there
+    if module.disable_adapters and module.merged:
+        raise ValueError("its adapters are merged and switched off")  # PEFT's own code unmerges them
     if module.disable_adapters or module.merged:
         return []
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if module._forward_hooks or module._forward_pre_hooks:  # PEFT's `adapter_names` puts one there
-        raise ValueError("its adapter has a hook")
     for name in names:
         if name in getattr(module, "lora_variant", {}):
             raise ValueError(f"its adapter is a {type(module.lora_variant[name]).__name__}")
         if module.lora_bias.get(name):
             raise ValueError("its adapter has a bias")
+        down, up, dropout = (part[name] for part in (module.lora_A, module.lora_B, module.lora_dropout))
+        for one, kinds in ((down, (nn.Linear,)), (up, (nn.Linear,)), (dropout, DROPOUTS)):
+            _check(None if type(one) in kinds else f"a {type(one).__name__}", altered(one))
+        if down.bias is not None or up.bias is not None:
+            raise ValueError("its adapter has a bias")
+        if dropout.training is not module.training:
+            raise ValueError("its adapter's dropout is not in the mode of the layer around it")
     return names
+
+
+def _check(*found: str | None) -> None:
+    for one in filter(None, found):
+        raise ValueError(f"its adapter has {one}")
 
 
 def _joined(weight: str, active: list[_Active]) -> Adapter:
     dropouts = {getattr(one.module.lora_dropout[one.name], "p", 0.0) for one in active}
     if len(dropouts) > 1:
         raise ValueError(f"adapters of its {weight} have different dropouts")
-    rank = sum(one.module.r[one.name] for one in active)
+    rank = sum(len(one.module.lora_A[one.name].weight) for one in active)  # PEFT may pad it beyond `r`
     return Adapter(weight=weight, rank=rank, dropout=dropouts.pop())

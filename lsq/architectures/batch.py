@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from lsq.layers.packing import Packing
+from lsq.program.stamp import FEW_ROWS, Stamp
 
 Made = TypeVar("Made")
 _local = threading.local()
@@ -149,17 +150,19 @@ def everything(present: torch.Tensor) -> torch.Tensor:
 
 
 def remembered(kind: str, objects: tuple, key: object, make: Callable[[], Made]) -> Made:
-    """What `make` gave for the same objects, unless these have changed in place since."""
+    """What `make` gave for the same objects, unless tensors among them hold something else since."""
     kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
-    versions = [one._version if isinstance(one, torch.Tensor) and not one.is_inference() else None for one in objects]
-    for found, then, under, made in kept:
-        if under == key and then == versions and all(a() is b for a, b in zip(found, objects, strict=True)):
+    tensors = [one for one in objects if isinstance(one, torch.Tensor)]
+    for found, stamp, under, made in kept:
+        same = under == key and all(map(_is_still, found, objects))
+        if same and stamp.holds(tensors, rows=FEW_ROWS):
             return made
     with torch.inference_mode(False):  # training may use it as well
         made = make()
-    kept.append(([_reference(one) for one in objects], versions, key, made))
+    kept.append(([None if one is None else weakref.ref(one) for one in objects], Stamp(tensors), key, made))
     return made
 
 
-def _reference(one: object) -> Callable:
-    return (lambda: None) if one is None else weakref.ref(one)
+def _is_still(reference: weakref.ref | None, one: object) -> bool:
+    """Whether `reference` was made of `one`; one that has died is of nothing, and not of None."""
+    return reference is None if one is None else reference is not None and reference() is one

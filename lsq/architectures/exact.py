@@ -7,9 +7,8 @@ from functools import lru_cache
 from types import FunctionType
 
 from torch import nn
+from torch.nn.modules import module as hooks_of_all
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-
-from lsq.architectures.adapters import base_of, is_adapter
 
 PLAIN = (
     nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm, nn.Dropout, nn.Embedding, nn.ModuleList,
@@ -17,6 +16,7 @@ PLAIN = (
 OTHERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
 """Where activations and Conv1D are defined."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_ALL = tuple(f"_global{name}" for name in HOOKS)
 RECORDER = "transformers.utils.output_capturing"
 """Defines hooks that only look, and only where a fused layer runs its own code."""
 TRUSTED = ("torch", "transformers")
@@ -51,6 +51,22 @@ def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]
             raise ValueError(f"it has a parameter {name}, which its class does not use")
 
 
+def is_lora(module: nn.Module) -> bool:
+    """Whether it is a linear layer that PEFT has put LoRA's adapters around."""
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a layer is of a LoRA adapter, by its name."""
+    return ".lora_" in name
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer without adapters."""
+    return module.base_layer if is_lora(module) else module
+
+
 def patched(kind: type[nn.Module]) -> str | None:
     """A method of a class that its file does not define, or that calls a function of others."""
     for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]:
@@ -80,13 +96,25 @@ def _strange(function: FunctionType, owner: type) -> str | None:
 def altered(module: nn.Module) -> str | None:
     """What makes a module compute something else than its class, or lets others see its values."""
     state = module.__dict__
-    for name in _methods(type(module)) & state.keys():
-        return f"a {name} of its own"
+    found = own_methods(module, type(module))
+    if found:
+        return found
     for name in HOOKS:
         for hook in state[name].values() if state[name] else ():
             if _home(hook) != RECORDER:
                 return f"a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
+
+
+def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """A method of this class that the module alone has another one of."""
+    return next((f"a {name} of its own" for name in _methods(kind) & module.__dict__.keys()), None)
+
+
+def hooked_everywhere() -> str | None:
+    """What all modules of PyTorch have: a hook of torch.nn.modules.module.register_module_..."""
+    every = vars(hooks_of_all)
+    return next((f"a hook of all modules ({name})" for name in OF_ALL if every[name]), None)
 
 
 @lru_cache(maxsize=512)

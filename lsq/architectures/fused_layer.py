@@ -12,16 +12,20 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lsq.architectures.adapters import Adapted, adapted, base_of, block_matrix, is_adapter
+from lsq.architectures.adapters import Adapted, adapted, block_matrix
 from lsq.architectures.batch import causal, everything, memory_packing_of, packing_of, rotation_of
 from lsq.architectures.comparison import compare
 from lsq.architectures.exact import (
     RECORDER,
     altered,
     attention_of_others,
+    base_of,
     check_exact,
+    hooked_everywhere,
     inside,
+    is_adapter,
     named_inside,
+    own_methods,
     patched_now,
 )
 from lsq.architectures.joined import Joined, lie_together
@@ -224,7 +228,7 @@ class FusedLayer(InPlace):
         """
         found = []
         for path, holder, last in self.holders(name):
-            if last not in holder._parameters:
+            if holder._parameters.get(last) is None:
                 raise ValueError(
                     f"{path} of this {type(self).__name__} is gone: adapters, pruning or a parametrization have taken "
                     f"its place in a {type(holder).__name__}. Put them in before lsq.convert, convert with "
@@ -337,43 +341,46 @@ class FusedLayer(InPlace):
         self.config = dataclasses.replace(self.config, adapters=found.adapters)
 
     def _read_adapters(self) -> None:
-        """Take in adapters that were put into the layer, or changed, since."""
-        found = adapted(self, self.SOURCES)
-        if found != self.adapted:
-            self._take_adapters(found)
-            for name in [name for name, one in self.declared.items() if one.kind is Kind.ADAPTER]:
-                del self.declared[name]
-            one = Sentences(rows=1, count=1)
-            program = self.program(
-                one, Mode(training=True, backward=True, backend=backend("reference")),
-                source=one if self.CROSS else None,
-            )  # fmt: skip
-            self.take_parameters(virtual.declared for virtual in program.parameters)
+        """Take in adapters that were put into the layer, or changed, since; all of them or, after an error, none."""
+        found, before = adapted(self, self.SOURCES), self.adapted
+        if found == before:
+            return
+        self._take_adapters(found)
+        one = Sentences(rows=1, count=1)
+        mode = Mode(training=True, backward=True, backend=backend("reference"))
+        try:
+            program = self.program(one, mode, source=one if self.CROSS else None)
+        except ValueError:
+            self._take_adapters(before)
+            raise
+        for name in [name for name, one in self.declared.items() if one.kind is Kind.ADAPTER]:
+            del self.declared[name]
+        self.take_parameters(virtual.declared for virtual in program.parameters)
 
     def _departure(self) -> str | None:
         modules = list(inside(self))
         if [type(module) for module in modules] != list(self.kinds.values()):
             self._refuse()
         for module in modules:
-            state, kind = module.__dict__, type(module)
-            untouched = "forward" not in state and not (
-                state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
-                or state["_backward_pre_hooks"]
-            )  # fmt: skip
-            found = patched_now(kind, kind.forward) or (None if untouched else altered(module))
+            kind = type(module)
+            found = patched_now(kind, kind.forward) or altered(module)
             if found:
                 return f"its {_path(self, module)} has {found}"
-        found = patched_now(self.float_class, self.float_class.forward)
+            if module.training is not self.training:
+                mode = "training" if module.training else "eval"
+                return f"its {_path(self, module)} is in {mode} mode, which it is not"
+        found = patched_now(self.float_class, self.float_class.forward) or own_methods(self, self.float_class)
+        found = found or hooked_everywhere()
         if found:
             return f"it has {found}"
         try:
             self._check_attention(self)
             self._read_adapters()
             now = self.settings(self)
+            if any(getattr(self.config, name) != value for name, value in now.items()):
+                self.config = dataclasses.replace(self.config, **now)
         except ValueError as error:
             return str(error)
-        if any(getattr(self.config, name) != value for name, value in now.items()):
-            self.config = dataclasses.replace(self.config, **now)
         return None
 
     def _kinds(self) -> Iterator[tuple[str, type[nn.Module]]]:

@@ -47,8 +47,7 @@ class EncoderLayer(FusedLayer):
         (out,) = plain(NonDynamicallyQuantizableLinear, attention, "out_proj")
         first, second = plain_linears(layer, "linear1", "linear2")
         return LayerConfig(
-            hidden=attention.embed_dim, heads=attention.num_heads,
-            feed_forward=first.out_features, activation=activation_of(layer.activation),
+            hidden=attention.embed_dim, feed_forward=first.out_features,
             bias=biases(out, first, second), head_bias=attention.in_proj_bias is not None,
             quant=quantization, **EncoderLayer.settings(layer),
         )  # fmt: skip
@@ -58,6 +57,7 @@ class EncoderLayer(FusedLayer):
         if layer.self_attn.add_zero_attn:
             raise ValueError("its attention has add_zero_attn")
         return {
+            "heads": layer.self_attn.num_heads, "activation": activation_of(layer.activation),
             "attention_dropout": layer.self_attn.dropout, "activation_dropout": layer.dropout.p,
             "dropout": dropout_of(layer.dropout1, layer.dropout2), "pre_norm": layer.norm_first,
             "layer_norm_epsilon": layer_norm_epsilon(layer.norm1, layer.norm2),
@@ -77,11 +77,13 @@ class EncoderLayer(FusedLayer):
     ) -> torch.Tensor:  # fmt: skip
         if src.is_nested:  # so TransformerEncoder leaves padding out in evaluation
             return self._nested(src)
-        masks = src_mask, src_key_padding_mask
-        read = remembered("masks", masks, is_causal, lambda: _read(*masks, is_causal))
-        if read is not None and src.dim() in (2, 3):
+        read = None
+        if src.dim() in (2, 3) and (src_mask is not None or not is_causal):
+            x, masks = self._sentences(src), (src_mask, src_key_padding_mask)
+            shape = tuple(x.shape[3 - src.dim() : 2])
+            read = remembered("masks", masks, shape, lambda: _read(*masks, shape))
+        if read is not None:
             self.causal, present = read
-            x = self._sentences(src)
             packing = self.packing(x, present, {})
             if packing is not None:
                 return self._as_given(self.fused(x, packing), src)
@@ -114,25 +116,25 @@ class EncoderLayer(FusedLayer):
 
 
 def _read(
-    mask: torch.Tensor | None, padding: torch.Tensor | None, is_causal: bool
+    mask: torch.Tensor | None, padding: torch.Tensor | None, shape: tuple[int, ...]
 ) -> tuple[bool, torch.Tensor | None] | None:
     """Whether a pass is causal, and which tokens are there: bool [B, T], or None for all.
 
     Args:
         mask: [T, T] of what a query does not see: True there, or a number that is added to its score.
         padding: [B, T] or [T], the same of keys.
-        is_causal: the mask is the causal one, as PyTorch takes it without a look at it.
+        shape: (B, T) or (T,).
 
     Returns:
-        None where attention is something else.
+        None where attention is something else, or PyTorch refuses a mask of that shape.
     """
-    present = None if padding is None else _seen(padding)
+    present = None if padding is None or padding.shape != shape else _seen(padding)
     if padding is not None and present is None:
         return None
     present = present if present is None or present.dim() == 2 else present[None]
-    if mask is None or is_causal:
-        return mask is not None, present
-    sees = _seen(mask) if mask.dim() == 2 else None
+    if mask is None:
+        return False, present
+    sees = _seen(mask) if tuple(mask.shape) == 2 * shape[-1:] else None
     if sees is None:
         return None
     if sees.all():

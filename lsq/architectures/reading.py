@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lsq.architectures.adapters import base_of
-from lsq.architectures.exact import TRUSTED
+from lsq.architectures.exact import TRUSTED, base_of
 
 Value = TypeVar("Value")
 

@@ -47,7 +47,7 @@ def add_model(parser: ArgumentParser) -> None:
         choices=tuple(LONG_LINES),
         default="cut",
         help="what becomes of lines that are too long for the model: cut translates them in parts, skip leaves them"
-        " empty, copy copies them as they are",
+        " empty, copy copies them as they are, refuse ends with an error",
     )
 
 

@@ -27,6 +27,11 @@ def require_whole(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
 
 
+def require_share(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} is {value!r}; it must be at least 0 and below 1")
+
+
 def require_model(model: object) -> None:
     """Refuse what is no model.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lsq.config.checks import check_dimension, require_choice, require_positive, require_whole
+from lsq.config.checks import check_dimension, require_choice, require_positive, require_share, require_whole
 from lsq.config.quantization import QuantConfig
 from lsq.quant.pruning import check_width
 
@@ -78,6 +78,9 @@ class Adapter:
     """Of all of them together, where the weight stands for several."""
     dropout: float = 0.0
     """Of what they read."""
+
+    def __post_init__(self):
+        require_share("dropout", self.dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +160,7 @@ class LayerConfig:
             for name in ("hidden", "feed_forward", "query_columns"):
                 check_width(name, getattr(self, name))
         for name in ("dropout", "attention_dropout", "activation_dropout"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name} is {value!r}; it must be at least 0 and below 1")
+            require_share(name, getattr(self, name))
         require_choice("activation", self.activation, ACTIVATIONS)
         require_choice("norm", self.norm, NORMS)
         require_positive("layer_norm_epsilon", self.layer_norm_epsilon)

@@ -76,7 +76,9 @@ def convert(
     )  # fmt: skip
     if not report.converted and (quant.quantized or not whole):
         already = any(isinstance(module, InPlace) for module in model.modules())
-        lacks = "is converted already" if already else "has no linear layer to convert"
+        lacks = "is converted already; to convert it anew, call lsq.revert(model) first" if already else (
+            "has no linear layer to convert"
+        )
         raise ValueError(f"{type(model).__name__} {lacks}. {report}")
     fused_layers = [fusion for fusion in whole if fusion.whole.reason is None]
     with _all_or_nothing(model):

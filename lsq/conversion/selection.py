@@ -194,7 +194,7 @@ def skipping(skip: Skip, names: dict[str, nn.Module]) -> Callable[[nn.Module, st
     for pattern in patterns:
         if not any(_fits(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, {part for name in names for part in _ends(name)}, n=3)
-            ends = sorted({name.rpartition(".")[2] for name in names})[:SHOWN]
+            ends = sorted({name.rpartition(".")[2] for name in names if name})[:SHOWN]
             hint = f"; near are {', '.join(near)}" if near else f"; there are {', '.join(ends)}" if ends else ""
             raise ValueError(f"skip names {pattern!r}, but no module of this model is called so{hint}")
     return lambda module, name: any(_fits(name, pattern) for pattern in patterns)

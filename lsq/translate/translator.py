@@ -201,7 +201,7 @@ class Translator:
             raise RefusedLine(
                 number,
                 f"it has {len(encoded[0]) - 1} subwords, and the model takes {longest - 1} at most; shorten it, or let"
-                " it be cut (long_lines)",
+                " it be cut (long_lines=\"cut\", or --long-lines cut)",
             )
         if too_long and self.long_lines != "cut":
             return Source(parts=[], too_long=True, instead=text if self.long_lines == "copy" else "")
