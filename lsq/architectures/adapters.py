@@ -132,6 +132,7 @@ def _check(*found: str | None) -> None:
 def _joined(weight: str, active: list[_Active]) -> Adapter:
     dropouts = {getattr(one.module.lora_dropout[one.name], "p", 0.0) for one in active}
     if len(dropouts) > 1:
-        raise ValueError(f"adapters of its {weight} have different dropouts")
+        paths = ", ".join(dict.fromkeys(one.path for one in active))
+        raise ValueError(f"adapters of its {paths} have different dropouts: {sorted(dropouts)}")
     rank = sum(len(one.module.lora_A[one.name].weight) for one in active)  # PEFT may pad it beyond `r`
     return Adapter(weight=weight, rank=rank, dropout=dropouts.pop())

@@ -156,7 +156,7 @@ class FusedLayer(InPlace):
         Raises:
             ValueError: says why.
         """
-        adapted(layer, cls.SOURCES)
+        adapted(layer, cls.SOURCES)  # which refuses some
         check_exact(layer, cls.PARTS, {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)})
         cls._check_attention(layer)
 

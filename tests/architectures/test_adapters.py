@@ -11,7 +11,7 @@ from torch import nn
 import lsq
 from lsq.architectures.fused_layer import FusedLayer
 from lsq.config import QuantConfig
-from tests.architectures.checks import FLOAT, made, right_padded, transformers, without_dropout
+from tests.architectures.checks import FLOAT, made, right_padded, without_dropout
 from tests.architectures.test_bert import model as bert_model
 from tests.architectures.test_gpt2 import gpt2
 from tests.architectures.test_llama import MAKERS
@@ -20,6 +20,7 @@ from tests.architectures.test_pytorch import encoder, sentences
 from tests.architectures.test_t5 import MAKERS as BLOCKS
 from tests.architectures.test_vit import images, vit
 from tests.layers.shapes import decibels
+from tests.sampling import in_turn
 
 peft = pytest.importorskip("peft")
 
@@ -56,6 +57,13 @@ CASES = [
     ("bert", ["query", "intermediate.dense"]), ("bert", ["output.dense"]), ("gpt2", EVERY),
     ("gpt2", ["c_attn"]), ("relu", EVERY), ("vit", EVERY), ("marian", EVERY), ("marian", ["fc1"]),
     ("t5", EVERY), ("t5 v1.1", EVERY), ("pytorch", ["linear1", "linear2"]),
+]  # fmt: skip
+IN_INTEGERS = [
+    ("llama", ALL, {}), ("llama", ALL, {"bits": 4}), ("llama", ALL, {"clips": "learned"}),
+    ("bert", EVERY, {}), ("bert", EVERY, {"backward": "float"}),
+    ("bert", EVERY, {"clips": "learned"}), ("bert", EVERY, {"activation_format": "int8/row"}),
+    ("gpt2", EVERY, {}), ("relu", EVERY, {}), ("vit", EVERY, {}), ("marian", EVERY, {}),
+    ("t5", EVERY, {}), ("pytorch", ["linear1", "linear2"], {}),
 ]  # fmt: skip
 
 
@@ -104,9 +112,9 @@ def no_own_code(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("first", ["peft", "convert"])
-@pytest.mark.parametrize("name, targets", CASES)
-def test_the_same_as_peft_in_float(name, targets, first, monkeypatch):
+@pytest.mark.parametrize("case, first", in_turn(CASES, ("peft", "convert"), 1))
+def test_the_same_as_peft_in_float(case, first, monkeypatch):
+    name, targets = case
     expected, mine = converted(targets, first, FLOAT, name)
     wanted = gradients(expected, name)
     with no_own_code(monkeypatch):
@@ -117,18 +125,9 @@ def test_the_same_as_peft_in_float(name, targets, first, monkeypatch):
         torch.testing.assert_close(found[parameter], one, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("first", ["peft", "convert"])
-@pytest.mark.parametrize(
-    "name, targets, options",
-    [
-        ("llama", ALL, {}), ("llama", ALL, {"bits": 4}), ("llama", ALL, {"clips": "learned"}),
-        ("bert", EVERY, {}), ("bert", EVERY, {"backward": "float"}),
-        ("bert", EVERY, {"clips": "learned"}), ("bert", EVERY, {"activation_format": "int8/row"}),
-        ("gpt2", EVERY, {}), ("relu", EVERY, {}), ("vit", EVERY, {}), ("marian", EVERY, {}),
-        ("t5", EVERY, {}), ("pytorch", ["linear1", "linear2"], {}),
-    ],
-)  # fmt: skip
-def test_near_peft_in_integers(name, targets, options, first, monkeypatch):
+@pytest.mark.parametrize("case, first", in_turn(IN_INTEGERS, ("convert", "peft"), 1))
+def test_near_peft_in_integers(case, first, monkeypatch):
+    name, targets, options = case
     expected, mine = converted(targets, first, QuantConfig(**options), name)
     wanted = gradients(expected, name)
     with no_own_code(monkeypatch):
@@ -223,40 +222,43 @@ def test_adapters_that_are_switched_off_changed_and_merged(name, targets, others
 
 
 @pytest.mark.parametrize("first", ["peft", "convert"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_merged_it_saves_an_ordinary_checkpoint(first, whole, tmp_path):
-    model = made(MAKERS["llama"])
-    names = model.state_dict().keys()
+@pytest.mark.parametrize(
+    "name, targets, whole",
+    [("llama", ALL, True), ("llama", ALL, False), ("gpt2", EVERY, True), ("bert", EVERY, True)],
+)
+def test_merged_it_saves_an_ordinary_checkpoint(name, targets, first, whole, tmp_path):
+    model = MODELS[name]()
+    names, kind = model.state_dict().keys(), type(model)
     if first == "peft":
-        mine = adapted(model, ALL)
+        mine = adapted(model, targets)
         lsq.convert(mine, fused=whole)
     else:
         lsq.convert(model, fused=whole)
-        mine = adapted(model, ALL)
+        mine = adapted(model, targets)
     gradients(mine)
     with torch.no_grad():
         wanted = mine.eval()(**BATCH).logits
     merged = mine.merge_and_unload()
     merged.save_pretrained(tmp_path)
-    again, information = transformers.LlamaForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True
-    )
+    again, information = kind.from_pretrained(tmp_path, output_loading_info=True)
     assert again.state_dict().keys() == names and not any(information.values()), information
     present = BATCH["attention_mask"].bool()
     with torch.no_grad():
         assert decibels(again.eval()(**BATCH).logits[present], wanted[present]) > 20
 
 
-def test_revert_leaves_the_adapters():
-    expected, mine = converted(ALL, "convert")
+@pytest.mark.parametrize("name, targets", [("llama", ALL), ("gpt2", EVERY), ("bert", EVERY)])
+def test_revert_leaves_the_adapters(name, targets):
+    expected, mine = converted(targets, "convert", name=name)
     gradients(mine)
     lsq.revert(mine)
     torch.testing.assert_close(mine(**BATCH).loss, expected(**BATCH).loss, rtol=0, atol=0)
 
 
-def test_generation_after_training():
+@pytest.mark.parametrize("name, targets", [("llama", ALL), ("gpt2", EVERY)])
+def test_generation_after_training(name, targets):
     """Word by word by the layer's own code, which has the adapters in it."""
-    expected, mine = converted(ALL, "peft")
+    expected, mine = converted(targets, "peft", name=name)
     gradients(mine)
     words = {name: BATCH[name][:1] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": 4, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
@@ -280,6 +282,16 @@ def test_several_adapters_at_once(name, monkeypatch):
     assert found.keys() == wanted.keys() and any("lora_A.other" in one for one in found)
     for parameter, one in wanted.items():
         torch.testing.assert_close(found[parameter], one, rtol=1e-3, atol=1e-6)
+
+
+def test_adapters_at_once_that_have_different_dropouts():
+    _, mine = converted(["v_proj"], "convert", FLOAT)
+    options = {"r": 2, "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.5}
+    mine.add_adapter("other", peft.LoraConfig(**options))
+    mine.base_model.set_adapter(["default", "other"])
+    message = r"self_attn.q_proj, self_attn.v_proj have different dropouts: \[0.0, 0.5\]"
+    with pytest.warns(UserWarning, match=message):
+        mine(**BATCH)
 
 
 def test_an_adapter_for_each_sentence_is_of_the_layers_own_code():
