@@ -1,6 +1,7 @@
 """`lsq`: the command line."""
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -62,11 +63,15 @@ def main(arguments: list[str] | None = None) -> int:
             return _run(arguments)
         finally:
             print(end="", flush=True)  # what is left; at the end of Python a broken pipe could not be caught
-    except BrokenPipeError:
-        if not _reader_has_gone():
+    except OSError as error:
+        broken = isinstance(error, BrokenPipeError)
+        if broken and not _reader_has_gone() or not broken and error.errno != errno.ENOSPC:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
+        if broken:
+            return 128 + signal.SIGPIPE
+        print(f"lsq: error: standard output takes no more: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _reader_has_gone() -> bool:

@@ -43,6 +43,7 @@ from lsq.layers.positions import position_inputs
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.torch_compile import beside_the_graph
+from lsq.program.executor import FLOATS
 from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program
 
@@ -157,6 +158,8 @@ class FusedLayer(InPlace):
             ValueError: says why.
         """
         adapted(layer, cls.SOURCES)  # which refuses some
+        for dtype in {parameter.dtype for parameter in layer.parameters()} - set(FLOATS):
+            raise ValueError(f"it has parameters of {dtype}")
         check_exact(layer, cls.PARTS, {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)})
         cls._check_attention(layer)
 
@@ -505,6 +508,12 @@ class FusedLayer(InPlace):
 
     def own_pass(self, x: torch.Tensor, *arguments, **options):
         """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
+        if self.training and torch.is_grad_enabled() and self.departed is None:
+            warnings.warn(
+                f"a {type(self).__name__} runs its own code in a training pass, for a mask, a cache or an option that "
+                "its program has not",
+                stacklevel=2,
+            )
         with rounded_weights(self, rows=x.shape[:-1].numel()):
             return self.float_class.forward(self, x, *arguments, **options)
 

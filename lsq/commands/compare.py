@@ -200,8 +200,8 @@ def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> No
     aligned = ("left", *("right",) * (len(head) - 1))
     say("\n" + fitted(table, head, aligned, style="github"))
     say(
-        f"\nLosses are in bits a token. Of {FLOAT} the mean over seeds, of all others the difference to it,"
-        " ± its standard error."
+        f"\nLosses are in bits a token. Of {FLOAT} the mean over seeds, of all others the difference to it"
+        f"{', ± its standard error' if len(seeds) > 1 else ''}."
     )
     for name in names[2:]:
         say(verdict(name, differences[f"validation after {validated}"], differences, len(windows)))

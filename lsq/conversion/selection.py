@@ -74,7 +74,7 @@ def choose(
         )
         for name, module, (inputs, outputs) in _linears(names)
         for reason in [
-            ("is lsq's already" if id(module) in inside else None)
+            ("is lsq's already" if id(module) in inside and id(module) not in adapters else None)
             or ("skip names it" if skips(module, name) else None)
             or (None if quant.quantized else FLOAT_MODE)
             or _unusual(module, quant)

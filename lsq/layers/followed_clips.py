@@ -51,6 +51,7 @@ class FollowedClips:
         if stepped:
             self._seen = None
 
+    @torch.inference_mode(False)  # training may come next
     def begin(self, clips: Mapping[str, torch.Tensor]) -> None:
         """Before a pass: make room for what it will see of these clips."""
         if self._seen is None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lsq
+from lsq.architectures.exact import is_lora
 from lsq.architectures.fused_layer import FusedLayer
 from lsq.config import QuantConfig
 from tests.architectures.checks import FLOAT, made, right_padded, without_dropout
@@ -23,6 +24,7 @@ from tests.layers.shapes import decibels
 from tests.sampling import in_turn
 
 peft = pytest.importorskip("peft")
+hotswap = pytest.importorskip("peft.utils.hotswap")
 
 BATCH = right_padded((11, 6))
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -315,3 +317,84 @@ def test_an_adapter_for_each_sentence_is_of_the_layers_own_code():
 def test_adapters_that_no_program_has(name, target, options, reason):
     report = lsq.convert(adapted(MODELS[name](), [target], **options))
     assert not report.fused and reason in str(report), report
+
+
+class Tripled(nn.Linear):
+    """A class of somebody else's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+def doubled(module: nn.Module) -> None:
+    ours = module.forward
+    module.forward = lambda *given, **options: 2 * ours(*given, **options)
+
+
+CHANGES = {
+    "forward": doubled,
+    "forward of A": lambda one: doubled(one.lora_A["default"]),
+    "class of A": lambda one: setattr(one.lora_A["default"], "__class__", Tripled),
+    "hook of B": lambda one: one.lora_B["default"].register_forward_hook(lambda _, given, y: 2 * y),
+    "backward hook": lambda one: one.lora_B["default"].register_full_backward_hook(lambda _, dx, dy: (2 * dx[0],)),
+    "bias of B": lambda one: setattr(one.lora_B["default"], "bias", nn.Parameter(torch.ones(one.out_features))),
+    "another dropout": lambda one: one.lora_dropout.update({"default": nn.Tanh()}),
+    "mode of dropout": lambda one: one.lora_dropout["default"].eval(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*runs its own code:UserWarning")
+def test_what_others_do_to_pefts_modules_is_seen_in_the_next_pass(what):
+    dropout = 0.5 if "dropout" in what else 0.0
+    expected, mine = converted(ALL, "peft", FLOAT, lora_dropout=dropout)
+    gradients(mine)
+    for model in (expected, mine):
+        for module in model.modules():
+            if is_lora(module):
+                CHANGES[what](module)
+    wanted, found = gradients(expected), gradients(mine)
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-6, msg=lambda why, at=name: f"{at}: {why}")
+
+
+@pytest.mark.filterwarnings("ignore:.*runs its own code:UserWarning")
+def test_adapters_that_are_switched_off_while_they_are_merged():
+    """PEFT takes them out of the weights in the next pass."""
+    expected, mine = converted(ALL, "peft", FLOAT)
+    gradients(mine)
+    for model in (expected, mine):
+        model.merge_adapter()
+    with expected.disable_adapter(), mine.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(mine(**BATCH).loss, expected(**BATCH).loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(mine)["loss"], gradients(expected)["loss"], rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_that_no_program_has_leave_a_fused_layer_as_it_was():
+    """The passes behind the first one as well."""
+    expected, mine = converted(["q_proj"], "convert", FLOAT)
+    gradients(mine)
+    for model in (expected, mine):
+        torch.manual_seed(8)
+        model.add_adapter("dora", peft.LoraConfig(r=2, target_modules=["o_proj"], use_dora=True))
+        model.base_model.set_adapter(["default", "dora"])
+    with pytest.warns(UserWarning, match="runs its own code"):
+        gradients(mine)
+    wanted, found = gradients(expected), gradients(mine)
+    assert found.keys() == wanted.keys() and any("dora" in name for name in found)
+    for name, one in wanted.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-6)
+
+
+def test_ranks_that_peft_pads():
+    expected, mine = converted(ALL, "convert", FLOAT)
+    gradients(mine)
+    hotswap.prepare_model_for_compiled_hotswap(mine, target_rank=8)
+    torch.testing.assert_close(gradients(mine)["loss"], gradients(expected)["loss"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_dropout_of_everything_is_of_peft():
+    model = adapted(made(MAKERS["llama"]), ["q_proj"], lora_dropout=1.0)
+    report = lsq.convert(model)
+    assert not report.fused and all("dropout is 1.0" in one.reason for one in report.whole)

@@ -38,6 +38,25 @@ def test_the_same_mask_is_looked_at_once():
     assert memory_packing_of(mask, (2, 4)).starts.tolist() == [0, 3, 7]
 
 
+def test_a_mask_that_has_gone_is_not_that_of_a_pass_without_one():
+    with torch.inference_mode():
+        padded = packing_of(PRESENT.clone(), (2, 4), everything)
+    assert padded.starts.tolist() == [0, 3, 4]
+    assert packing_of(None, (2, 4), everything).starts.tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize("write", [
+    lambda mask: mask.numpy().fill(1), lambda mask: mask.data.fill_(1), lambda mask: mask.fill_(1),
+], ids=["numpy", "data", "in place"])  # fmt: skip
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_others_have_written_to_is_looked_at_again(write, inference):
+    with torch.inference_mode(inference):
+        mask = PRESENT.clone()
+        assert memory_packing_of(mask, (2, 4)).starts.tolist() == [0, 3, 4]
+        write(mask)
+        assert memory_packing_of(mask, (2, 4)).starts.tolist() == [0, 4, 8]
+
+
 def test_what_inference_mode_has_made_is_of_use_in_training():
     for mask in (None, PRESENT.clone()):
         with torch.inference_mode():

@@ -1,6 +1,7 @@
 """Layers of torch.nn.TransformerEncoder as fused ones."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -150,6 +151,75 @@ def test_dropout_and_norms_are_read_from_the_layer():
     assert layer.config.pre_norm
 
 
+def own_block(layer):
+    ours = layer._ff_block
+    layer._ff_block = lambda x: 2 * ours(x)
+
+
+@pytest.mark.parametrize("change, own", [
+    (lambda layer: setattr(layer, "activation", nn.functional.gelu), False),
+    (lambda layer: setattr(layer, "activation", torch.tanh), True),
+    (lambda layer: (setattr(layer.self_attn, "num_heads", 6), setattr(layer.self_attn, "head_dim", 8)), False),
+    (own_block, True),
+    (lambda layer: [one.eval() for one in (layer.dropout, layer.dropout1, layer.dropout2, layer.self_attn)], True),
+    (lambda layer: [setattr(one, "p", 1.0) for one in (layer.dropout1, layer.dropout2)], True),
+])  # fmt: skip
+def test_what_changes_after_the_conversion_is_seen(change, own, monkeypatch):
+    model = encoder(layers=1, dropout=0.3)
+    mine = fused(model)
+    for one in (model, mine):
+        change(one.layers[0])
+    if not own:
+        model.eval(), mine.eval()
+    seen = runs_own_code(mine, monkeypatch)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.manual_seed(4)
+        found = mine(sentences())
+    torch.manual_seed(4)
+    torch.testing.assert_close(found, model(sentences()), rtol=1e-4, atol=1e-4)
+    assert len(seen) == own and any("runs its own code" in str(one.message) for one in said) is own
+
+
+def test_hooks_of_all_modules_are_called():
+    mine, called = fused(encoder(layers=1)), []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(type(module)))
+    try:
+        with pytest.warns(UserWarning, match="a hook of all modules"):
+            mine(sentences())
+    finally:
+        hook.remove()
+    assert nn.Dropout in called
+
+
+def test_a_hint_without_a_mask_and_masks_of_other_shapes_are_refused_as_by_pytorch():
+    layer = fused(encoder(layers=1)).layers[0]
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        layer(sentences(), is_causal=True)
+    for masks in (
+        {"src_mask": torch.zeros(TIME - 1, TIME - 1)}, {"src_mask": torch.zeros(1, TIME)},
+        {"src_key_padding_mask": PADDING[:1]}, {"src_key_padding_mask": PADDING[0]},
+    ):  # fmt: skip
+        with pytest.raises((RuntimeError, AssertionError), match="mask"):
+            layer(sentences(), **masks)
+
+
+def test_a_hint_is_not_believed_where_padding_is():
+    model = encoder(layers=1)
+    mine, masks = fused(model), {"src_mask": MASKS["a window"]["mask"], "src_key_padding_mask": PADDING}
+    found, expected = (one.layers[0](sentences(), is_causal=True, **masks)[~PADDING] for one in (mine, model))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_training_after_a_pass_of_inference(train):
+    mine = fused(encoder(layers=1), lsq.QuantConfig())
+    with torch.inference_mode():
+        mine.train(train)(sentences())
+    mine.train()(sentences()).sum().backward()
+    assert mine.layers[0].linear2.weight.grad.isfinite().all()
+
+
 def test_trains_in_int8_and_comes_back():
     model = encoder()
     before = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -193,6 +263,11 @@ def test_why_a_layer_is_not_fused(change, reason):
     (whole,) = report.whole
     assert reason in whole.reason, whole.reason
     assert report.left.keys() == {"layers.0.self_attn.in_proj_weight", "layers.0.self_attn.out_proj"}
+
+
+def test_layers_of_64_bits_are_not_fused():
+    (whole,) = lsq.convert(encoder(layers=1).double(), FLOAT).whole
+    assert whole.reason == "it has parameters of torch.float64"
 
 
 def test_layers_of_other_classes_are_left():
