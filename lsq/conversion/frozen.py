@@ -16,6 +16,8 @@ from lsq.program import upkeep
 from lsq.program.parameters import Kind
 from lsq.quant import WeightFormat
 
+SAVED = "of a head that has an adapter, with which PEFT saves it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
@@ -60,11 +62,12 @@ def freeze(model: nn.Module) -> Frozen:
     check_bare(model, "freeze")
     holders = Counter(id(one) for module in model.modules() for one in set(module.parameters(recurse=False)))
     shared = {one for one, count in holders.items() if count > 1}
-    found, left = [], Counter()
+    found, left, saved = [], Counter(), _saved_heads(model)
     for module in model.modules():
         for name, declared in module.declared.items() if isinstance(module, InPlace) else ():
             if declared.kind is Kind.WEIGHT:
-                reason, count = _reason(module, name, shared), len(module.sources(name))
+                reason = SAVED if id(module) in saved else _reason(module, name, shared)
+                count = len(module.sources(name))
                 if reason is None:
                     found.append((module, name))
                 else:
@@ -77,6 +80,12 @@ def freeze(model: nn.Module) -> Frozen:
         )
     weights, floats, codes = map(sum, zip(*(_freeze(*one) for one in found), strict=True))
     return Frozen(weights=weights, floats=floats, codes=codes, left=left)
+
+
+def _saved_heads(model: nn.Module) -> set[int]:
+    """Output embeddings with an adapter: PEFT saves them with it, by their addresses."""
+    asked = [module.get_output_embeddings() for module in model.modules() if hasattr(module, "get_output_embeddings")]
+    return {id(one.base_layer) for one in asked if hasattr(one, "base_layer")}
 
 
 def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:

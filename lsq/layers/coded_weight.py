@@ -114,6 +114,19 @@ class ReadOnly(torch.Tensor):
             raise RuntimeError(f".data cannot be set: {ADVICE}")
         torch.Tensor.data.__set__(self, value)  # by nn.Module.to, of another dtype
 
+    @property
+    def requires_grad(self) -> bool:
+        return torch.Tensor.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ReadOnly:
+        if requires_grad and isinstance(self, nn.Parameter):  # what others make of it for themselves may
+            raise RuntimeError(f"it cannot require a gradient: {ADVICE}")
+        return super().requires_grad_(requires_grad)
+
     def __setitem__(self, *_):
         raise RuntimeError(f"no value can be set: {ADVICE}")
 
@@ -121,8 +134,10 @@ class ReadOnly(torch.Tensor):
         """Values in memory."""
         return self.decode().contiguous()
 
-    def data_ptr(self):
+    def data_ptr(self, **_):
         raise RuntimeError(f"there is no address of floats: {ADVICE}")
+
+    storage = __dlpack__ = __dlpack_device__ = data_ptr
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.values.untyped_storage()
@@ -152,12 +167,20 @@ class CodedWeight(ReadOnly):
 
     @staticmethod
     def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
-        """Several parameters as the one that a program has of them; None where they are not all of its codes."""
-        if not all(type(part) is CodedWeight and part.codes is parts[0].codes for part in parts):
+        """Several parameters as the one that a program has of them; None where all are floats.
+
+        Raises:
+            ValueError: others have taken the place of some.
+        """
+        coded = [part for part in parts if type(part) is CodedWeight]
+        if not coded:
             return None
-        ends = [0, *(part.last for part in parts)]
-        whole = ends[:-1] == [part.first for part in parts] and ends[-1] == parts[0].codes.rows
-        return CodedWeight(parts[0].codes, 0, ends[-1], parts[0].dtype) if whole else None
+        ends, codes = [0, *(part.last for part in coded)], coded[0].codes
+        together = len(coded) == len(parts) and all(part.codes is codes for part in coded)
+        if not together or ends[:-1] != [part.first for part in coded] or ends[-1] != codes.rows:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise ValueError(f"parameters {shapes} of one product are no longer those that were frozen: {ADVICE}")
+        return CodedWeight(codes, 0, ends[-1], coded[0].dtype)
 
     def decode(self) -> torch.Tensor:
         return self.codes.decode(self.first, self.last).to(self.dtype)
@@ -198,6 +221,7 @@ class CodedWeight(ReadOnly):
         return f"CodedWeight({list(self.shape)}, {self.dtype}, kept as {self.codes.format.name})"
 
 
+@torch.inference_mode(False)
 def decode_all(module: nn.Module) -> None:
     """Let all parameters of `module` itself be floats again."""
     for name, parameter in module._parameters.items():

@@ -5,12 +5,14 @@ import weakref
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import lsq
+from lsq.architectures.exact import base_of
 from lsq.architectures.fused_layer import FusedLayer
 from lsq.config import QuantConfig
 from lsq.conversion import float_state_dict, frozen
+from lsq.conversion.frozen import SAVED
 from lsq.layers import weight_codes
 from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.layers.module import ProgramModule
@@ -195,9 +197,10 @@ def test_parameters_are_what_they_were():
 def test_what_is_frozen_is_not_trained(fused):
     model = llama(fused=fused)
     lsq.freeze(model)
-    weight_of(model).requires_grad_(True)
-    with pytest.raises(ValueError, match="requires a gradient"):
-        step(model)
+    for train in (weight_of(model).requires_grad_, lambda: setattr(weight_of(model), "requires_grad", True)):
+        with pytest.raises(RuntimeError, match=r"cannot require a gradient: .*lsq.revert\(model\)"):
+            train()
+    model.requires_grad_(False)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -317,3 +320,31 @@ def test_freezing_again_takes_what_is_new():
 def test_sparse_weights_stay():
     report = lsq.freeze(llama(sparsity="2:4"))
     assert report.weights == 1 and report.left == {"sparse": 14}  # the head is dense
+
+
+def test_one_of_queries_keys_and_values_that_others_replace_is_named():
+    model = llama(fused=True)
+    lsq.freeze(model)
+    attention = model.get_submodule(next(name for name, _ in model.named_modules() if name.endswith("self_attn")))
+    projection = base_of(attention.q_proj)
+    projection._parameters["weight"] = torch.nn.Parameter(projection.weight.detach() + 0.0, requires_grad=False)
+    with pytest.raises(ValueError, match="are no longer those that were frozen"):
+        step(model)
+
+
+def test_a_head_with_an_adapter_is_left_for_peft_to_save(tmp_path):
+    base = made(MAKERS["llama"])
+    lsq.convert(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    report = lsq.freeze(model)
+    assert report.left == {SAVED: 1}
+    model.save_pretrained(tmp_path)
+    assert any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_revert_in_inference_mode_leaves_weights_that_can_be_trained():
+    model = llama(fused=True)
+    lsq.freeze(model)
+    with torch.inference_mode():
+        lsq.revert(model)
+    assert weight_of(model).requires_grad_(True).requires_grad

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 
@@ -55,8 +56,10 @@ def test_parts_are_joined_if_they_are_all_of_it():
     whole = CodedWeight.joined([q, k, v])
     assert torch.equal(whole + 0.0, seen) and whole.codes is q.codes
     others = torch.nn.Parameter(torch.randn(32, 80))
-    for some in ([q, k], [k, q, v], [q, k, others], [q, k, parts()[1][2]], [others]):
-        assert CodedWeight.joined(some) is None
+    assert CodedWeight.joined([others]) is None
+    for some in ([q, k], [k, q, v], [q, k, others], [others, k, v], [q, k, parts()[1][2]]):
+        with pytest.raises(ValueError, match="no longer those that were frozen"):
+            CodedWeight.joined(some)
 
 
 WRITES = {
@@ -127,3 +130,11 @@ def test_modules_change_the_dtype_and_decode():
     decode_all(layer.to(torch.float32))
     assert type(layer.weight) is torch.nn.Parameter and torch.equal(layer.weight, seen[:64])
     assert not layer.weight.requires_grad
+
+
+@pytest.mark.parametrize("read", [numpy.from_dlpack, torch.from_dlpack, lambda one: one.storage()])
+def test_no_memory_of_floats_is_given_away(read):
+    _, (first, *_) = parts()
+    for one in (first, first.detach(), first[0]):
+        with pytest.raises(RuntimeError, match="no address of floats"):
+            read(one)
