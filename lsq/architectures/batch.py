@@ -60,7 +60,9 @@ def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> t
 
     P is filled up to a power of two, so that programs are made for few of them.
     """
-    return remembered("rotation", (cosine, sine, packing), None, lambda: _rotation_of(cosine, sine, packing))
+    versions = [None if one.is_inference() else one._version for one in (cosine, sine)]
+    objects = cosine, sine, packing
+    return remembered("rotation", objects, versions, lambda: _rotation_of(*objects), exact=False)
 
 
 def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict) -> Packing | None:
@@ -149,10 +151,12 @@ def everything(present: torch.Tensor) -> torch.Tensor:
     return present[:, None, :].expand(-1, present.shape[1], -1)
 
 
-def remembered(kind: str, objects: tuple, key: object, make: Callable[[], Made]) -> Made:
-    """What `make` gave for the same objects, unless tensors among them hold something else since."""
+def remembered(
+    kind: str, objects: tuple, key: object, make: Callable[[], Made], *, exact: bool = True
+) -> Made:
+    """What `make` gave for the same objects and key; with `exact`, if tensors still hold the same values."""
     kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
-    tensors = [one for one in objects if isinstance(one, torch.Tensor)]
+    tensors = [one for one in objects if exact and isinstance(one, torch.Tensor)]
     for found, stamp, under, made in kept:
         same = under == key and all(map(_is_still, found, objects))
         if same and stamp.holds(tensors, rows=FEW_ROWS):

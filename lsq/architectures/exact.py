@@ -99,8 +99,8 @@ def altered(module: nn.Module) -> str | None:
     found = own_methods(module, type(module))
     if found:
         return found
-    for name in HOOKS:
-        for hook in state[name].values() if state[name] else ():
+    for hooks in filter(None, map(state.get, HOOKS)):
+        for hook in hooks.values():
             if _home(hook) != RECORDER:
                 return f"a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
@@ -108,7 +108,8 @@ def altered(module: nn.Module) -> str | None:
 
 def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """A method of this class that the module alone has another one of."""
-    return next((f"a {name} of its own" for name in _methods(kind) & module.__dict__.keys()), None)
+    names, state = _methods(kind), module.__dict__
+    return None if names.isdisjoint(state) else f"a {min(names & state.keys())} of its own"
 
 
 def hooked_everywhere() -> str | None:
