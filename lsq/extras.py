@@ -34,7 +34,8 @@ def missing(module: str) -> str:
     """Say which package `module` is of, that it is not installed, and what installs it."""
     extra = OF_MODULES.get(module)
     needed = "fairseq" if extra == "fairseq" else module
-    return f"{needed}, which is not installed: {command(extra) if extra else f'pip install {module}'}"
+    remedy = command(extra) if extra else f"pip install {module}"
+    return f"{needed}, which is not installed: {remedy}"
 
 
 def _origin() -> dict:

@@ -14,6 +14,7 @@ DOWN, UP = "adapter_down", "adapter_up"
 """How the names of their parameters in a program end, in the place of "weight"."""
 
 DROPOUTS = nn.Dropout, nn.Identity
+"""What PEFT puts before an adapter, with a dropout and without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +103,10 @@ def _active(layer: nn.Module, paths: tuple[str, ...]) -> tuple[list[_Active], in
 
 
 def _active_names(module: nn.Module) -> list[str]:
-    """The adapters that a layer adds now; without any, it is its base alone."""
-    _check(altered(module))  # PEFT's `adapter_names` puts a hook there
+    """Return the adapters that a layer adds now; without any, it is its base alone."""
+    _refuse(altered(module))  # PEFT's `adapter_names` puts a hook there
     if module.disable_adapters and module.merged:
-        raise ValueError("its adapters are merged and switched off")  # PEFT's own code unmerges them
+        raise ValueError("its adapters are merged and switched off")  # PEFT's code unmerges them
     if module.disable_adapters or module.merged:
         return []
     names = [name for name in module.active_adapters if name in module.lora_A]
@@ -114,9 +115,9 @@ def _active_names(module: nn.Module) -> list[str]:
             raise ValueError(f"its adapter is a {type(module.lora_variant[name]).__name__}")
         if module.lora_bias.get(name):
             raise ValueError("its adapter has a bias")
-        down, up, dropout = (part[name] for part in (module.lora_A, module.lora_B, module.lora_dropout))
+        down, up, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
         for one, kinds in ((down, (nn.Linear,)), (up, (nn.Linear,)), (dropout, DROPOUTS)):
-            _check(None if type(one) in kinds else f"a {type(one).__name__}", altered(one))
+            _refuse(altered(one) if type(one) in kinds else f"a {type(one).__name__}")
         if down.bias is not None or up.bias is not None:
             raise ValueError("its adapter has a bias")
         if dropout.training is not module.training:
@@ -124,9 +125,10 @@ def _active_names(module: nn.Module) -> list[str]:
     return names
 
 
-def _check(*found: str | None) -> None:
-    for one in filter(None, found):
-        raise ValueError(f"its adapter has {one}")
+def _refuse(found: str | None) -> None:
+    """Raise ValueError if something was found."""
+    if found:
+        raise ValueError(f"its adapter has {found}")
 
 
 def _joined(weight: str, active: list[_Active]) -> Adapter:
@@ -134,5 +136,6 @@ def _joined(weight: str, active: list[_Active]) -> Adapter:
     if len(dropouts) > 1:
         paths = ", ".join(dict.fromkeys(one.path for one in active))
         raise ValueError(f"adapters of its {paths} have different dropouts: {sorted(dropouts)}")
-    rank = sum(len(one.module.lora_A[one.name].weight) for one in active)  # PEFT may pad it beyond `r`
+    # PEFT may pad adapters beyond their `r`.
+    rank = sum(len(one.module.lora_A[one.name].weight) for one in active)
     return Adapter(weight=weight, rank=rank, dropout=dropouts.pop())

@@ -154,7 +154,10 @@ def everything(present: torch.Tensor) -> torch.Tensor:
 def remembered(
     kind: str, objects: tuple, key: object, make: Callable[[], Made], *, exact: bool = True
 ) -> Made:
-    """What `make` gave for the same objects and key; with `exact`, if tensors still hold the same values."""
+    """Return what `make` gave for the same objects and key, or call it again.
+
+    With `exact`, tensors must also hold the values that they held.
+    """
     kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
     tensors = [one for one in objects if exact and isinstance(one, torch.Tensor)]
     for found, stamp, under, made in kept:
@@ -163,10 +166,11 @@ def remembered(
             return made
     with torch.inference_mode(False):  # training may use it as well
         made = make()
-    kept.append(([None if one is None else weakref.ref(one) for one in objects], Stamp(tensors), key, made))
+    references = [None if one is None else weakref.ref(one) for one in objects]
+    kept.append((references, Stamp(tensors), key, made))
     return made
 
 
 def _is_still(reference: weakref.ref | None, one: object) -> bool:
-    """Whether `reference` was made of `one`; one that has died is of nothing, and not of None."""
+    """Return whether `reference` refers to `one`. A dead reference matches nothing, None included."""
     return reference is None if one is None else reference is not None and reference() is one

@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import FunctionType
 
 from torch import nn
-from torch.nn.modules import module as hooks_of_all
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 PLAIN = (
@@ -16,7 +16,8 @@ PLAIN = (
 OTHERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
 """Where activations and Conv1D are defined."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OF_ALL = tuple(f"_global{name}" for name in HOOKS)
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+"""Names in torch.nn.modules.module of the hooks that all modules have."""
 RECORDER = "transformers.utils.output_capturing"
 """Defines hooks that only look, and only where a fused layer runs its own code."""
 TRUSTED = ("torch", "transformers")
@@ -107,15 +108,15 @@ def altered(module: nn.Module) -> str | None:
 
 
 def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """A method of this class that the module alone has another one of."""
+    """Return which method of `kind` this module replaces for itself, in words."""
     names, state = _methods(kind), module.__dict__
     return None if names.isdisjoint(state) else f"a {min(names & state.keys())} of its own"
 
 
 def hooked_everywhere() -> str | None:
-    """What all modules of PyTorch have: a hook of torch.nn.modules.module.register_module_..."""
-    every = vars(hooks_of_all)
-    return next((f"a hook of all modules ({name})" for name in OF_ALL if every[name]), None)
+    """Return which hook all modules of this process have, in words (register_module_forward_hook)."""
+    hooks = vars(torch_module)
+    return next((f"a hook of all modules ({name})" for name in GLOBAL_HOOKS if hooks[name]), None)
 
 
 @lru_cache(maxsize=512)

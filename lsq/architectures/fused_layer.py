@@ -51,8 +51,8 @@ TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
 READ = frozenset({
-    "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "position_bias", "s_aux", "sliding_window",
-    "softcap",
+    "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "position_bias", "s_aux",
+    "sliding_window", "softcap",
 })  # fmt: skip
 """Options of a pass by which attention of transformers gives another result."""
 
@@ -344,7 +344,7 @@ class FusedLayer(InPlace):
         self.config = dataclasses.replace(self.config, adapters=found.adapters)
 
     def _read_adapters(self) -> None:
-        """Take in adapters that were put into the layer, or changed, since; all of them or, after an error, none."""
+        """Read the adapters again if they have changed. After an error the layer has the former ones."""
         found, before = adapted(self, self.SOURCES), self.adapted
         if found == before:
             return
@@ -370,10 +370,10 @@ class FusedLayer(InPlace):
             if found:
                 return f"its {_path(self, module)} has {found}"
             if module.training is not self.training:
-                mode = "training" if module.training else "eval"
-                return f"its {_path(self, module)} is in {mode} mode, which it is not"
-        found = patched_now(self.float_class, self.float_class.forward) or own_methods(self, self.float_class)
-        found = found or hooked_everywhere()
+                modes = ("training", "eval") if module.training else ("eval", "training")
+                return "its {} is in {} mode, and the layer in {} mode".format(_path(self, module), *modes)
+        kind = self.float_class
+        found = patched_now(kind, kind.forward) or own_methods(self, kind) or hooked_everywhere()
         if found:
             return f"it has {found}"
         try:
@@ -510,8 +510,8 @@ class FusedLayer(InPlace):
         """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
         if self.training and torch.is_grad_enabled() and self.departed is None:
             warnings.warn(
-                f"a {type(self).__name__} runs its own code in a training pass, for a mask, a cache or an option that "
-                "its program has not",
+                f"a {type(self).__name__} runs its own code in a training pass: its program cannot take the mask, "
+                "the cache or an option of this pass",
                 stacklevel=2,
             )
         with rounded_weights(self, rows=x.shape[:-1].numel()):
@@ -531,7 +531,7 @@ def _attention_is_recorded() -> bool:
 
 
 def cache_of(options: Mapping[str, object]) -> object:
-    """The cache of keys and values among the options of a pass, by its name in transformers 5.24 or before."""
+    """Return the cache of keys and values in a pass's options: `cache` from transformers 5.24 on."""
     return options.get("cache", options.get("past_key_values"))
 
 

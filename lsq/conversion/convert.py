@@ -75,11 +75,10 @@ def convert(
         unknown=type(model).__name__ if fused and not whole and of_transformers(model) else None,
     )  # fmt: skip
     if not report.converted and (quant.quantized or not whole):
-        already = any(isinstance(module, InPlace) for module in model.modules())
-        lacks = "is converted already; to convert it anew, call lsq.revert(model) first" if already else (
-            "has no linear layer to convert"
-        )
-        raise ValueError(f"{type(model).__name__} {lacks}. {report}")
+        fault = "has no linear layer to convert"
+        if any(isinstance(module, InPlace) for module in model.modules()):
+            fault = "is converted already; to convert it anew, call lsq.revert(model) first"
+        raise ValueError(f"{type(model).__name__} {fault}. {report}")
     fused_layers = [fusion for fusion in whole if fusion.whole.reason is None]
     with _all_or_nothing(model):
         for fusion in fused_layers:

@@ -1,4 +1,4 @@
-"""Frozen weights of a converted model as their codes alone: what LoRA trains beside them needs no floats of theirs."""
+"""Frozen weights of a converted model as codes alone: LoRA's adapters do not need their floats."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -17,6 +17,7 @@ from lsq.program.parameters import Kind
 from lsq.quant import WeightFormat
 
 SAVED = "of a head that has an adapter, with which PEFT saves it"
+"""Why such a weight is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class Frozen:
 
     def __str__(self) -> str:
         return "\n".join([
-            f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f} MB; their floats took "
-            f"{self.floats / 1e6:,.1f} MB more",
+            f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f} MB; "
+            f"their floats took {self.floats / 1e6:,.1f} MB more",
             *(f"left: {count} {reason}" for reason, count in self.left.items()),
         ])  # fmt: skip
 
@@ -44,23 +45,25 @@ class Frozen:
 
 @torch.inference_mode(False)
 def freeze(model: nn.Module) -> Frozen:
-    """Let the frozen weights of a converted model be their codes alone, in the place of float parameters.
+    """Keep the frozen weights of a converted model as codes alone, without float parameters.
 
-    Passes compute what they did, bit for bit. Parameters keep their names, shapes and dtypes, and read as the values
-    that products see; nothing can write to them any more. `lsq.revert` makes floats of them again.
+    Passes give the same results, bit for bit. Parameters keep their names, shapes and dtypes, and
+    read as the values that products see. Nothing can write to them. `lsq.revert` gives floats back.
 
     Args:
-        model: of lsq.convert, on the CPU, with the weights that it shall have. Frozen is what does not require a
-            gradient, as PEFT leaves weights.
+        model: of lsq.convert, on the CPU, with its weights loaded. Its frozen weights are those that
+            do not require a gradient, as PEFT leaves them.
 
     Returns:
-        What was frozen, and why other weights were not; print it.
+        What was frozen, and why other weights were left; print it.
 
     Raises:
-        ValueError: nothing can be frozen, or the model is wrapped. It is as it was then.
+        ValueError: nothing can be frozen, or the model is wrapped. The model is unchanged.
     """
     check_bare(model, "freeze")
-    holders = Counter(id(one) for module in model.modules() for one in set(module.parameters(recurse=False)))
+    holders = Counter(
+        id(one) for module in model.modules() for one in set(module.parameters(recurse=False))
+    )
     shared = {one for one, count in holders.items() if count > 1}
     found, left, saved = [], Counter(), _saved_heads(model)
     for module in model.modules():
@@ -83,9 +86,10 @@ def freeze(model: nn.Module) -> Frozen:
 
 
 def _saved_heads(model: nn.Module) -> set[int]:
-    """Output embeddings with an adapter: PEFT saves them with it, by their addresses."""
-    asked = [module.get_output_embeddings() for module in model.modules() if hasattr(module, "get_output_embeddings")]
-    return {id(one.base_layer) for one in asked if hasattr(one, "base_layer")}
+    """Return the ids of output embeddings with an adapter: PEFT saves their memory beside it."""
+    models = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
+    heads = [one.get_output_embeddings() for one in models]
+    return {id(head.base_layer) for head in heads if hasattr(head, "base_layer")}
 
 
 def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:

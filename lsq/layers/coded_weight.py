@@ -1,4 +1,4 @@
-"""Frozen weights that are kept as codes alone: parameters that read as what is decoded, and are never written."""
+"""Parameters that are codes alone: whoever reads one gets decoded values, and nobody can write."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from lsq.program.values import Weight
 from lsq.quant import WeightFormat
 
 ADVICE = (
-    "lsq.freeze keeps this weight as codes alone, which nothing can write to, and which are no floats in memory: call "
-    "lsq.revert(model) to train, load or merge weights; lsq.conversion.float_state_dict(model) has floats to save"
+    "lsq.freeze keeps this weight as codes alone, without floats in memory, and nothing can write to it: "
+    "call lsq.revert(model) to train, load or merge weights; lsq.conversion.float_state_dict(model) has "
+    "floats to save"
 )
-_SHARED = torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default
-"""What gives another parameter of the same codes, since nothing changes these."""
+_SHARED = (
+    torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default,
+)  # fmt: skip
+"""Operations whose result shares the codes, which nobody can change."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """Of one weight [N, K] of a program, which may be made of several parameters."""
+    """The codes of one weight [N, K] of a program, which may consist of several parameters."""
 
     format: WeightFormat
     stored: torch.Tensor
@@ -42,14 +45,14 @@ class Codes:
         return self.stored.nbytes + self.scale.nbytes
 
     def decode(self, first: int, last: int) -> torch.Tensor:
-        """The values float32 of rows from `first` to `last`, as the parameter has them."""
+        """Decode rows from `first` to `last`: float32 in the layout of the parameter."""
         codes = self.format.unpack(self.stored[first:last], self.columns)
         values = codes * self.scale[first:last, None]
         return values.t().contiguous() if self.by_inputs else values
 
 
 class Unread(torch.Tensor):
-    """What a program gets as the values of a weight whose codes it reads: their shape, and no memory."""
+    """Values that no operation reads, since the program reads the codes: a shape without memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -68,7 +71,7 @@ class Unread(torch.Tensor):
 
 
 class ReadOnly(torch.Tensor):
-    """A tensor that gives values to whatever reads it, and refuses to be written. This one is a view of a weight."""
+    """A tensor that can be read and not written; here, a view of a weight that is codes alone."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -123,7 +126,7 @@ class ReadOnly(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ReadOnly:
-        if requires_grad and isinstance(self, nn.Parameter):  # what others make of it for themselves may
+        if requires_grad and isinstance(self, nn.Parameter):  # a detached copy may
             raise RuntimeError(f"it cannot require a gradient: {ADVICE}")
         return super().requires_grad_(requires_grad)
 
@@ -147,10 +150,10 @@ class ReadOnly(torch.Tensor):
 
 
 class CodedWeight(ReadOnly):
-    """Rows of Codes, with the shape and dtype of the parameter whose place it takes.
+    """Rows of Codes, with the shape and dtype of the parameter that they replace.
 
-    Programs take the codes. Another dtype is another one to decode to, a copy has the same codes, and other devices are
-    refused.
+    Programs read the codes. A copy shares them, and `.to(dtype)` changes what they decode to. Other
+    devices are refused.
     """
 
     @staticmethod
@@ -167,7 +170,7 @@ class CodedWeight(ReadOnly):
 
     @staticmethod
     def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
-        """Several parameters as the one that a program has of them; None where all are floats.
+        """Join several parameters to the one that a program reads; None where all are floats.
 
         Raises:
             ValueError: others have taken the place of some.
@@ -179,14 +182,16 @@ class CodedWeight(ReadOnly):
         together = len(coded) == len(parts) and all(part.codes is codes for part in coded)
         if not together or ends[:-1] != [part.first for part in coded] or ends[-1] != codes.rows:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise ValueError(f"parameters {shapes} of one product are no longer those that were frozen: {ADVICE}")
+            raise ValueError(
+                f"parameters {shapes} of one product are no longer those that were frozen: {ADVICE}"
+            )
         return CodedWeight(codes, 0, ends[-1], coded[0].dtype)
 
     def decode(self) -> torch.Tensor:
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
     def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a program with this weight takes, by name. `made_of`: parameters and clip.
+        """Return the inputs of a program with this weight, by name. `made_of`: parameters and clip.
 
         Raises:
             ValueError: one of these is to be trained.
@@ -223,7 +228,7 @@ class CodedWeight(ReadOnly):
 
 @torch.inference_mode(False)
 def decode_all(module: nn.Module) -> None:
-    """Let all parameters of `module` itself be floats again."""
+    """Decode the parameters of `module` itself to floats."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, CodedWeight):
             module._parameters[name] = nn.Parameter(parameter.decode(), requires_grad=False)

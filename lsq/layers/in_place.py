@@ -39,7 +39,7 @@ class InPlace(ProgramModule):
         yield name, *self._holder(name)
 
     def forget_floats(self, name: str) -> None:
-        """A weight is codes alone from now on: keep nothing that was made of it."""
+        """Drop what was made of a weight's floats: it is codes alone from now on."""
         self.codes.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:

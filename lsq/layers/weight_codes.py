@@ -166,7 +166,7 @@ def encoded(
     values: torch.Tensor, clip: torch.Tensor, form: WeightFormat, place: Backend, *, rows: int, by_inputs: bool,
     absmax: bool,
 ) -> Codes:  # fmt: skip
-    """Codes of a weight [N, K] as programs take them, in memory of their own; see Weight. `rows`: P, at least N."""
+    """Round a weight [N, K] to new codes as programs read them (see Weight); `rows`: P, at least N."""
     count, columns = values.shape[::-1] if by_inputs else values.shape
     stored = place.allocate((rows, form.stored_columns(columns)), form.storage)
     scale = place.allocate((rows,), torch.float32)

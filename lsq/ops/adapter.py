@@ -18,7 +18,7 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR
 from lsq.csrc.launch import TICKET, Launch, Product, float_define, launch
 from lsq.ops.kernels import check_columns
-from lsq.ops.nonlinearity import Nonlinearity, ended
+from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.products import converted, converted_scratch
 from lsq.ops.scales import started
 from lsq.program.declare import Activations, Floats, In, Out, extent
@@ -103,7 +103,7 @@ class Adapt(Operation):
 
     def reference(self):
         hidden = self.values @ self.down.t()
-        return hidden, *ended(self.base + hidden @ self.up.t(), self.nonlinearity, self.rounded)
+        return hidden, *epilogue(self.base + hidden @ self.up.t(), self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):
         return [] if self.out is not None else [(tuple(self.base.shape), torch.float32)]

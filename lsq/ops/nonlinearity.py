@@ -80,8 +80,8 @@ class Nonlinearity(Value):
         return gradient if self.before is None else gradient * Activation(self.activation).slope(self.before)
 
 
-def ended(y: torch.Tensor, nonlinearity: Nonlinearity | None, rounded: Coded | None) -> tuple:
-    """Reference: what a product y [M, P] becomes, and what the written fields of both hold."""
+def epilogue(y: torch.Tensor, nonlinearity: Nonlinearity | None, rounded: Coded | None) -> tuple:
+    """Reference: the result of a product y [M, P], and the written fields of both arguments."""
     kept = (None,) * 3 if nonlinearity is None else nonlinearity.keep(y)
     result = y if nonlinearity is None else nonlinearity.apply(y)
     return result, *(rounded.encode(result) if rounded is not None else (None,) * 5), *kept

@@ -19,7 +19,7 @@ from lsq.ops.gated import Gated
 from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of
 from lsq.ops.grouped_weight import unpacked_values
 from lsq.ops.kernels import check_columns
-from lsq.ops.nonlinearity import Nonlinearity, ended
+from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.products import SUMS, converted, converted_scratch, int8_products, sums_scratch
 from lsq.ops.project_product import packed_tile, project_product
@@ -82,7 +82,7 @@ class Project(Operation):
         else:
             codes = self.weight.format.unpack(self.weight.codes, self.x.tensor.shape[1])
             y = gemm.reference(self.x.tensor, codes).float() * (self.x.scale * self.weight.scale)
-        return ended(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
+        return epilogue(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):
         if self.groups is not None:

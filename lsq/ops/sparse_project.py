@@ -11,7 +11,7 @@ from lsq import gemm
 from lsq.csrc.launch import TICKET, check, float_define, launch
 from lsq.gemm.configuration import MOST_TILE_ROWS
 from lsq.ops.kernels import check_columns
-from lsq.ops.nonlinearity import Nonlinearity, ended
+from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.scales import started
 from lsq.ops.sparse_weight import OUTPUTS, SparseWeight
 from lsq.program.declare import Activations, Floats, In, Out, extent
@@ -46,7 +46,7 @@ class SparseProject(Operation):
 
     def reference(self):
         y = gemm.reference(self.x.tensor, self.weight.codes()).float() * (self.x.scale * self.weight.scale)
-        return ended(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
+        return epilogue(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):
         check(False, "SparseProject runs on CUDA; on the CPU take PackedProject with PackedWeight.of_sparse")
