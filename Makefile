@@ -55,6 +55,7 @@ demo: library  ## train, translate and score the built-in task, in float and in 
 
 lint: $(STAMP)  ## check the style
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 resolve: $(STAMP)  ## resolve the requirements for every Python, with PyTorch's standard build (40 seconds)
 	@$(BIN)/python .ci/resolve.py

@@ -15,20 +15,27 @@ import sysconfig
 import tempfile
 
 TRIED = ((3, 11), (3, 12), (3, 13))
-"""The versions of Python that the tests pass with; requires-python of pyproject.toml spans them. fairseq cannot be
-imported in 3.14, whose argparse refuses its option types."""
-PROGRAM = "#include <omp.h>\n#include <vector>\nstd::vector<int> threads() { return {omp_get_max_threads()}; }\n"
+"""The versions of Python that the tests pass with; requires-python of pyproject.toml spans them.
+fairseq cannot be imported in 3.14, whose argparse refuses its option types.
+"""
+PROGRAM = (
+    "#include <omp.h>\n#include <vector>\nstd::vector<int> threads() { return"
+    " {omp_get_max_threads()}; }\n"
+)
 
 
 def unsuitable(version):
-    """Why a Python of that version (major, minor, ...) cannot run lsq, in one line; None if it can."""
+    """Why a Python of that version (major, minor, ...) cannot run lsq, in one line; None if it
+    can."""
     if tuple(version[:2]) in TRIED:
         return None
     given = ".".join(map(str, version[:3]))
     *others, last = ("{}.{}".format(*tried) for tried in TRIED)
     return (
-        f"{sys.executable} is Python {given}, but lsq runs in {', '.join(others)} and {last} alone (fairseq fails in"
-        " 3.14): install one of them, with its venv module and headers, and name it: make PYTHON=/path/to/python"
+        f"{sys.executable} is Python {given}, but lsq runs in {', '.join(others)} and {last} alone"
+        " (fairseq fails in"
+        " 3.14): install one of them, with its venv module and headers, and name it: make"
+        " PYTHON=/path/to/python"
     )
 
 
@@ -39,9 +46,21 @@ def compiler_fault(command):
         command: its command line, a list.
     """
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["-x", "c++", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-", "-o", os.path.join(folder, "tried.so")]
+        flags = [
+            "-x",
+            "c++",
+            "-std=c++17",
+            "-fPIC",
+            "-shared",
+            "-fopenmp",
+            "-",
+            "-o",
+            os.path.join(folder, "tried.so"),
+        ]
         try:
-            result = subprocess.run([*command, *flags], input=PROGRAM, capture_output=True, text=True)
+            result = subprocess.run(
+                [*command, *flags], input=PROGRAM, capture_output=True, text=True
+            )
         except OSError as error:
             return f"{command[0]} cannot be run ({error.strerror})"
     if result.returncode:
@@ -51,17 +70,22 @@ def compiler_fault(command):
 
 
 def missing():
-    """What is missing: a list of (what it is and why it is counted as missing, Debian's package of it)."""
+    """What is missing: a list of (what it is and why it is counted as missing, Debian's package of
+    it)."""
     python = "python{}.{}".format(*sys.version_info)
     found = []
     fault = compiler_fault(shlex.split(os.environ.get("CXX") or "g++"))
     if fault:
         found.append(("a C++ compiler: " + fault, "g++"))
     if not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
-        found.append(("venv and ensurepip, the modules that make virtual environments", python + "-venv"))
+        found.append(
+            ("venv and ensurepip, the modules that make virtual environments", python + "-venv")
+        )
     header = os.path.join(sysconfig.get_path("include"), "Python.h")
     if not os.path.exists(header):
-        found.append(("Python.h, which fairseq is built with: there is no " + header, python + "-dev"))
+        found.append(
+            ("Python.h, which fairseq is built with: there is no " + header, python + "-dev")
+        )
     return found
 
 

@@ -1,9 +1,9 @@
-"""Builds the C++ host libraries with one C++ compiler and nothing else: the loops of the CPU, once per x86-64
-instruction-set level, and the launcher that replays work on a GPU.
+"""Builds the C++ host libraries with one C++ compiler and nothing else: the loops of the CPU, once
+per x86-64 instruction-set level, and the launcher that replays work on a GPU.
 
-The libraries have a plain C interface and are loaded with ctypes; lsq/csrc/loader.py picks the level that the
-CPU can run. Where no compiler is found, or compiling fails, the installation goes on and plain torch is used.
-Everything else about the package stands in pyproject.toml.
+The libraries have a plain C interface and are loaded with ctypes; lsq/csrc/loader.py picks the
+level that the CPU can run. Where no compiler is found, or compiling fails, the installation goes on
+and plain torch is used. Everything else about the package stands in pyproject.toml.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 STAMPED = str(Path("lsq/csrc/sources.cpp"))
-"""The source that is compiled with the checksum of all of a library, which it hands to lsq/csrc/shared_library.py."""
+"""The source that is compiled with the checksum of all of a library, which it hands to
+lsq/csrc/shared_library.py."""
 
 _module = runpy.run_path("lsq/csrc/sources.py")
 checksum, sealed, unsealed = _module["checksum"], _module["sealed"], _module["unsealed"]
@@ -49,7 +50,12 @@ def sources(folder: str) -> list[str]:
 
 # -ffp-contract=off: no fused multiply-adds, so that every level rounds exactly like the reference.
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Wall", "-fPIC", "-fopenmp"]
-COMPILE_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{OPERATIONS.parent}"]
+COMPILE_FLAGS += [
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    f"-I{OPERATIONS.parent}",
+]
 LINK_FLAGS = ["-shared", "-fopenmp", "-ldl"]
 X86_LEVELS = {
     "libcpu_v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
@@ -57,13 +63,18 @@ X86_LEVELS = {
     "libcpu_v1": [],
 }
 LEVELS = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {"libcpu_v1": []}
-LIBRARIES = {**{name: ("cpu", flags) for name, flags in LEVELS.items()}, "libruntime": ("runtime", [])}
+LIBRARIES = {
+    **{name: ("cpu", flags) for name, flags in LEVELS.items()},
+    "libruntime": ("runtime", []),
+}
 """Name of each library -> (folder of its sources, compiler flags)."""
 
 ADVICE = """\
-lsq: The installation goes on. A library that is missing is replaced by plain torch, which is slower.
+lsq: The installation goes on. A library that is missing is replaced by plain torch, which is
+    slower.
 lsq: To build it, install a C++17 compiler with OpenMP (Debian, Ubuntu: `apt install g++`; Fedora:
-lsq: `dnf install gcc-c++`; any other: name it in CXX) and install lsq again. `lsq doctor` says what runs."""
+lsq: `dnf install gcc-c++`; any other: name it in CXX) and install lsq again. `lsq doctor` says what
+    runs."""
 
 
 def compiler() -> list[str]:
@@ -72,7 +83,8 @@ def compiler() -> list[str]:
 
 
 def made_from(command: list[str], paths: list[str]) -> bytes:
-    """SHA-256 of what a file is made from: the command line, and the name and content of each of `paths`."""
+    """SHA-256 of what a file is made from: the command line, and the name and content of each of
+    `paths`."""
     digest = hashlib.sha256(repr(command).encode())
     for path in paths:
         digest.update(repr((path, Path(path).read_bytes())).encode())
@@ -80,7 +92,8 @@ def made_from(command: list[str], paths: list[str]) -> bytes:
 
 
 def is_current(target: Path, digest: bytes) -> bool:
-    """Whether `target` is a whole library, made from what has this digest; wherever it was copied from, and when."""
+    """Whether `target` is a whole library, made from what has this digest; wherever it was copied
+    from, and when."""
     return target.exists() and unsealed(target.read_bytes()).endswith(digest)
 
 
@@ -88,20 +101,25 @@ def execute(command: list[str]) -> None:
     """Run one compiler command.
 
     Raises:
-        RuntimeError: the command is missing or fails; the message ends with the compiler's own words.
+        RuntimeError: the command is missing or fails; the message ends with the compiler's own
+            words.
     """
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise RuntimeError(f"the C++ compiler {command[0]!r} cannot be run ({error.strerror})") from error
+        raise RuntimeError(
+            f"the C++ compiler {command[0]!r} cannot be run ({error.strerror})"
+        ) from error
     if result.returncode:
         raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr.strip()[-2000:]}")
 
 
 def compiled(source: str, flags: list[str], objects: Path) -> Path:
-    """The object file of `source` in `objects`, which is compiled unless it is there; it replaces older ones.
+    """The object file of `source` in `objects`, which is compiled unless it is there; it replaces
+    older ones.
 
-    Its name ends with the digest of what it was made from, so that no time of a file and no other checkout misleads.
+    Its name ends with the digest of what it was made from, so that no time of a file and no other
+    checkout misleads.
 
     Raises:
         RuntimeError: the compiler is missing or fails.
@@ -118,11 +136,15 @@ def compiled(source: str, flags: list[str], objects: Path) -> Path:
     return made
 
 
-def build_library(target: Path, flags: list[str], objects: Path, sources: list[str], checksum: int = 0) -> None:
-    """Compile what changed and link `target`, replacing it in one step: a running process may have it mapped.
+def build_library(
+    target: Path, flags: list[str], objects: Path, sources: list[str], checksum: int = 0
+) -> None:
+    """Compile what changed and link `target`, replacing it in one step: a running process may have
+    it mapped.
 
-    Behind it comes the digest of what it was made from, by which the next build knows whether it is current, and the
-    checksum of all that, by which lsq/csrc/shared_library.py knows a damaged one before it is loaded.
+    Behind it comes the digest of what it was made from, by which the next build knows whether it is
+    current, and the checksum of all that, by which lsq/csrc/shared_library.py knows a damaged one
+    before it is loaded.
 
     Args:
         target: the shared library to make.
@@ -132,10 +154,13 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
         checksum: of them all, which `STAMPED` is compiled with.
 
     Raises:
-        RuntimeError: the compiler is missing or fails. `target` is removed then: nothing outdated may run.
+        RuntimeError: the compiler is missing or fails. `target` is removed then: nothing outdated
+            may run.
     """
     stamp = f"-DLSQ_SOURCES={checksum}u"
-    digest = made_from([*compiler(), *COMPILE_FLAGS, *flags, stamp, *LINK_FLAGS], [*sources, *HEADERS])
+    digest = made_from(
+        [*compiler(), *COMPILE_FLAGS, *flags, stamp, *LINK_FLAGS], [*sources, *HEADERS]
+    )
     if is_current(target, digest):
         return
     print(f"lsq: compiling {target.name}, which may take two minutes", flush=True)
@@ -144,7 +169,10 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = target.with_suffix(".partial")
     try:
-        made = [compiled(source, [*flags, stamp] if source == STAMPED else flags, objects) for source in sources]
+        made = [
+            compiled(source, [*flags, stamp] if source == STAMPED else flags, objects)
+            for source in sources
+        ]
         execute([*compiler(), *map(str, made), *LINK_FLAGS, "-o", str(staged)])
         staged.write_bytes(sealed(staged.read_bytes() + digest))
     except RuntimeError:
@@ -155,13 +183,15 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
 
 
 class BuildLibraries(build_ext):
-    """`build_ext` for libraries that Python does not import: no interpreter's suffix, no PyInit symbol."""
+    """`build_ext` for libraries that Python does not import: no interpreter's suffix, no PyInit
+    symbol."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
     def run(self) -> None:
-        """Build every level, into the source tree when in place or editable, else into the build folder."""
+        """Build every level, into the source tree when in place or editable, else into the build
+        folder."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             failures = list(filter(None, pool.map(self.failure, self.extensions)))
         if failures:
@@ -189,7 +219,8 @@ class Wheel(bdist_wheel):
 if __name__ == "__main__":
     setup(
         ext_modules=[
-            Extension(f"lsq.csrc.{name}", sources(folder), depends=HEADERS) for name, (folder, _) in LIBRARIES.items()
+            Extension(f"lsq.csrc.{name}", sources(folder), depends=HEADERS)
+            for name, (folder, _) in LIBRARIES.items()
         ],
         cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel},
     )

@@ -1,7 +1,8 @@
 """Translating on the CPU: lsq's engine in int8, CTranslate2 in int8, fairseq in float32.
 
-All translate the same sentences with a beam of the same size to the same number of words: their models' weights are
-random, so that none would end by itself. "ratio" is the baseline's median over the side's.
+All translate the same sentences with a beam of the same size to the same number of words: their
+models' weights are random, so that none would end by itself. "ratio" is the baseline's median over
+the side's.
 """
 
 import argparse
@@ -32,7 +33,8 @@ BASELINE = "ctranslate2 int8"
 FLOAT = "fairseq float32"
 LSQ = "lsq int8"
 SHORTEST, LONGEST, MEAN, SPREAD = 4, 80, 26.0, 0.5
-"""Words of a source: log-normal, cut, as sentences of news are (a mean of 26 words, a deviation of 13)."""
+"""Words of a source: log-normal, cut, as sentences of news are (a mean of 26 words, a deviation of
+13)."""
 
 BEAMS, BATCHES = (1, 4), (1, 8, 32)
 CRITERION = "lsq_label_smoothed_cross_entropy"
@@ -53,8 +55,11 @@ def sources(count: int, vocabulary: int, seed: int) -> list[Tensor]:
 
 
 def write_models(shape: transformer.Shape, folder: Path) -> None:
-    """A model of lsq with measured clips in `folder`: for lsq, and, where CTranslate2 is installed, for that."""
-    side = transformer.Side(shape, arguments=["--arch", "lsq_transformer", "--criterion", CRITERION])
+    """A model of lsq with measured clips in `folder`: for lsq, and, where CTranslate2 is installed,
+    for that."""
+    side = transformer.Side(
+        shape, arguments=["--arch", "lsq_transformer", "--criterion", CRITERION]
+    )
     side.loss(transformer.batch(shape, padded=True, seed=1))
     symbols = tuple(transformer.made_up_dictionary(shape.vocabulary).symbols)
     model = model_of(side.model.eval())
@@ -103,33 +108,54 @@ def of_fairseq(shape: transformer.Shape, folder: Path, threads: int) -> Side:
     symbols = transformer.made_up_dictionary(shape.vocabulary)
 
     def translate(given: Sequence[Tensor], beam: int, words: int) -> int:
-        generator = SequenceGenerator([model], symbols, beam_size=beam, max_len_b=words - 1, min_len=words - 1)
+        generator = SequenceGenerator(
+            [model], symbols, beam_size=beam, max_len_b=words - 1, min_len=words - 1
+        )
         tokens = collate_tokens(given, symbols.pad(), symbols.eos(), left_pad=True)
         lengths = torch.tensor([len(sentence) for sentence in given])
         with torch.no_grad():
-            found = generator.generate([model], {"net_input": {"src_tokens": tokens, "src_lengths": lengths}})
+            found = generator.generate(
+                [model], {"net_input": {"src_tokens": tokens, "src_lengths": lengths}}
+            )
         return sum(len(hypotheses[0]["tokens"]) for hypotheses in found)
 
     return translate
 
 
 SIDES: dict[str, Callable[[transformer.Shape, Path, int], Side]] = {
-    LSQ: of_lsq, BASELINE: of_ctranslate2, FLOAT: of_fairseq,
-}  # fmt: skip
+    LSQ: of_lsq,
+    BASELINE: of_ctranslate2,
+    FLOAT: of_fairseq,
+}
 """Name -> what loads the side from the folder of its models."""
 
 
 def peak_megabytes(name: str, folder: Path, options) -> float:
-    """What a process of its own takes for loading a side and its largest batch, beyond what it has imported."""
-    command = [sys.executable, __file__, "--alone", name, "--folder", str(folder), "--threads", str(options.threads)]
+    """What a process of its own takes for loading a side and its largest batch, beyond what it has
+    imported."""
+    command = [
+        sys.executable,
+        __file__,
+        "--alone",
+        name,
+        "--folder",
+        str(folder),
+        "--threads",
+        str(options.threads),
+    ]
     command += ["--words", str(options.words), "--beams", str(max(options.beams))]
     command += ["--batches", str(max(options.batches))]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return float(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+    )
 
 
 def print_peak(name: str, folder: Path, shape: transformer.Shape, options) -> None:
-    """Print the megabytes by which this process grew at most; a first import of the side's packages is not counted."""
-    SIDES[name](transformer.QUICK, folder / "quick", options.threads)(sources(1, transformer.QUICK.vocabulary, 1), 1, 2)
+    """Print the megabytes by which this process grew at most; a first import of the side's packages
+    is not counted."""
+    SIDES[name](transformer.QUICK, folder / "quick", options.threads)(
+        sources(1, transformer.QUICK.vocabulary, 1), 1, 2
+    )
     before = megabytes("VmRSS")
     side = SIDES[name](shape, folder / "model", options.threads)
     side(sources(max(options.batches), shape.vocabulary, seed=1), max(options.beams), options.words)
@@ -152,9 +178,13 @@ def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[d
             if len(set(words.values())) != 1:
                 raise RuntimeError(f"the sides did not write the same number of words: {words}")
             timings = common.alternate(
-                {name: functools.partial(side, given, beam, options.words) for name, side in sides.items()},
-                rounds=options.rounds, warm_up=1,
-            )  # fmt: skip
+                {
+                    name: functools.partial(side, given, beam, options.words)
+                    for name, side in sides.items()
+                },
+                rounds=options.rounds,
+                warm_up=1,
+            )
             baseline = timings[BASELINE if BASELINE in timings else FLOAT]
             for name, timing in timings.items():
                 yield {
@@ -173,10 +203,18 @@ def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[d
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--words", type=common.positive, default=32, metavar="N", help="words of each translation")
-    parser.add_argument("--beams", type=common.positive, nargs="+", default=BEAMS, metavar="N", help="hypotheses")
-    parser.add_argument("--batches", type=common.positive, nargs="+", default=BATCHES, metavar="N", help="sentences")
-    parser.add_argument("--side", action="append", choices=SIDES, metavar="NAME", help="only these; repeatable")
+    parser.add_argument(
+        "--words", type=common.positive, default=32, metavar="N", help="words of each translation"
+    )
+    parser.add_argument(
+        "--beams", type=common.positive, nargs="+", default=BEAMS, metavar="N", help="hypotheses"
+    )
+    parser.add_argument(
+        "--batches", type=common.positive, nargs="+", default=BATCHES, metavar="N", help="sentences"
+    )
+    parser.add_argument(
+        "--side", action="append", choices=SIDES, metavar="NAME", help="only these; repeatable"
+    )
     parser.add_argument("--alone", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = common.parse(parser, arguments)
@@ -200,12 +238,17 @@ def main(arguments: list[str] | None = None) -> None:
             peaks = {name: peak_megabytes(name, folder, options) for name in sides}
         table = list(rows(sides, peaks, options))
     conditions = common.conditions(
-        options, packages=("fairseq-fixed", "ctranslate2"), baseline=BASELINE if BASELINE in sides else FLOAT,
-        shape=dataclasses.asdict(shape), words=options.words, missing=missing,
+        options,
+        packages=("fairseq-fixed", "ctranslate2"),
+        baseline=BASELINE if BASELINE in sides else FLOAT,
+        shape=dataclasses.asdict(shape),
+        words=options.words,
+        missing=missing,
         source_words={
-            count: [len(one) for one in sources(count, shape.vocabulary, count)] for count in options.batches
+            count: [len(one) for one in sources(count, shape.vocabulary, count)]
+            for count in options.batches
         },
-    )  # fmt: skip
+    )
     common.report("decode", table, conditions, options)
 
 

@@ -1,8 +1,9 @@
-"""Products of decoding on the CPU, of few rows: weights of 8 bits and of 4, both packed, both with their ends.
+"""Products of decoding on the CPU, of few rows: weights of 8 bits and of 4, both packed, both with
+their ends.
 
-Each size has as many weights as fit no cache, which are multiplied one after the other, as the layers of a model are.
-Figures are seconds of processor time for one product, so that other work on the machine counts less. "ratio" is that of
-8 bits over the side's.
+Each size has as many weights as fit no cache, which are multiplied one after the other, as the
+layers of a model are. Figures are seconds of processor time for one product, so that other work on
+the machine counts less. "ratio" is that of 8 bits over the side's.
 """
 
 import sys
@@ -40,7 +41,9 @@ def copies(packed: list[PackedWeight], count: int) -> list[PackedWeight]:
     return found
 
 
-def weights(columns: int, inner: int, megabytes: int, instructions: str) -> dict[str, list[PackedWeight]]:
+def weights(
+    columns: int, inner: int, megabytes: int, instructions: str
+) -> dict[str, list[PackedWeight]]:
     """The same codes in 8 bits and in 4."""
     form, narrow, wide = Int4(name="int4", bits=8, grain=Grain.ROW), [], []
     for _ in range(DIFFERENT):
@@ -56,9 +59,13 @@ def product(rows: int, packed: list[PackedWeight]) -> Callable[[], None]:
     """What multiplies the same rows by each weight."""
     form = Format(name="activation", bits=8, grain=Grain.TENSOR)
     codes = torch.randint(-127, 128, (rows, packed[0].inner), dtype=torch.int8)
-    x = Coded(format=form, codes=codes, scale=torch.ones(1), clipped=None, error=None, clip=torch.ones(1))
+    x = Coded(
+        format=form, codes=codes, scale=torch.ones(1), clipped=None, error=None, clip=torch.ones(1)
+    )
     out = torch.empty(rows, packed[0].columns)
-    return loader.sequence([PackedProject(x=x, weight=one, bias=None, out=out, rounded=None) for one in packed])
+    return loader.sequence(
+        [PackedProject(x=x, weight=one, bias=None, out=out, rounded=None) for one in packed]
+    )
 
 
 def seconds(run: Callable[[], None]) -> float:
@@ -68,7 +75,9 @@ def seconds(run: Callable[[], None]) -> float:
     return time.process_time() - began
 
 
-def rows_of(size: tuple[int, int], counts: tuple[int, ...], instructions: str, options) -> Iterator[dict]:
+def rows_of(
+    size: tuple[int, int], counts: tuple[int, ...], instructions: str, options
+) -> Iterator[dict]:
     """Rows of the table for one size of a weight."""
     sides = weights(*size, 1 if options.quick else MEGABYTES, instructions)
     for rows in counts:
@@ -94,11 +103,15 @@ def rows_of(size: tuple[int, int], counts: tuple[int, ...], instructions: str, o
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = common.parser(__doc__)
-    parser.add_argument("--instructions", choices=tiles.usable(), default=tiles.usable()[0], help="what multiplies")
+    parser.add_argument(
+        "--instructions", choices=tiles.usable(), default=tiles.usable()[0], help="what multiplies"
+    )
     options = common.parse(parser, arguments)
     sizes, counts = (((64, 96),), (1, 9)) if options.quick else (SIZES, ROWS)
     table = [row for size in sizes for row in rows_of(size, counts, options.instructions, options)]
-    conditions = common.conditions(options, baseline=BASELINE, multiplies=options.instructions, megabytes=MEGABYTES)
+    conditions = common.conditions(
+        options, baseline=BASELINE, multiplies=options.instructions, megabytes=MEGABYTES
+    )
     common.report("decode_product", table, conditions, options)
     return 0
 

@@ -1,6 +1,8 @@
-"""A training step of an encoder layer, forward and backward, in formats that are decoded first, beside float and int8.
+"""A training step of an encoder layer, forward and backward, in formats that are decoded first,
+beside float and int8.
 
-Seconds of processor time of all threads: others may be at work on the machine. Clips are measured before.
+Seconds of processor time of all threads: others may be at work on the machine. Clips are measured
+    before.
 """
 
 import time
@@ -20,10 +22,13 @@ FORMATS = ("int6/row", "int4/group32", "vsquant4", "nvfp4", "mxfp8-e4m3", "log4.
 BASELINE = "float32"
 
 
-def sides(hidden: int, heads: int, feed_forward: int, words: int, sentences: int) -> dict[str, Callable[[], None]]:
+def sides(
+    hidden: int, heads: int, feed_forward: int, words: int, sentences: int
+) -> dict[str, Callable[[], None]]:
     """Steps by name."""
     decoded = {
-        name: QuantConfig(weight_format=name, activation_format=name, calibration_passes=1) for name in FORMATS
+        name: QuantConfig(weight_format=name, activation_format=name, calibration_passes=1)
+        for name in FORMATS
     }
     quants = {BASELINE: QuantConfig(mode="float"), "int8": QuantConfig()} | decoded
     x = torch.randn(words, sentences, hidden, requires_grad=True)
@@ -46,15 +51,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = common.parse(common.parser(__doc__), arguments)
     rows = []
     for shape, sizes in (QUICK_SHAPES if options.quick else SHAPES).items():
-        timings = common.alternate(sides(*sizes), rounds=options.rounds, warm_up=1, clock=time.process_time)
+        timings = common.alternate(
+            sides(*sizes), rounds=options.rounds, warm_up=1, clock=time.process_time
+        )
         rows += [
             {
-                "shape": shape, "side": name, "milliseconds": 1e3 * timing.median,
+                "shape": shape,
+                "side": name,
+                "milliseconds": 1e3 * timing.median,
                 "ratio": timings[BASELINE].median / timing.median,
             }
             for name, timing in timings.items()
-        ]  # fmt: skip
-    common.report("decoded", rows, common.conditions(options, baseline=BASELINE, sizes=SHAPES), options)
+        ]
+    common.report(
+        "decoded", rows, common.conditions(options, baseline=BASELINE, sizes=SHAPES), options
+    )
 
 
 if __name__ == "__main__":

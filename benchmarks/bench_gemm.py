@@ -1,9 +1,10 @@
-"""Matrix products of Transformer layers on a GPU: int8 by cuBLASLt and by torch._int_mm, against bfloat16 by torch.
+"""Matrix products of Transformer layers on a GPU: int8 by cuBLASLt and by torch._int_mm, against
+bfloat16 by torch.
 
-For every linear layer with x [M, K] and weight [N, K]: the product of the forward pass, that of the input's gradient
-and that of the weight's gradient; and 8192 x 8192 x 8192. Every int8 result is compared with exact arithmetic, on
-random codes, before it is timed. `cublaslt` is the algorithm that the library's heuristic names first, `best` the
-fastest of all those that it names.
+For every linear layer with x [M, K] and weight [N, K]: the product of the forward pass, that of the
+input's gradient and that of the weight's gradient; and 8192 x 8192 x 8192. Every int8 result is
+compared with exact arithmetic, on random codes, before it is timed. `cublaslt` is the algorithm
+that the library's heuristic names first, `best` the fastest of all those that it names.
 """
 
 import argparse
@@ -37,7 +38,8 @@ PEAKS = {
     "NVIDIA L40S": (362, 733),
     "NVIDIA L4": (121, 242),
 }
-"""Beginning of a device's name -> datasheet peaks of dense products in 10^12 operations a second: bfloat16, int8."""
+"""Beginning of a device's name -> datasheet peaks of dense products in 10^12 operations a second:
+bfloat16, int8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,9 @@ def shapes(quick: bool) -> list[Shape]:
     found = [Shape(model="any", layer="square", product="forward", m=square, n=square, k=square)]
     for m in QUICK_ROWS if quick else ROWS:
         for model, (hidden, inner, _) in (QUICK_SIZES if quick else MODELS).items():
-            for layer, (n, k) in layers(hidden, inner, QUICK_VOCABULARY if quick else PADDED).items():
+            for layer, (n, k) in layers(
+                hidden, inner, QUICK_VOCABULARY if quick else PADDED
+            ).items():
                 where = {"model": model, "layer": layer}
                 found += [
                     Shape(**where, product="forward", m=m, n=n, k=k),
@@ -99,7 +103,9 @@ def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.double() @ b.double().t()
 
 
-def check_codes(run: Callable[[], object], out: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def check_codes(
+    run: Callable[[], object], out: torch.Tensor, expected: torch.Tensor, what: str
+) -> None:
     """Run and compare int32 sums with `expected`.
 
     Raises:
@@ -112,7 +118,9 @@ def check_codes(run: Callable[[], object], out: torch.Tensor, expected: torch.Te
         raise RuntimeError(f"{what}: {wrong} of {out.numel()} sums are wrong")
 
 
-def check_halves(run: Callable[[], object], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def check_halves(
+    run: Callable[[], object], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> None:
     """Run and compare a bfloat16 result with float64.
 
     Raises:
@@ -136,14 +144,20 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self.devices = [gpu.open_device(options.device, nth(number)) for number in range(CANDIDATES)]
+        self.devices = [
+            gpu.open_device(options.device, nth(number)) for number in range(CANDIDATES)
+        ]
         self.device = self.devices[0]
-        peaks = next((peaks for name, peaks in PEAKS.items() if self.device.name.startswith(name)), (None, None))
+        peaks = next(
+            (peaks for name, peaks in PEAKS.items() if self.device.name.startswith(name)),
+            (None, None),
+        )
         self.bfloat16_peak = options.peak_bfloat16 or peaks[0]
         self.int8_peak = options.peak_int8 or peaks[1]
 
     def sides(self, shape: Shape) -> dict[str, Callable[[], object]]:
-        """Name -> function that multiplies every copy of the operands once; each has been checked."""
+        """Name -> function that multiplies every copy of the operands once; each has been
+        checked."""
         place, count = self.device.place, self._copies(shape)
         sizes = ((count, shape.m, shape.k), (count, shape.n, shape.k))
         a, b = (torch.randint(-127, 128, size, dtype=torch.int8, device=place) for size in sizes)
@@ -151,7 +165,10 @@ class Bench:
         products = [Product(a=a[i], b=b[i], out=out[i]) for i in range(count)]
         expected = exact(a[0], b[0]).int()
         candidates = len(self.device.products.candidates(key_of(products[0])))
-        found = {f"candidate {number}": self.devices[number].list(products).run for number in range(candidates)}
+        found = {
+            f"candidate {number}": self.devices[number].list(products).run
+            for number in range(candidates)
+        }
         found["int_mm"] = lambda: [torch._int_mm(a[i], b[i].t(), out=out[i]) for i in range(count)]
         for name, run in found.items():
             check_codes(run, out[0], expected, f"{shape}, {name}")
@@ -172,7 +189,9 @@ class Bench:
         """The row of the table for one product."""
         count, sides = self._copies(shape), {name: [run] for name, run in self.sides(shape).items()}
         timings = gpu.alternate(self.device, sides, rounds=self.options.rounds)
-        tops = {name: count * shape.tera_operations / timing.median for name, timing in timings.items()}
+        tops = {
+            name: count * shape.tera_operations / timing.median for name, timing in timings.items()
+        }
         best = max((name for name in tops if name.startswith("candidate")), key=tops.get)
         first = tops["candidate 0"]
         yield {
@@ -192,7 +211,9 @@ class Bench:
             "best_ratio": tops[best] / tops["bfloat16"],
             "of_int8_peak": first / self.int8_peak if self.int8_peak else None,
             "best_of_int8_peak": tops[best] / self.int8_peak if self.int8_peak else None,
-            "of_bfloat16_peak": tops["bfloat16"] / self.bfloat16_peak if self.bfloat16_peak else None,
+            "of_bfloat16_peak": tops["bfloat16"] / self.bfloat16_peak
+            if self.bfloat16_peak
+            else None,
         }
 
 
@@ -201,7 +222,10 @@ def main(arguments: list[str] | None = None) -> int:
     gpu.add_options(parser, gpu.EMULATOR, gpu.CUDA)
     for dtype in ("int8", "bfloat16"):
         parser.add_argument(
-            f"--peak-{dtype}", type=float, metavar="TOPS", help="peak of dense products, instead of the datasheet's"
+            f"--peak-{dtype}",
+            type=float,
+            metavar="TOPS",
+            help="peak of dense products, instead of the datasheet's",
         )
     options = common.parse(parser, arguments)
     options.quick |= options.device == gpu.EMULATOR
@@ -209,9 +233,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     def conditions() -> dict:
         return common.conditions(
-            options, **gpu.conditions(bench.device), baseline="torch.mm in bfloat16", candidates=CANDIDATES,
-            peak_tops={"bfloat16": bench.bfloat16_peak, "int8": bench.int8_peak}, dtypes=["int8 to int32", "bfloat16"],
-        )  # fmt: skip
+            options,
+            **gpu.conditions(bench.device),
+            baseline="torch.mm in bfloat16",
+            candidates=CANDIDATES,
+            peak_tops={"bfloat16": bench.bfloat16_peak, "int8": bench.int8_peak},
+            dtypes=["int8 to int32", "bfloat16"],
+        )
 
     survey = gpu.survey("gemm", conditions(), options)
     survey.measure((str(shape), partial(bench.rows, shape)) for shape in shapes(options.quick))

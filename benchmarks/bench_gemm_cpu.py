@@ -1,9 +1,10 @@
 """The int8 products of a file of tuned products, tuned against untuned and against float32.
 
-Every entry is run in the same process in three ways, in turn: as the file says ("tuned"), as it runs without a file
-("default"), and as torch.mm in float32. Operations that round their sums do so in both integer ways. "ratio" is the
-default's time over the tuned one's; it is 1 where the file keeps the default, which then is not timed twice. A class is
-an operation; its figure is the geometric mean of its ratios.
+Every entry is run in the same process in three ways, in turn: as the file says ("tuned"), as it
+runs without a file ("default"), and as torch.mm in float32. Operations that round their sums do so
+in both integer ways. "ratio" is the default's time over the tuned one's; it is 1 where the file
+keeps the default, which then is not timed twice. A class is an operation; its figure is the
+geometric mean of its ratios.
 """
 
 import math
@@ -20,7 +21,10 @@ from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import ProductKey
 from lsq.tune.cpu import CpuTrial
 
-QUICK = [ProductKey(op="project", m=8, n=32, k=16), ProductKey(op="project_weight_gradient", m=16, n=32, k=8)]
+QUICK = [
+    ProductKey(op="project", m=8, n=32, k=16),
+    ProductKey(op="project_weight_gradient", m=16, n=32, k=8),
+]
 
 
 def rows_of(entry: Entry, cache: int | None, rounds: int) -> dict:
@@ -63,7 +67,8 @@ def classes(table: list[dict]) -> Iterator[dict]:
     """The figures of each class, and of all together."""
     for name in [*dict.fromkeys(row["class"] for row in table), "all"]:
         ratios = {
-            key: [row[key] for row in table if name in (row["class"], "all")] for key in ("ratio", "ratio_to_float32")
+            key: [row[key] for row in table if name in (row["class"], "all")]
+            for key in ("ratio", "ratio_to_float32")
         }
         yield {
             "class": name,
@@ -71,7 +76,9 @@ def classes(table: list[dict]) -> Iterator[dict]:
             "ratio": math.exp(statistics.fmean(map(math.log, ratios["ratio"]))),
             "minimum": min(ratios["ratio"]),
             "maximum": max(ratios["ratio"]),
-            "ratio_to_float32": math.exp(statistics.fmean(map(math.log, ratios["ratio_to_float32"]))),
+            "ratio_to_float32": math.exp(
+                statistics.fmean(map(math.log, ratios["ratio_to_float32"]))
+            ),
         }
 
 
@@ -92,8 +99,12 @@ def quick_file() -> ConfigurationFile:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--file", type=Path, help="of tuned products; by default the entries that are in use here")
-    parser.add_argument("--every", type=common.positive, default=1, metavar="N", help="only every Nth entry")
+    parser.add_argument(
+        "--file", type=Path, help="of tuned products; by default the entries that are in use here"
+    )
+    parser.add_argument(
+        "--every", type=common.positive, default=1, metavar="N", help="only every Nth entry"
+    )
     options = common.parse(parser, arguments)
     if options.file is not None:
         lookup.set_files([options.file])  # refuses the file of another device
@@ -102,9 +113,13 @@ def main(arguments: list[str] | None = None) -> None:
         file = quick_file() if options.quick else lookup.table().file
     entries = file.entries[:: options.every]
     if not entries:
-        raise SystemExit("no product is tuned for this CPU and this number of threads; run `lsq tune` first")
+        raise SystemExit(
+            "no product is tuned for this CPU and this number of threads; run `lsq tune` first"
+        )
     cache = 2**10 if options.quick else None
-    table = [rows_of(entry, cache, options.rounds) for entry in tqdm(entries, disable=None, leave=False)]
+    table = [
+        rows_of(entry, cache, options.rounds) for entry in tqdm(entries, disable=None, leave=False)
+    ]
     figures = list(classes(table))
     print(common.table(figures), end="\n\n")
     common.report(

@@ -1,10 +1,12 @@
 """One training step of a Transformer on a GPU: lsq in int8, and fairseq's in bfloat16.
 
-A step is forward, label-smoothed loss, backward and Adam on float32 copies of the weights, as `fairseq-train --bf16`
-does it: "fairseq". lsq has its layers in planned memory, activations in bfloat16, and its own Adam. The other sides
-have PyTorch's fused Adam in place of fairseq's loop over the weights, and fairseq's layers and loss under
-torch.compile, without and with torchao's int8 mixed-precision training. The largest step of lsq comes first, by itself;
-then each side takes turns with "torch.compile". A profile says what each kernel of a step takes.
+A step is forward, label-smoothed loss, backward and Adam on float32 copies of the weights, as
+`fairseq-train --bf16`
+does it: "fairseq". lsq has its layers in planned memory, activations in bfloat16, and its own Adam.
+The other sides have PyTorch's fused Adam in place of fairseq's loop over the weights, and fairseq's
+layers and loss under torch.compile, without and with torchao's int8 mixed-precision training. The
+largest step of lsq comes first, by itself; then each side takes turns with "torch.compile". A
+profile says what each kernel of a step takes.
 """
 
 import argparse
@@ -32,8 +34,24 @@ from lsq.fairseq.device import use
 from lsq.layers.memory import plan_memory
 from lsq.optim import Adam
 
-ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
-LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy", "--lsq-backward", "int8"]
+ARGUMENTS = [
+    *transformer.FAIRSEQ,
+    "--bf16",
+    "--optimizer",
+    "adam",
+    "--adam-betas",
+    "(0.9, 0.98)",
+    "--lr",
+    "0.0005",
+]
+LSQ = [
+    "--arch",
+    "lsq_transformer",
+    "--criterion",
+    "lsq_label_smoothed_cross_entropy",
+    "--lsq-backward",
+    "int8",
+]
 TOKENS = (4096, 8192)
 LENGTH = 32
 """Tokens of a sentence."""
@@ -47,7 +65,12 @@ class Side(transformer.Side):
     """A way to train in bfloat16 on one device."""
 
     def __init__(
-        self, shape: transformer.Shape, place: torch.device, *, fused: bool, change: Callable | None = None,
+        self,
+        shape: transformer.Shape,
+        place: torch.device,
+        *,
+        fused: bool,
+        change: Callable | None = None,
         backend: str = "inductor",
     ):
         """Build it.
@@ -68,11 +91,17 @@ class Side(transformer.Side):
         if change is not None:
             change(self, backend)
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-        self.optimizer = FP16Optimizer.build_optimizer(convert_namespace_to_omegaconf(chosen), weights)
+        self.optimizer = FP16Optimizer.build_optimizer(
+            convert_namespace_to_omegaconf(chosen), weights
+        )
         if fused:
             betas = self.optimizer.optimizer_config["betas"]
             self.optimizer.optimizer = torch.optim.AdamW(
-                self.optimizer.fp32_params, lr=self.optimizer.get_lr(), betas=betas, weight_decay=0.0, fused=True
+                self.optimizer.fp32_params,
+                lr=self.optimizer.get_lr(),
+                betas=betas,
+                weight_decay=0.0,
+                fused=True,
             )
 
     def backward(self, sample: dict, loss: torch.Tensor) -> None:
@@ -98,7 +127,9 @@ def compile_layers(side: Side, backend: str) -> None:
     """Compile each layer and the loss; layers of a kind share their code."""
     for layer in [*side.model.encoder.layers, *side.model.decoder.layers]:
         layer.compile(backend=backend, dynamic=False)
-    side.criterion.compute_loss = torch.compile(side.criterion.compute_loss, backend=backend, dynamic=False)
+    side.criterion.compute_loss = torch.compile(
+        side.criterion.compute_loss, backend=backend, dynamic=False
+    )
 
 
 class ContiguousGradient(torch.autograd.Function):
@@ -114,15 +145,20 @@ class ContiguousGradient(torch.autograd.Function):
 
 
 def int8_layers(side: Side, backend: str) -> None:
-    """torchao's int8 weights in every layer, without the vocabulary's, as torchao advises; compiled.
+    """torchao's int8 weights in every layer, without the vocabulary's, as torchao advises;
+    compiled.
 
-    torchao 0.18 does not connect these weights with torch's linear function, which multiplies them in bfloat16 then;
-    and it takes views of inputs and gradients, which fairseq does not always make contiguous.
+    torchao 0.18 does not connect these weights with torch's linear function, which multiplies them
+    in bfloat16 then; and it takes views of inputs and gradients, which fairseq does not always make
+    contiguous.
 
     Raises:
         ImportError: torchao is not installed, or does not fit this torch.
     """
-    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision
+    from torchao.prototype.quantized_training import (
+        Int8MixedPrecisionTrainingConfig,
+        int8_mixed_precision,
+    )
     from torchao.quantization import quantize_
 
     product = int8_mixed_precision._Int8MixedPrecisionTrainingLinearFunction
@@ -149,7 +185,12 @@ SIDES: dict[str, Callable[..., transformer.Side]] = {
 }
 TURNS = ((LSQ_NAME,), *((name, BASELINE) for name in SIDES if name != BASELINE))
 """Sides that take turns, the most wanted first."""
-FIGURES = ("milliseconds", "fastest", *(f"{phase}_milliseconds" for phase in PHASES), "tokens_per_second")
+FIGURES = (
+    "milliseconds",
+    "fastest",
+    *(f"{phase}_milliseconds" for phase in PHASES),
+    "tokens_per_second",
+)
 FIGURES += ("first_step_seconds", "peak_gigabytes", "loss", "ratio")
 KERNELS = 25
 """Of a step whose times are told, the longest."""
@@ -183,7 +224,8 @@ class Bench:
             torch.cuda.empty_cache()
 
     def build(self, name: str, shape: transformer.Shape, sample: dict) -> tuple[Side, dict]:
-        """A side that has made its first two steps: the seconds of one, the peak of memory in the other."""
+        """A side that has made its first two steps: the seconds of one, the peak of memory in the
+        other."""
         held = torch.cuda.memory_allocated(self.place) if self.on_gpu else 0
         side = SIDES[name](shape, self.place, backend=self.backend)
         if isinstance(side, LsqSide):
@@ -198,7 +240,8 @@ class Bench:
         return side, {"first_step_seconds": first, "peak_gigabytes": peak}
 
     def phases(self, side: Side, sample: dict) -> dict[str, float]:
-        """Median milliseconds of each phase, when the host waits after each, and the last loss of a token."""
+        """Median milliseconds of each phase, when the host waits after each, and the last loss of a
+        token."""
         measured: dict[str, list[float]] = {phase: [] for phase in PHASES}
         for _ in range(self.rounds):
             losses: list[torch.Tensor] = []
@@ -211,12 +254,20 @@ class Bench:
                 measured[phase].append(common.seconds(run, synchronize=self.synchronize))
                 if losses:
                     loss = losses[0].detach().clone()
-        found = {f"{phase}_milliseconds": 1e3 * common.timing(values).median for phase, values in measured.items()}
+        found = {
+            f"{phase}_milliseconds": 1e3 * common.timing(values).median
+            for phase, values in measured.items()
+        }
         return found | {"loss": float(loss) / sample["ntokens"]}
 
     def kernels(self, side: Side, sample: dict) -> list[dict]:
-        """What each kernel takes of a step, the longest first; on a CPU, each of PyTorch's operations."""
-        kind = (ProfilerActivity.CUDA, DeviceType.CUDA) if self.on_gpu else (ProfilerActivity.CPU, DeviceType.CPU)
+        """What each kernel takes of a step, the longest first; on a CPU, each of PyTorch's
+        operations."""
+        kind = (
+            (ProfilerActivity.CUDA, DeviceType.CUDA)
+            if self.on_gpu
+            else (ProfilerActivity.CPU, DeviceType.CPU)
+        )
         with profile(activities=kind[:1]) as profiled:
             side.step(sample)
             self.synchronize()
@@ -226,7 +277,10 @@ class Bench:
                 found[event.name][0] += 1
                 found[event.name][1] += 1e-3 * event.time_range.elapsed_us()
         longest = sorted(found.items(), key=lambda one: -one[1][1])[:KERNELS]
-        return [{"kernel": name, "launches": count, "milliseconds": total} for name, (count, total) in longest]
+        return [
+            {"kernel": name, "launches": count, "milliseconds": total}
+            for name, (count, total) in longest
+        ]
 
     def rows(self, names: tuple[str, ...], model: str, shape: transformer.Shape) -> Iterator[dict]:
         """Rows of sides that take turns; of those that cannot run here, a row that says why."""
@@ -241,7 +295,8 @@ class Bench:
                 raise
             except ImportError as error:
                 remarks[name] = f"cannot run: {error}"
-            except Exception as error:  # compilers raise whatever they like; the other sides are measured all the same
+            # compilers raise whatever they like; the other sides are measured all the same
+            except Exception as error:
                 if gpu.lost():
                     raise
                 remarks[name] = f"{FAILED}: {type(error).__name__}: {error}"
@@ -251,9 +306,11 @@ class Bench:
                 side.step(sample)
 
         timings = common.alternate(
-            {name: partial(steps, side) for name, side in sides.items()}, rounds=self.rounds, warm_up=WARM_UP,
+            {name: partial(steps, side) for name, side in sides.items()},
+            rounds=self.rounds,
+            warm_up=WARM_UP,
             synchronize=self.synchronize,
-        )  # fmt: skip
+        )
         tokens = shape.sentences * shape.length
         for name in names:
             figures = dict.fromkeys(FIGURES)
@@ -264,9 +321,17 @@ class Bench:
                     **self.phases(sides[name], sample),
                     "tokens_per_second": tokens * self.steps / timings[name].median,
                     **once[name],
-                    "ratio": timings[BASELINE].median / timings[name].median if BASELINE in timings else None,
+                    "ratio": timings[BASELINE].median / timings[name].median
+                    if BASELINE in timings
+                    else None,
                 }
-            yield {"side": name, "model": model, "tokens": tokens, **figures, "remark": remarks.get(name, "")}
+            yield {
+                "side": name,
+                "model": model,
+                "tokens": tokens,
+                **figures,
+                "remark": remarks.get(name, ""),
+            }
         for name, side in sides.items():
             where = {"side": name, "model": model, "tokens": tokens}
             self.profiles += [where | kernel for kernel in self.kernels(side, sample)]
@@ -280,17 +345,22 @@ def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
         (
             name,
             transformer.Shape(
-                hidden=hidden, feed_forward=inner, heads=heads, vocabulary=PADDED, sentences=tokens // LENGTH,
+                hidden=hidden,
+                feed_forward=inner,
+                heads=heads,
+                vocabulary=PADDED,
+                sentences=tokens // LENGTH,
                 length=LENGTH,
             ),
         )
         for tokens in reversed(TOKENS)
         for name, (hidden, inner, heads) in reversed(MODELS.items())
-    ]  # fmt: skip
+    ]
 
 
 def order(quick: bool) -> Iterator[tuple[tuple[str, ...], str, transformer.Shape]]:
-    """What is measured, one after another: lsq beside torch.compile at every size, then the others."""
+    """What is measured, one after another: lsq beside torch.compile at every size, then the
+    others."""
     alone, *turns = TURNS
     sizes = shapes(quick)
     yield alone, *sizes[0]
@@ -313,12 +383,16 @@ def main(arguments: list[str] | None = None) -> int:
             packages=("fairseq-fixed", "torchao", "triton"),
             baseline="fairseq's model under torch.compile in bfloat16, with PyTorch's fused Adam",
             shapes={model: dataclasses.asdict(shape) for model, shape in shapes(options.quick)},
-            optimizer="Adam on float32 copies of the weights (FP16Optimizer of fairseq); lsq's weights are float32",
+            optimizer="Adam on float32 copies of the weights (FP16Optimizer of fairseq); lsq's"
+            " weights are float32",
         )
 
     survey = gpu.survey("gpu_step", conditions(), options, kernels=bench.profiles)
     survey.measure(
-        (f"{names[0]}, {model}, {shape.sentences * shape.length} tokens", partial(bench.rows, names, model, shape))
+        (
+            f"{names[0]}, {model}, {shape.sentences * shape.length} tokens",
+            partial(bench.rows, names, model, shape),
+        )
         for names, model, shape in order(options.quick)
     )
     survey.failed.update(

@@ -1,8 +1,10 @@
-"""Packing a bucket of gradients into messages, adding messages up, unpacking them: fused loops, plain PyTorch, a copy.
+"""Packing a bucket of gradients into messages, adding messages up, unpacking them: fused loops,
+plain PyTorch, a copy.
 
-A bucket has the values that 25 MB of float32 hold, DistributedDataParallel's default; `sum` adds up one shard of
-each of the processes. `copy` moves as many bytes as the operation reads and writes, half of them read.
-With --device cuda, the kernels are measured instead, on the gradient of a feed-forward weight, see gpu_operations.py.
+A bucket has the values that 25 MB of float32 hold, DistributedDataParallel's default; `sum` adds up
+one shard of each of the processes. `copy` moves as many bytes as the operation reads and writes,
+half of them read. With --device cuda, the kernels are measured instead, on the gradient of a
+feed-forward weight, see gpu_operations.py.
 """
 
 import sys
@@ -28,14 +30,17 @@ CASES = [  # dtype of the bucket, bits of the codes, rounded at random
 """What int8 modes send of each dtype, and what the 4-bit mode does."""
 
 
-def rows(values: int, dtype: torch.dtype, bits: int, stochastic: bool, rounds: int) -> Iterator[dict]:
+def rows(
+    values: int, dtype: torch.dtype, bits: int, stochastic: bool, rounds: int
+) -> Iterator[dict]:
     """Rows of the table for one case."""
     for operation in messages(values, dtype, bits, stochastic):
         call = Call(size=QUICK, backward="-", operation=operation)
         for row in bench_operations.rows(call, rounds):
             name, _, _ = row.pop("operation"), row.pop("backward"), row.pop("result")
             yield {
-                "operation": name + (", error" if getattr(operation, "error", None) is not None else ""),
+                "operation": name
+                + (", error" if getattr(operation, "error", None) is not None else ""),
                 "dtype": str(dtype).removeprefix("torch."),
                 "bits": bits,
                 "rounding": "stochastic" if stochastic else "nearest",

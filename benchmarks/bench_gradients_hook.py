@@ -1,7 +1,8 @@
-"""What averaging gradients costs the processor: the hooks' own work on a bucket, with a network that takes no time.
+"""What averaging gradients costs the processor: the hooks' own work on a bucket, with a network
+that takes no time.
 
-A process group whose collectives do nothing stands in for the other workers. `copy` reads and writes the bucket once.
-Times are those of one worker, per MB (10^6 bytes) of float32 gradients.
+A process group whose collectives do nothing stands in for the other workers. `copy` reads and
+writes the bucket once. Times are those of one worker, per MB (10^6 bytes) of float32 gradients.
 """
 
 import common
@@ -24,7 +25,8 @@ BASELINE = "copy"
 
 
 class SilentGroup(distributed.ProcessGroup):
-    """Collectives that return at once; until `filled`, they make up results of the worker's own data."""
+    """Collectives that return at once; until `filled`, they make up results of the worker's own
+    data."""
 
     def __init__(self, size: int):
         super().__init__(0, size)
@@ -64,8 +66,8 @@ class SilentGroup(distributed.ProcessGroup):
 def sides(nodes: int, node_size: int, values: int) -> dict:
     """Name -> a function that averages a bucket of float32 gradients [values].
 
-    Each has a bucket of its own. Without workers that add to it, it shrinks with every call of some sides, in a whole
-    measurement not to subnormal numbers.
+    Each has a bucket of its own. Without workers that add to it, it shrinks with every call of some
+    sides, in a whole measurement not to subnormal numbers.
     """
     device = torch.device("cpu")
     everyone, neighbours, counterparts = map(SilentGroup, (nodes * node_size, node_size, nodes))
@@ -103,14 +105,16 @@ def main() -> None:
     for nodes, node_size in CLUSTERS:
         timings = common.alternate(sides(nodes, node_size, values), rounds=options.rounds)
         for side, timing in timings.items():
-            rows.append({
-                "nodes": nodes,
-                "workers": nodes * node_size,
-                "side": side,
-                "microseconds_per_megabyte": 1e6 * timing.median / megabytes,
-                "fastest": 1e6 * timing.fastest / megabytes,
-                "ratio": timings[BASELINE].median / timing.median,
-            })
+            rows.append(
+                {
+                    "nodes": nodes,
+                    "workers": nodes * node_size,
+                    "side": side,
+                    "microseconds_per_megabyte": 1e6 * timing.median / megabytes,
+                    "fastest": 1e6 * timing.fastest / megabytes,
+                    "ratio": timings[BASELINE].median / timing.median,
+                }
+            )
     conditions = common.conditions(options, baseline=BASELINE, values=values, block=BLOCK, row=ROW)
     common.report("gradients_hook", rows, conditions, options)
 

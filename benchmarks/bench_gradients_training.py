@@ -1,8 +1,9 @@
-"""Loss curves of a small language model trained by several processes, one way to average gradients beside another.
+"""Loss curves of a small language model trained by several processes, one way to average gradients
+beside another.
 
-All sides begin with the same weights and read the same text; `difference` is the final held-out loss minus that of
-exact averaging, `ratio` the one divided by the other. "exact, disturbed" shows what differences mean: it is exact but
-for the last digits.
+All sides begin with the same weights and read the same text; `difference` is the final held-out
+loss minus that of exact averaging, `ratio` the one divided by the other. "exact, disturbed" shows
+what differences mean: it is exact but for the last digits.
 """
 
 import sys
@@ -25,8 +26,8 @@ def train(rank: int, side: str, options: dict, text: language_model.Text) -> dic
     """One process of one training.
 
     Returns:
-        "training": mean loss of all processes at each step; "held_out": loss after every `options["every"]` steps, by
-        step; "agree": whether all processes end with the same bits.
+        "training": mean loss of all processes at each step; "held_out": loss after every
+        `options["every"]` steps, by step; "agree": whether all processes end with the same bits.
     """
     world = distributed.get_world_size()
     model = language_model.LanguageModel(language_model.Shape(**options["shape"]), options["seed"])
@@ -38,7 +39,9 @@ def train(rank: int, side: str, options: dict, text: language_model.Text) -> dic
     held_out = {}
     for step in range(options["steps"]):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * language_model.schedule(step, options["steps"], options["warm_up"])
+            group["lr"] = LEARNING_RATE * language_model.schedule(
+                step, options["steps"], options["warm_up"]
+            )
         number = (options["seed"] * options["steps"] + step) * world + rank
         loss = parallel(language_model.microbatch(text.train, number, **pieces))
         loss.backward()
@@ -50,25 +53,40 @@ def train(rank: int, side: str, options: dict, text: language_model.Text) -> dic
                 model, text.held_out, sequences=400, length=options["length"]
             )
     distributed.all_reduce(losses)
-    weights = torch.cat([parameter.detach().flatten().view(torch.int32) for parameter in model.parameters()])
+    weights = torch.cat(
+        [parameter.detach().flatten().view(torch.int32) for parameter in model.parameters()]
+    )
     first = weights.clone()
     distributed.broadcast(first, 0)
-    return {"training": (losses / world).tolist(), "held_out": held_out, "agree": torch.equal(first, weights)}
+    return {
+        "training": (losses / world).tolist(),
+        "held_out": held_out,
+        "agree": torch.equal(first, weights),
+    }
 
 
-def train_all(rank: int, sides: list[str], options: dict, text: language_model.Text) -> list[list[dict]]:
+def train_all(
+    rank: int, sides: list[str], options: dict, text: language_model.Text
+) -> list[list[dict]]:
     """One process of all trainings: those of a side are one after another, one for each seed."""
     found = []
     for side in sides:
-        found.append([train(rank, side, {**options, "seed": seed}, text) for seed in options["seeds"]])
+        found.append(
+            [train(rank, side, {**options, "seed": seed}, text) for seed in options["seeds"]]
+        )
         if rank == 0:
             losses = ", ".join(f"{run['held_out'][options['steps']]:.4f}" for run in found[-1])
-            print(f"{distributed.get_world_size()} processes, {side}: {losses}", file=sys.stderr, flush=True)
+            print(
+                f"{distributed.get_world_size()} processes, {side}: {losses}",
+                file=sys.stderr,
+                flush=True,
+            )
     return found
 
 
 def measure(world: int, sides: list[str], options: dict, text: language_model.Text) -> list[dict]:
-    """Train with every side, the first of which is exact; the rows of the table, curves included."""
+    """Train with every side, the first of which is exact; the rows of the table, curves
+    included."""
     answers = processes.run(train_all, world, sides, options, text)
     rows = []
     exact = [run["held_out"][options["steps"]] for run in answers[0][0]]
@@ -77,7 +95,12 @@ def measure(world: int, sides: list[str], options: dict, text: language_model.Te
         for place, run in enumerate(answers[0][number]):
             final, last = run["held_out"][options["steps"]], run["training"][-LAST:]
             agree = all(answer[number][place]["agree"] for answer in answers)
-            more = {"final": final, "difference": final - exact[place], "last": sum(last) / len(last), "agree": agree}
+            more = {
+                "final": final,
+                "difference": final - exact[place],
+                "last": sum(last) / len(last),
+                "agree": agree,
+            }
             runs.append({**run, **more})
         rows.append(row(world, side, runs))
     return rows
@@ -85,7 +108,9 @@ def measure(world: int, sides: list[str], options: dict, text: language_model.Te
 
 def row(world: int, side: str, runs: list[dict]) -> dict:
     """Means over the seeds."""
-    mean = {key: sum(run[key] for run in runs) / len(runs) for key in ("final", "difference", "last")}
+    mean = {
+        key: sum(run[key] for run in runs) / len(runs) for key in ("final", "difference", "last")
+    }
     return {
         "processes": world,
         "side": side,
@@ -102,24 +127,67 @@ def row(world: int, side: str, runs: list[dict]) -> dict:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
-    parser.add_argument("--processes", type=common.positive, nargs="+", default=[2, 4], metavar="N", help="sets")
-    parser.add_argument("--steps", type=common.positive, default=200, metavar="N", help="updates of each training")
-    parser.add_argument("--seeds", type=common.positive, nargs="+", default=[1, 2], metavar="SEED", help="of each side")
-    parser.add_argument("--sides", nargs="+", choices=NAMES, default=NAMES, metavar="SIDE", help="also: exact, always")
+    parser.add_argument(
+        "--processes", type=common.positive, nargs="+", default=[2, 4], metavar="N", help="sets"
+    )
+    parser.add_argument(
+        "--steps", type=common.positive, default=200, metavar="N", help="updates of each training"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=common.positive,
+        nargs="+",
+        default=[1, 2],
+        metavar="SEED",
+        help="of each side",
+    )
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=NAMES,
+        default=NAMES,
+        metavar="SIDE",
+        help="also: exact, always",
+    )
     options = common.parse(parser)
-    training = {"steps": options.steps, "warm_up": 20, "every": 20, "sequences": 4, "length": 64, "shape": {}}
+    training = {
+        "steps": options.steps,
+        "warm_up": 20,
+        "every": 20,
+        "sequences": 4,
+        "length": 64,
+        "shape": {},
+    }
     if options.quick:
         options.processes, options.seeds, options.sides = [2], [1], ["int8"]
-        training.update(steps=2, sequences=2, length=16, shape={"hidden": 32, "layers": 1, "positions": 16})
+        training.update(
+            steps=2, sequences=2, length=16, shape={"hidden": 32, "layers": 1, "positions": 16}
+        )
     training["seeds"] = options.seeds
     text = language_model.make_text(*([100, 50] if options.quick else []))
-    sides = [gradient_sides.EXACT, *(side for side in options.sides if side != gradient_sides.EXACT)]
+    sides = [
+        gradient_sides.EXACT,
+        *(side for side in options.sides if side != gradient_sides.EXACT),
+    ]
     rows = [row for world in options.processes for row in measure(world, sides, training, text)]
-    curves = [{key: row[key] for key in ("processes", "side")} | {"seeds": row.pop("curves")} for row in rows]
+    curves = [
+        {key: row[key] for key in ("processes", "side")} | {"seeds": row.pop("curves")}
+        for row in rows
+    ]
     conditions = common.conditions(
-        options, **training, baseline=gradient_sides.EXACT, backend="gloo", nodes=2,
-        parameters=sum(map(torch.numel, language_model.LanguageModel(
-            language_model.Shape(**training["shape"]), 1).parameters())),
+        options,
+        **training,
+        baseline=gradient_sides.EXACT,
+        backend="gloo",
+        nodes=2,
+        parameters=sum(
+            map(
+                torch.numel,
+                language_model.LanguageModel(
+                    language_model.Shape(**training["shape"]), 1
+                ).parameters(),
+            )
+        ),
     )
     common.report("gradients_training", rows, conditions, options, curves=curves)
 

@@ -1,8 +1,10 @@
-"""Bytes that averaging gradients puts on the nodes' network cards: counted message by message, and by the formula.
+"""Bytes that averaging gradients puts on the nodes' network cards: counted message by message, and
+by the formula.
 
-The exchanges of lsq.dist run as they are, with a thread for each worker and a process group that counts
-(counting_group.py). All-reduce and all-gather are counted as rings, all-to-all directly; `direct_gather` shows what
-cards send if all-gather is direct, too. Ranks are counted node by node. The bucket is 4 MiB of float32.
+The exchanges of lsq.dist run as they are, with a thread for each worker and a process group that
+counts (counting_group.py). All-reduce and all-gather are counted as rings, all-to-all directly;
+`direct_gather` shows what cards send if all-gather is direct, too. Ranks are counted node by node.
+The bucket is 4 MiB of float32.
 """
 
 import common
@@ -39,7 +41,8 @@ class Bucket:
 
 
 def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Tensor) -> None:
-    """Replace one worker's `values`, float32 [v], by the mean of all workers; all call it at the same time."""
+    """Replace one worker's `values`, float32 [v], by the mean of all workers; all call it at the
+    same time."""
 
     def group(ranks: list[int]) -> CountingGroup:
         return CountingGroup(wires, ranks, topology.rank, gather)
@@ -49,7 +52,10 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
         PYTORCH_HOOKS[mode](group(everyone), Bucket(values)).wait()
         return
     codec = Codec(
-        block=BLOCK, first_bits=4 if mode == "int4_hier" else 8, stochastic=mode == "int4_hier", device=values.device,
+        block=BLOCK,
+        first_bits=4 if mode == "int4_hier" else 8,
+        stochastic=mode == "int4_hier",
+        device=values.device,
         seed=topology.rank,
     )
     exchanges = {
@@ -66,10 +72,16 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
     TwoHop(counterparts, codec, scratch, neighbours).average(values)
 
 
-def count(mode: str, nodes: int, node_size: int, bucket: int, gather: str = "ring") -> tuple[float, float, list]:
-    """Bytes a value that the busiest node's card sends, those within a node, and every worker's mean, float32 [v]."""
+def count(
+    mode: str, nodes: int, node_size: int, bucket: int, gather: str = "ring"
+) -> tuple[float, float, list]:
+    """Bytes a value that the busiest node's card sends, those within a node, and every worker's
+    mean, float32 [v]."""
     wires, workers = Wires(), nodes * node_size
-    gradients = [torch.randn(bucket, generator=torch.Generator().manual_seed(rank)) for rank in range(workers)]
+    gradients = [
+        torch.randn(bucket, generator=torch.Generator().manual_seed(rank))
+        for rank in range(workers)
+    ]
 
     def work(rank: int) -> None:
         topology = Topology(world_size=workers, rank=rank, node_size=node_size)
@@ -108,19 +120,27 @@ def main() -> None:
         counted = {mode: count(mode, nodes, node_size, bucket) for mode in MODES}
         for mode, (across, within, _) in counted.items():
             expected = formula(mode, nodes, node_size)
-            rows.append({
-                "nodes": nodes,
-                "workers": nodes * node_size,
-                "mode": mode,
-                "card_bytes_per_value": across,
-                "formula": expected,
-                "off_percent": 100 * (across / expected - 1),
-                "direct_gather": count(mode, nodes, node_size, bucket, "direct")[0],
-                "within_node": within,
-                "ratio": counted[BASELINE][0] / across,
-            })
+            rows.append(
+                {
+                    "nodes": nodes,
+                    "workers": nodes * node_size,
+                    "mode": mode,
+                    "card_bytes_per_value": across,
+                    "formula": expected,
+                    "off_percent": 100 * (across / expected - 1),
+                    "direct_gather": count(mode, nodes, node_size, bucket, "direct")[0],
+                    "within_node": within,
+                    "ratio": counted[BASELINE][0] / across,
+                }
+            )
     conditions = common.conditions(
-        options, baseline=BASELINE, values=bucket, block=BLOCK, row=ROW, all_reduce="ring", all_to_all="direct",
+        options,
+        baseline=BASELINE,
+        values=bucket,
+        block=BLOCK,
+        row=ROW,
+        all_reduce="ring",
+        all_to_all="direct",
         all_gather="ring",
     )
     common.report("gradients_wire", rows, conditions, options)

@@ -1,9 +1,10 @@
-"""Products of int8 codes with scales of groups along K, beside one scale for each row, and beside floats.
+"""Products of int8 codes with scales of groups along K, beside one scale for each row, and beside
+floats.
 
-Results are floats everywhere. "int8" multiplies by lsq's tiles and ends with the scales of rows; "int8/group32" and so
-on scale each group's sums (GroupedProduct) with the same instructions. Both pack the weight in every call, as a step of
-training does; "packed" has done so before, as decoding does. "bfloat16" and "float32" are torch.mm. Ratios are to
-"int8".
+Results are floats everywhere. "int8" multiplies by lsq's tiles and ends with the scales of rows;
+"int8/group32" and so on scale each group's sums (GroupedProduct) with the same instructions. Both
+pack the weight in every call, as a step of training does; "packed" has done so before, as decoding
+does. "bfloat16" and "float32" are torch.mm. Ratios are to "int8".
 """
 
 import math
@@ -28,9 +29,15 @@ from lsq.quant import Format, Grain, WeightFormat
 
 GROUPS = (32, 64, 128)
 SHAPES = (
-    (1, 512, 512), (1, 2048, 2048), (8, 2048, 512), (32, 2048, 512), (256, 512, 512), (1800, 512, 512),
-    (1800, 2048, 512), (1800, 512, 2048),
-)  # fmt: skip
+    (1, 512, 512),
+    (1, 2048, 2048),
+    (8, 2048, 512),
+    (32, 2048, 512),
+    (256, 512, 512),
+    (1800, 512, 512),
+    (1800, 2048, 512),
+    (1800, 512, 2048),
+)
 QUICK = ((1, 32, 64), (7, 33, 40))
 
 
@@ -39,12 +46,16 @@ def codes(rows: int, inner: int) -> torch.Tensor:
     return torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
 
 
-def of_rows(rows: int, columns: int, inner: int, instructions: str) -> Iterator[tuple[str, Callable[[], object]]]:
+def of_rows(
+    rows: int, columns: int, inner: int, instructions: str
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Products with a scale for each row of the weight."""
     weight, scale, out = codes(columns, inner), torch.rand(columns), torch.empty(rows, columns)
     form = Format(name="activation", bits=8, grain=Grain.TENSOR)
     x, place = Coded(format=form, codes=codes(rows, inner), scale=torch.rand(1)), backend("cpu")
-    stored = Weight(format=WeightFormat(name="int8", bits=8, grain=Grain.ROW), codes=weight, scale=scale)
+    stored = Weight(
+        format=WeightFormat(name="int8", bits=8, grain=Grain.ROW), codes=weight, scale=scale
+    )
     plain = Project(x=Rows(coded=x), weight=stored, out=out)
     with gemm.requested() as found:
         scratch = [place.allocate(*spec) for spec in plain.cpu_scratch()]
@@ -56,13 +67,17 @@ def of_rows(rows: int, columns: int, inner: int, instructions: str) -> Iterator[
     yield "int8, packed", packed.cpu
 
 
-def of_groups(rows: int, columns: int, inner: int, instructions: str) -> Iterator[tuple[str, Callable[[], object]]]:
+def of_groups(
+    rows: int, columns: int, inner: int, instructions: str
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Products with scales of groups."""
     for group in GROUPS:
         groups = -(-inner // group)
         product = GroupedProduct(
             a=GroupedCodes(codes=codes(rows, inner), scale=torch.rand(rows, groups), group=group),
-            b=GroupedCodes(codes=codes(columns, inner), scale=torch.rand(columns, groups), group=group),
+            b=GroupedCodes(
+                codes=codes(columns, inner), scale=torch.rand(columns, groups), group=group
+            ),
             out=torch.empty(rows, columns),
         )
         packed, copies = (torch.empty(shape, dtype=dtype) for shape, dtype in product.cpu_scratch())
@@ -75,7 +90,9 @@ def of_groups(rows: int, columns: int, inner: int, instructions: str) -> Iterato
         yield f"int8/group{group}", both
         yield (
             f"int8/group{group}, packed",
-            lambda product=product, packed=packed, copies=copies: product.multiply(packed, copies, instructions),
+            lambda product=product, packed=packed, copies=copies: product.multiply(
+                packed, copies, instructions
+            ),
         )
 
 
@@ -89,7 +106,9 @@ def of_floats(rows: int, columns: int, inner: int) -> Iterator[tuple[str, Callab
 
 def rows_of(shape: tuple[int, int, int], instructions: str, rounds: int) -> Iterator[dict]:
     """Rows of the table for one product."""
-    sides = dict([*of_rows(*shape, instructions), *of_groups(*shape, instructions), *of_floats(*shape)])
+    sides = dict(
+        [*of_rows(*shape, instructions), *of_groups(*shape, instructions), *of_floats(*shape)]
+    )
     with torch.no_grad():
         timings = common.alternate(sides, rounds=rounds)
     for side, timing in timings.items():
@@ -108,11 +127,19 @@ def rows_of(shape: tuple[int, int, int], instructions: str, rounds: int) -> Iter
 def means(table: list[dict]) -> Iterator[dict]:
     """Geometric means of each side's ratios over all products."""
     for instructions, side in dict.fromkeys((row["instructions"], row["side"]) for row in table):
-        ratios = [row["ratio"] for row in table if (row["instructions"], row["side"]) == (instructions, side)]
+        ratios = [
+            row["ratio"]
+            for row in table
+            if (row["instructions"], row["side"]) == (instructions, side)
+        ]
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         yield {
-            "instructions": instructions, "side": side, "ratio": mean, "smallest": min(ratios), "largest": max(ratios),
-        }  # fmt: skip
+            "instructions": instructions,
+            "side": side,
+            "ratio": mean,
+            "smallest": min(ratios),
+            "largest": max(ratios),
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,7 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
     options, table = common.parse(parser, arguments), []
     if not tiles.vectorised():
-        parser.error("this processor has no instructions for tiles of int8: avx_vnni, avx512_vnni or amx")
+        parser.error(
+            "this processor has no instructions for tiles of int8: avx_vnni, avx512_vnni or amx"
+        )
     for instructions in tiles.usable():
         if instructions != tiles.PLAIN:
             for shape in QUICK if options.quick else SHAPES:

@@ -1,8 +1,9 @@
-"""A linear layer in eval mode: int8 products of codes with scales of groups, beside decoded values and floats.
+"""A linear layer in eval mode: int8 products of codes with scales of groups, beside decoded values
+and floats.
 
-Seconds of processor time of all threads of whole calls, encoding included: others may be at work on the machine.
-"decoded" multiplies the values of the format as float32, "grouped" their codes (lsq.ops.grouped_weight). Ratios are to
-"decoded".
+Seconds of processor time of all threads of whole calls, encoding included: others may be at work on
+the machine. "decoded" multiplies the values of the format as float32, "grouped" their codes
+(lsq.ops.grouped_weight). Ratios are to "decoded".
 """
 
 import time
@@ -51,12 +52,20 @@ def main(arguments: list[str] | None = None) -> None:
                 timings = common.alternate(given, rounds=options.rounds, clock=time.process_time)
             table += [
                 {
-                    "format": form, "rows": rows, "side": side, "milliseconds": 1e3 * timing.median,
+                    "format": form,
+                    "rows": rows,
+                    "side": side,
+                    "milliseconds": 1e3 * timing.median,
                     "ratio": timings[BASELINE].median / timing.median,
                 }
                 for side, timing in timings.items()
-            ]  # fmt: skip
-    common.report("grouped_linear", table, common.conditions(options, baseline=BASELINE, sizes=widths), options)
+            ]
+    common.report(
+        "grouped_linear",
+        table,
+        common.conditions(options, baseline=BASELINE, sizes=widths),
+        options,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What one launch costs the host: lists of launches replayed by one call, against one call from Python for each launch.
+"""What one launch costs the host: lists of launches replayed by one call, against one call from
+Python for each launch.
 
-Without a GPU, the driver is a stub whose launches do nothing (stub_driver.cpp, built with g++), so that the
-figure is the launcher's own cost. With one, launches go to it (`--gpu`): the list on a stream, and the same list as a
-captured graph.
+Without a GPU, the driver is a stub whose launches do nothing (stub_driver.cpp, built with g++), so
+that the figure is the launcher's own cost. With one, launches go to it (`--gpu`): the list on a
+stream, and the same list as a captured graph.
 """
 
 import tempfile
@@ -23,7 +24,10 @@ ARGUMENTS = 11
 
 def entries(memory: torch.Tensor, count: int) -> list[Launch]:
     """Launches of a kernel that does next to nothing."""
-    return [launch(KERNEL, "store_values", memory, 0, 1, *[number] * 8, grid=1, block=32) for number in range(count)]
+    return [
+        launch(KERNEL, "store_values", memory, 0, 1, *[number] * 8, grid=1, block=32)
+        for number in range(count)
+    ]
 
 
 def sides(device: Device, count: int) -> dict:
@@ -50,12 +54,16 @@ def sides(device: Device, count: int) -> dict:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--gpu", action="store_true", help="launch on GPU 0 instead of on the stub driver")
+    parser.add_argument(
+        "--gpu", action="store_true", help="launch on GPU 0 instead of on the stub driver"
+    )
     options = common.parse(parser)
     count = 5 if options.quick else LAUNCHES
     with tempfile.TemporaryDirectory() as folder:
         device = gpu.open_device(gpu.CUDA) if options.gpu else stub.stub_device(Path(folder))[0]
-        timings = common.alternate(sides(device, count), rounds=options.rounds, synchronize=device.synchronize)
+        timings = common.alternate(
+            sides(device, count), rounds=options.rounds, synchronize=device.synchronize
+        )
     base = timings["one call each"].median
     rows = [
         {
@@ -67,8 +75,12 @@ def main() -> None:
         for side, timing in timings.items()
     ]
     conditions = common.conditions(
-        options, **(gpu.conditions(device) if options.gpu else {}), baseline="one call from Python for each launch",
-        launches=count, arguments=ARGUMENTS, driver="GPU" if options.gpu else "stub: launches do nothing",
+        options,
+        **(gpu.conditions(device) if options.gpu else {}),
+        baseline="one call from Python for each launch",
+        launches=count,
+        arguments=ARGUMENTS,
+        driver="GPU" if options.gpu else "stub: launches do nothing",
     )
     common.report("launch", rows, conditions, options)
 

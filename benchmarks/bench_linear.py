@@ -4,8 +4,8 @@ Products, for x [M, K], weight [N, K] and the gradient of the output [M, N]:
     output           x weight^T           [M, N]
     input_gradient   gradient weight      [M, K]
     weight_gradient  gradient^T x         [N, K]
-The right-hand operand of an int8 product is timed in both layouts: "rows" is contiguous along the inner
-dimension, "columns" across it. Then the whole layer, forward and backward: "layer".
+The right-hand operand of an int8 product is timed in both layouts: "rows" is contiguous along the
+inner dimension, "columns" across it. Then the whole layer, forward and backward: "layer".
 """
 
 from collections.abc import Callable
@@ -34,7 +34,9 @@ def product_sides(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
     Both integer sides take a `left` that is contiguous along K, as a fused kernel writes it.
     """
     half_left, half_right = left.bfloat16(), right.bfloat16()
-    codes_left, codes_right = ((tensor * 32).clamp(-127, 127).to(torch.int8) for tensor in (left, right))
+    codes_left, codes_right = (
+        (tensor * 32).clamp(-127, 127).to(torch.int8) for tensor in (left, right)
+    )
     columns = codes_right.t().contiguous()
     return {
         "float32": lambda: functional.linear(left, right),
@@ -47,7 +49,9 @@ def product_sides(left: torch.Tensor, right: torch.Tensor) -> dict[str, Callable
 def product_rows(shape: str, dimensions: tuple[int, int, int], rounds: int):
     """Time the three products of one layer; yields rows of the table."""
     rows, inputs, outputs = dimensions
-    x, weight, gradient = (torch.randn(size) for size in ((rows, inputs), (outputs, inputs), (rows, outputs)))
+    x, weight, gradient = (
+        torch.randn(size) for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
     operands = {
         "output": (x, weight),
         "input_gradient": (gradient, weight.t().contiguous()),
@@ -59,7 +63,8 @@ def product_rows(shape: str, dimensions: tuple[int, int, int], rounds: int):
 
 
 def layer_sides(dimensions: tuple[int, int, int]) -> dict[str, Callable]:
-    """Forward and backward of torch.nn.Linear and of QuantizedLinear, with gradients of everything."""
+    """Forward and backward of torch.nn.Linear and of QuantizedLinear, with gradients of
+    everything."""
     rows, inputs, outputs = dimensions
     x = torch.randn(rows, inputs, requires_grad=True)
     gradient = torch.randn(rows, outputs)
@@ -86,7 +91,9 @@ def layer_sides(dimensions: tuple[int, int, int]) -> dict[str, Callable]:
     return sides
 
 
-def side_rows(shape: str, product: str, dimensions: tuple[int, int, int], timings, products: int = 1):
+def side_rows(
+    shape: str, product: str, dimensions: tuple[int, int, int], timings, products: int = 1
+):
     """Rows of the table for the sides of one product, or of `products` products together."""
     rows, inputs, outputs = dimensions
     for side, timing in timings.items():
@@ -116,7 +123,9 @@ def main(arguments: list[str] | None = None) -> None:
         "linear",
         table,
         common.conditions(
-            options, baseline="torch.nn.functional.linear in float32", dtypes=["float32", "bfloat16", "int8"]
+            options,
+            baseline="torch.nn.functional.linear in float32",
+            dtypes=["float32", "bfloat16", "int8"],
         ),
         options,
     )

@@ -1,10 +1,13 @@
-"""Memory of a training step: what PyTorch's allocator peaks at, side by side with lsq's planned arena.
+"""Memory of a training step: what PyTorch's allocator peaks at, side by side with lsq's planned
+arena.
 
-Three tables. One is measured: a forward and backward pass of fairseq's transformer in float32 and bfloat16 and of lsq
-int8, with fresh memory for every tensor and with the planned arena, every event of the allocator traced; once with
-gradients that exist before, to which the pass adds, and once with gradients that are None before, as in every update of
-fairseq. The other is planned alone, on the CPU and on a GPU (which needs none, and has activations in bfloat16): what a
-step of larger models takes, how far from the lower bound, and how long planning took. The third is measured on one pair
+Three tables. One is measured: a forward and backward pass of fairseq's transformer in float32 and
+bfloat16 and of lsq int8, with fresh memory for every tensor and with the planned arena, every event
+of the allocator traced; once with gradients that exist before, to which the pass adds, and once
+with gradients that are None before, as in every update of fairseq. The other is planned alone, on
+the CPU and on a GPU (which needs none, and has activations in bfloat16): what a step of larger
+models takes, how far from the lower bound, and how long planning took. The third is measured on one
+pair
 of long sentences and one layer on each side: what attention takes as they grow.
 """
 
@@ -29,7 +32,8 @@ SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
     "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
     "lsq int8, backward bfloat16": {
-        "arguments": [*LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"], "modes": True,
+        "arguments": [*LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"],
+        "modes": True,
     },
     "lsq int8, backward int8": {"arguments": INT8, "modes": True},
 }
@@ -55,18 +59,25 @@ def sizes(quick: bool) -> list[Size]:
     if quick:
         return [Size(name="quick", shape=transformer.QUICK)]
     return [
-        Size(name=f"{name} {tokens}", shape=dataclasses.replace(shape, sentences=tokens // 64, length=64))
+        Size(
+            name=f"{name} {tokens}",
+            shape=dataclasses.replace(shape, sentences=tokens // 64, length=64),
+        )
         for name, shape in (("base", BASE), ("big", BIG))
         for tokens in (4096, 8192)
     ]
 
 
-def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **options) -> dict[str, dict]:
-    """Peak, arena and kept bytes of one step, by what gradients are before it: "exist" or "none"."""
+def measure(
+    shape: transformer.Shape, arguments: list[str], planned: bool, **options
+) -> dict[str, dict]:
+    """Peak, arena and kept bytes of one step, by what gradients are before it: "exist" or
+    "none"."""
     side = transformer.Side(shape, arguments=arguments, **options)
     sample = transformer.batch(shape, padded=False, seed=1)
     with nothing_kept():  # as in what is traced, for which passes are prepared here
-        common.settle(lambda: side.backward(sample, side.loss(sample)))  # gradients exist from here on
+        # gradients exist from here on
+        common.settle(lambda: side.backward(sample, side.loss(sample)))
     kept = saved_tensors(lambda: side.loss(sample), side.model.parameters()).total()
     memory = plan_memory(side.model, lambda: side.loss(sample)) if planned else None
     arena = memory.arena.size if memory else 0
@@ -75,7 +86,12 @@ def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **opt
         if gradients == "none":
             side.model.zero_grad(set_to_none=True)
         peak = traced_peak(lambda: side.backward(sample, side.loss(sample)))
-        found[gradients] = {"allocated": peak, "arena": arena, "together": peak + arena, "kept_for_backward": kept}
+        found[gradients] = {
+            "allocated": peak,
+            "arena": arena,
+            "together": peak + arena,
+            "kept_for_backward": kept,
+        }
     release_memory(side.model)
     return found
 
@@ -86,7 +102,9 @@ def measured_rows(shape: transformer.Shape) -> list[dict]:
     for name, recipe in SIDES.items():
         recipe = dict(recipe)
         for planned in (False, True) if recipe.pop("modes", False) else (False,):
-            found[f"{name}, planned" if planned else name] = measure(shape, planned=planned, **recipe)
+            found[f"{name}, planned" if planned else name] = measure(
+                shape, planned=planned, **recipe
+            )
     return [
         {
             "side": name,
@@ -101,9 +119,11 @@ def measured_rows(shape: transformer.Shape) -> list[dict]:
 
 
 def long_rows(shape: transformer.Shape, lengths: tuple[int, ...]) -> list[dict]:
-    """Fresh memory of a step of lsq int8 on one pair of sentences a length; ratio: bytes a token, of the first's."""
+    """Fresh memory of a step of lsq int8 on one pair of sentences a length; ratio: bytes a token,
+    of the first's."""
     steps = [
-        measure(dataclasses.replace(shape, length=length), arguments=INT8, planned=False)["exist"] for length in lengths
+        measure(dataclasses.replace(shape, length=length), arguments=INT8, planned=False)["exist"]
+        for length in lengths
     ]
     each = [step["allocated"] / length for length, step in zip(lengths, steps, strict=True)]
     return [
@@ -148,7 +168,9 @@ def planned_row(size: Size, where: str) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     options = common.parse(common.parser(__doc__), arguments)
     shape = transformer.QUICK if options.quick else transformer.Shape()
-    planned = [planned_row(size, where) for size in sizes(options.quick) for where in ("cpu", "cuda")]
+    planned = [
+        planned_row(size, where) for size in sizes(options.quick) for where in ("cpu", "cuda")
+    ]
     print("planned alone; ratio: bytes of all tensors side by side, against the plan's")
     print(common.table(planned), end="\n\n")
     small = dataclasses.replace(shape, sentences=1)
@@ -163,7 +185,8 @@ def main(arguments: list[str] | None = None) -> None:
             packages=("fairseq-fixed",),
             baseline=BASELINE,
             shape=dataclasses.asdict(shape),
-            counted="forward and backward pass; not parameters, optimizer's state and gradients that exist before",
+            counted="forward and backward pass; not parameters, optimizer's state and gradients"
+            " that exist before",
         ),
         options,
         planned=planned,

@@ -1,10 +1,11 @@
-"""Training steps of Hugging Face's models: PyTorch in bfloat16, int8 of torchao and SDNQ, lsq's linears and layers.
+"""Training steps of Hugging Face's models: PyTorch in bfloat16, int8 of torchao and SDNQ, lsq's
+linears and layers.
 
-GPT-2 small, a Llama with 110 million weights, BERT base and ViT-B/16, made from configurations, and PyTorch's own
-encoder. With --lora all of them are frozen, and PEFT's adapters of their linear layers train. A step is forward with
-labels, backward and AdamW (PyTorch's fused one; lsq's own where parameters are float32), on one batch, in train mode.
-PyTorch's, torchao's and SDNQ's sides take turns with one set of weights. A side that cannot run has a row with the
-reason.
+GPT-2 small, a Llama with 110 million weights, BERT base and ViT-B/16, made from configurations, and
+PyTorch's own encoder. With --lora all of them are frozen, and PEFT's adapters of their linear
+layers train. A step is forward with labels, backward and AdamW (PyTorch's fused one; lsq's own
+where parameters are float32), on one batch, in train mode. PyTorch's, torchao's and SDNQ's sides
+take turns with one set of weights. A side that cannot run has a row with the reason.
 """
 
 import argparse
@@ -33,17 +34,34 @@ from lsq.memory import kept
 LAYERS, TOKENS = 12, 2048
 QUICK_LAYERS, QUICK_TOKENS = 1, 32
 LONGEST_REASON = 200
-FIGURES = ("seconds", "fastest", "processor_seconds", "ratio", "ratio_of_fastest", "ratio_of_processor")
-FIGURES += ("saved_bytes", "saved_bytes_of_weights", "saved_ratio", "saved_ratio_of_batch", "peak_bytes", "first_pass")
+FIGURES = (
+    "seconds",
+    "fastest",
+    "processor_seconds",
+    "ratio",
+    "ratio_of_fastest",
+    "ratio_of_processor",
+)
+FIGURES += (
+    "saved_bytes",
+    "saved_bytes_of_weights",
+    "saved_ratio",
+    "saved_ratio_of_batch",
+    "peak_bytes",
+    "first_pass",
+)
 FIGURES += ("loss", "failed")
-"""Of a row; first_pass: seconds of the first forward and backward, in which a side is compiled; loss: in that pass."""
+"""Of a row; first_pass: seconds of the first forward and backward, in which a side is compiled;
+loss: in that pass."""
 
 
 def fitting(pattern: str) -> list[str]:
     """argparse type: the sides that a name or a pattern fits."""
     found = fnmatch.filter(SIDES, pattern)
     if not found:
-        raise argparse.ArgumentTypeError(f"no side is called {pattern!r}; there are {', '.join(map(repr, SIDES))}")
+        raise argparse.ArgumentTypeError(
+            f"no side is called {pattern!r}; there are {', '.join(map(repr, SIDES))}"
+        )
     return found
 
 
@@ -64,21 +82,40 @@ def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], di
             found[name], first[name] = first_pass(name, bases, batch, options.quick)
         except Exception as error:
             failed[name] = reason(error)
-        print(f"{recipe.title}, {name}: {failed.get(name) or first[name]}", file=sys.stderr, flush=True)
+        print(
+            f"{recipe.title}, {name}: {failed.get(name) or first[name]}",
+            file=sys.stderr,
+            flush=True,
+        )
     clocks = {name: Clock(side.step) for name, side in found.items()}
     timings = common.alternate(clocks, rounds=options.rounds, warm_up=common.SETTLED)
-    saved = {name: saved_tensors(side.loss, side.model.parameters()).total() for name, side in found.items()}
+    saved = {
+        name: saved_tensors(side.loss, side.model.parameters()).total()
+        for name, side in found.items()
+    }
     of_weights = {name: saved_of_weights(side, saved[name]) for name, side in found.items()}
-    strongest = min(timings.keys() & set(OPPONENTS), key=lambda name: timings[name].median, default=None)
+    strongest = min(
+        timings.keys() & set(OPPONENTS), key=lambda name: timings[name].median, default=None
+    )
     rows = [
         row(
-            recipe, name, seconds=timing.median, fastest=timing.fastest, processor_seconds=clocks[name].median,
-            saved_bytes=saved[name], saved_bytes_of_weights=of_weights[name],
-            peak_bytes=peak_resident(found[name].step), **first[name],
-            **({} if strongest is None else beside(name, strongest, timings, clocks, saved, of_weights)),
+            recipe,
+            name,
+            seconds=timing.median,
+            fastest=timing.fastest,
+            processor_seconds=clocks[name].median,
+            saved_bytes=saved[name],
+            saved_bytes_of_weights=of_weights[name],
+            peak_bytes=peak_resident(found[name].step),
+            **first[name],
+            **(
+                {}
+                if strongest is None
+                else beside(name, strongest, timings, clocks, saved, of_weights)
+            ),
         )
         for name, timing in timings.items()
-    ]  # fmt: skip
+    ]
     torch.compiler.reset()
     return rows + [row(recipe, name, failed=why) for name, why in failed.items()], {
         "layers": options.layers,
@@ -90,7 +127,8 @@ def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], di
 
 
 class Clock:
-    """A function that is timed by what it takes of all processors, which hardly depends on what else runs."""
+    """A function that is timed by what it takes of all processors, which hardly depends on what
+    else runs."""
 
     def __init__(self, run: Callable[[], object]):
         self.run = run
@@ -108,7 +146,8 @@ class Clock:
 
 
 def saved_of_weights(side: Side, whole: int) -> int:
-    """The part of `whole` bytes saved that does not grow with the batch: copies of weights; of one sentence, 0."""
+    """The part of `whole` bytes saved that does not grow with the batch: copies of weights; of one
+    sentence, 0."""
     batch, count = side.batch, len(next(iter(side.batch.values())))
     if count == 1:
         return 0
@@ -118,19 +157,23 @@ def saved_of_weights(side: Side, whole: int) -> int:
     return round((half * count - whole * (count // 2)) / (count - count // 2))
 
 
-def beside(name: str, strongest: str, timings: dict, clocks: dict, saved: dict, of_weights: dict) -> dict[str, float]:
+def beside(
+    name: str, strongest: str, timings: dict, clocks: dict, saved: dict, of_weights: dict
+) -> dict[str, float]:
     """A side's figures beside those of the fastest in bfloat16."""
     return {
         "ratio": timings[strongest].median / timings[name].median,
         "ratio_of_fastest": timings[strongest].fastest / timings[name].fastest,
         "ratio_of_processor": clocks[strongest].median / clocks[name].median,
         "saved_ratio": saved[name] / saved[strongest],
-        "saved_ratio_of_batch": (saved[name] - of_weights[name]) / (saved[strongest] - of_weights[strongest]),
+        "saved_ratio_of_batch": (saved[name] - of_weights[name])
+        / (saved[strongest] - of_weights[strongest]),
     }
 
 
 def first_pass(name: str, bases: Bases, batch: dict, quick: bool) -> tuple[Side, dict[str, float]]:
-    """Make a side and take its first step, in which it is compiled; seconds of that pass and its loss.
+    """Make a side and take its first step, in which it is compiled; seconds of that pass and its
+    loss.
 
     Losses of all sides are alike, as the weights are: an update changes them very little.
     """
@@ -153,7 +196,8 @@ def reason(error: Exception) -> str:
 
 
 def peak_resident(run: Callable[[], object]) -> int | None:
-    """Bytes of memory that this process has at most while `run` runs, beyond what it had before; None without Linux."""
+    """Bytes of memory that this process has at most while `run` runs, beyond what it had before;
+    None without Linux."""
     if platform.system() != "Linux":
         return None
     gc.collect()
@@ -176,28 +220,49 @@ def linear_weights(model: nn.Module) -> int:
     return sum(
         module.weight.numel()
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or is_conv1d(module)) and not name.endswith(HEADS) and "lora_" not in name
+        if (isinstance(module, nn.Linear) or is_conv1d(module))
+        and not name.endswith(HEADS)
+        and "lora_" not in name
     )
 
 
 def possible() -> dict | None:
-    """What the processor's int8 instructions and its memory could do, see limits.py; None without such instructions."""
+    """What the processor's int8 instructions and its memory could do, see limits.py; None without
+    such instructions."""
     names = [name for name in tiles.usable() if name != tiles.PLAIN]
     if not names:
         return None
-    return {"operations_per_second": {name: limits.peak(name) for name in names}, "bytes_per_second": limits.triad()}
+    return {
+        "operations_per_second": {name: limits.peak(name) for name in names},
+        "bytes_per_second": limits.triad(),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=RECIPES, default=list(RECIPES), help="these only")
     parser.add_argument(
-        "--sides", nargs="+", type=fitting, default=[list(SIDES)], metavar="NAME", help="these only; may have * in it"
+        "--models", nargs="+", choices=RECIPES, default=list(RECIPES), help="these only"
     )
-    parser.add_argument("--layers", type=common.positive, default=LAYERS, metavar="N", help="of each model")
-    parser.add_argument("--tokens", type=common.positive, default=TOKENS, metavar="N", help="a batch, about")
-    parser.add_argument("--lora", type=common.positive, metavar="R", help="train adapters of this rank alone")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the bars, see models_picture.py")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        type=fitting,
+        default=[list(SIDES)],
+        metavar="NAME",
+        help="these only; may have * in it",
+    )
+    parser.add_argument(
+        "--layers", type=common.positive, default=LAYERS, metavar="N", help="of each model"
+    )
+    parser.add_argument(
+        "--tokens", type=common.positive, default=TOKENS, metavar="N", help="a batch, about"
+    )
+    parser.add_argument(
+        "--lora", type=common.positive, metavar="R", help="train adapters of this rank alone"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw the bars, see models_picture.py"
+    )
     options = common.parse(parser, arguments)
     if options.quick:
         options.layers, options.tokens = QUICK_LAYERS, QUICK_TOKENS
@@ -216,7 +281,8 @@ def main(arguments: list[str] | None = None) -> None:
             baseline="the fastest of PyTorch's sides in bfloat16, of each model",
             tokens=options.tokens,
             lora=options.lora,
-            optimizer="torch.optim.AdamW(fused=True); lsq on float32 parameters: lsq.optim.Adam with weight decay",
+            optimizer="torch.optim.AdamW(fused=True); lsq on float32 parameters: lsq.optim.Adam"
+            " with weight decay",
             calibration="in the first pass only, which is not timed",
             packages=("transformers", "torchao", "sdnq", "openvino"),
         ),

@@ -1,8 +1,11 @@
-"""Step time of every way to average gradients, on two pretended nodes of two processes each, over a slow network.
+"""Step time of every way to average gradients, on two pretended nodes of two processes each, over a
+slow network.
 
-The nodes are network namespaces on this machine, joined by a cable of a limited rate; this needs root, `ip` and `tc`.
-Before and after each measurement the bytes that the network cards have sent are read. The model computes next to
-nothing on purpose: `no exchange` is a step without communication. All processes share this machine's cores.
+The nodes are network namespaces on this machine, joined by a cable of a limited rate; this needs
+root, `ip` and `tc`. Before and after each measurement the bytes that the network cards have sent
+are read. The model computes next to
+nothing on purpose: `no exchange` is a step without communication. All processes share this
+    machine's cores.
 """
 
 import json
@@ -121,12 +124,19 @@ def wait(started: list[subprocess.Popen], folder: Path) -> None:
     for rank, process in enumerate(started):
         if process.poll() != 0:
             lines = (folder / f"log{rank}").read_text().splitlines()[-20:]
-            why = f"failed with status {process.returncode}" if process.returncode else "did not end in time"
+            why = (
+                f"failed with status {process.returncode}"
+                if process.returncode
+                else "did not end in time"
+            )
             raise RuntimeError("\n".join([f"process {rank} {why}", *lines]))
 
 
 def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
-    """One row for each side. A round takes as long as its slowest process; a node's card counts once."""
+    """One row for each side.
+
+    A round takes as long as its slowest process; a node's card counts once.
+    """
     cards = [found[node * PROCESSES_PER_NODE] for node in range(network.NODES)]
     timings = {}
     for side in found[0]:
@@ -135,16 +145,18 @@ def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
     made = []
     for side, timing in timings.items():
         sent = max(common.timing(card[side]["bytes"]).median for card in cards)
-        made.append({
-            "rate": rate,
-            "side": side,
-            "milliseconds": 1e3 * timing.median,
-            "fastest": 1e3 * timing.fastest,
-            "computing": timings[NO_EXCHANGE].median / timing.median,
-            "bytes_per_parameter": sent / parameters,
-            "error": found[0][side].get("error"),
-            "ratio": timings[BASELINE].median / timing.median,
-        })
+        made.append(
+            {
+                "rate": rate,
+                "side": side,
+                "milliseconds": 1e3 * timing.median,
+                "fastest": 1e3 * timing.fastest,
+                "computing": timings[NO_EXCHANGE].median / timing.median,
+                "bytes_per_parameter": sent / parameters,
+                "error": found[0][side].get("error"),
+                "ratio": timings[BASELINE].median / timing.median,
+            }
+        )
     return made
 
 
@@ -154,7 +166,9 @@ def main() -> None:
         return
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="of the cable, as tc writes them")
+    parser.add_argument(
+        "--rates", nargs="+", default=["1gbit", "100mbit"], help="of the cable, as tc writes them"
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
     options = common.parse(parser)
     reason = network.obstacle()
@@ -174,9 +188,15 @@ def main() -> None:
             nodes.limit(rate)
             figures += rows(rate, measure(nodes, work), parameters)
     conditions = common.conditions(
-        options, **{key: value for key, value in work.items() if key not in ("rounds", "sides")}, baseline=BASELINE,
-        backend="gloo", nodes=network.NODES, processes_per_node=PROCESSES_PER_NODE, parameters=parameters,
-        network=f"veth pair, tbf with a burst of {network.BURST} and a queue of {network.LATENCY} on both ends",
+        options,
+        **{key: value for key, value in work.items() if key not in ("rounds", "sides")},
+        baseline=BASELINE,
+        backend="gloo",
+        nodes=network.NODES,
+        processes_per_node=PROCESSES_PER_NODE,
+        parameters=parameters,
+        network=f"veth pair, tbf with a burst of {network.BURST} and a queue of {network.LATENCY}"
+        " on both ends",
         kernel=os.uname().release,
     )
     common.report("network", figures, conditions, options)

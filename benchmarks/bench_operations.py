@@ -1,10 +1,12 @@
-"""Times fused operations: what lsq's loops take, what plain PyTorch takes, and what copying the same bytes takes.
+"""Times fused operations: what lsq's loops take, what plain PyTorch takes, and what copying the
+same bytes takes.
 
-The operations and the shapes of their tensors are those of the programs of a training, and some outside programs; the
-values are drawn at random. The plain PyTorch side is the operation's reference, with torch._int_mm in place of its
-exact float64 products. It draws the same random numbers as the fused loops, with torch's integer operations, and these
-take most of its time where something is dropped or rounded at random: see --dropout 0. With --device cuda, the
-operations' CUDA implementations are measured instead, see gpu_operations.py.
+The operations and the shapes of their tensors are those of the programs of a training, and some
+outside programs; the values are drawn at random. The plain PyTorch side is the operation's
+reference, with torch._int_mm in place of its exact float64 products. It draws the same random
+numbers as the fused loops, with torch's integer operations, and these
+take most of its time where something is dropped or rounded at random: see --dropout 0. With
+--device cuda, the operations' CUDA implementations are measured instead, see gpu_operations.py.
 """
 
 import sys
@@ -48,17 +50,29 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = common.parser(__doc__)
     gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
-    parser.add_argument("--dropout", type=float, default=0.1, help="probability, in every place of a layer")
     parser.add_argument(
-        "--operations", nargs="+", default=[], metavar="NAME", help="classes of lsq/ops, e.g. ResidualNorm; all"
+        "--dropout", type=float, default=0.1, help="probability, in every place of a layer"
+    )
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="classes of lsq/ops, e.g. ResidualNorm; all",
     )
     options = common.parse(parser, arguments)
     if unknown := set(options.operations) - (known := names()):
-        parser.error(f"nothing runs {', '.join(sorted(unknown))}; operations are {', '.join(sorted(known))}")
+        parser.error(
+            f"nothing runs {', '.join(sorted(unknown))}; operations are {', '.join(sorted(known))}"
+        )
     if options.device != gpu.CPU:
         return gpu_operations.main("operations", options)
     size = QUICK if options.quick else SIZE
-    table = [row for call in calls(options.operations, size, options.dropout) for row in rows(call, options.rounds)]
+    table = [
+        row
+        for call in calls(options.operations, size, options.dropout)
+        for row in rows(call, options.rounds)
+    ]
     conditions = common.conditions(
         options,
         baseline="plain PyTorch: the operation's reference",

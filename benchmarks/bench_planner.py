@@ -1,8 +1,9 @@
 """Memory plans: how far each method is above the lower bound, and how long it takes.
 
-The instances are made here: lifetimes of training (every layer's saved values live from the forward to the backward
-pass), guillotine cuts of a rectangle (the lower bound can be met, with nothing left free), and random lives; files in
-MiniMalloc's format (id,lower,upper,size) can be added. `ratio` is greedy_by_size's peak divided by the method's.
+The instances are made here: lifetimes of training (every layer's saved values live from the forward
+to the backward pass), guillotine cuts of a rectangle (the lower bound can be met, with nothing left
+free), and random lives; files in MiniMalloc's format (id,lower,upper,size) can be added. `ratio` is
+greedy_by_size's peak divided by the method's.
 """
 
 import random
@@ -21,7 +22,8 @@ BASELINE = "greedy_by_size"
 
 
 def training(layers: int, tokens: int, hidden: int, decoder: bool) -> list[Buffer]:
-    """Forward and backward pass of an encoder, or of a decoder: int8 codes are saved, float32 values pass by.
+    """Forward and backward pass of an encoder, or of a decoder: int8 codes are saved, float32
+    values pass by.
 
     Args:
         layers: number of layers.
@@ -29,7 +31,8 @@ def training(layers: int, tokens: int, hidden: int, decoder: bool) -> list[Buffe
         hidden: its columns; a feed-forward block has four times as many.
         decoder: whether every layer has a third block, attention over a memory.
     """
-    widths = [3, 1, 1, 4] + ([3, 1] if decoder else []) + [4, 1]  # projections of a layer, in units of `hidden`
+    # projections of a layer, in units of `hidden`
+    widths = [3, 1, 1, 4] + ([3, 1] if decoder else []) + [4, 1]
     count = 2 * layers * len(widths)  # operations; the second half is the backward pass
     buffers = []
     for operation in range(count // 2):
@@ -46,7 +49,8 @@ def training(layers: int, tokens: int, hidden: int, decoder: bool) -> list[Buffe
 
 
 def guillotine(count: int, seed: int) -> list[Buffer]:
-    """`count` pieces of a rectangle of 2^20 bytes and 2^20 operations, each cut across one of the largest pieces."""
+    """`count` pieces of a rectangle of 2^20 bytes and 2^20 operations, each cut across one of the
+    largest pieces."""
     generator = random.Random(seed)
     pieces = [(0, 2**20, 0, 2**20)]
     while len(pieces) < count:
@@ -73,14 +77,22 @@ def random_lives(count: int, seed: int) -> list[Buffer]:
     for number in range(count):
         first = generator.randrange(count)
         last = first + int(generator.expovariate(1 / 50))
-        found.append(Buffer(name=str(number), size=int(2 ** generator.uniform(10, 26)), first=first, last=last))
+        found.append(
+            Buffer(
+                name=str(number), size=int(2 ** generator.uniform(10, 26)), first=first, last=last
+            )
+        )
     return found
 
 
 def instances(quick: bool, files: list[Path]) -> dict[str, list[Buffer]]:
     """Name -> buffers."""
     if quick:
-        made = {"training": training(2, 8, 64, False), "guillotine": guillotine(10, 1), "random": random_lives(50, 1)}
+        made = {
+            "training": training(2, 8, 64, False),
+            "guillotine": guillotine(10, 1),
+            "random": random_lives(50, 1),
+        }
     else:
         made = {
             "encoder training": training(12, 4096, 768, False),
@@ -96,8 +108,12 @@ def instances(quick: bool, files: list[Path]) -> dict[str, list[Buffer]]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark; see --help."""
     options = common.parser(__doc__)
-    options.add_argument("files", type=Path, nargs="*", metavar="FILE.csv", help="further instances")
-    options.add_argument("--time-limit", type=float, default=30.0, metavar="S", help="seconds for exact")
+    options.add_argument(
+        "files", type=Path, nargs="*", metavar="FILE.csv", help="further instances"
+    )
+    options.add_argument(
+        "--time-limit", type=float, default=30.0, metavar="S", help="seconds for exact"
+    )
     chosen = common.parse(options, arguments)
     if chosen.quick:
         chosen.time_limit = 0.1
@@ -106,19 +122,23 @@ def main(arguments: list[str] | None = None) -> None:
     for name, buffers in instances(chosen.quick, chosen.files).items():
         found = {method: measure(buffers, method, chosen) for method in methods}
         for method, (made, seconds) in found.items():
-            rows.append({
-                "instance": name,
-                "buffers": len(buffers),
-                "method": method,
-                "peak": made.peak,
-                "peak / bound": made.peak / max(1, made.lower_bound),
-                "milliseconds": 1000 * seconds,
-                "ratio": found[BASELINE][0].peak / max(1, made.peak),
-            })
+            rows.append(
+                {
+                    "instance": name,
+                    "buffers": len(buffers),
+                    "method": method,
+                    "peak": made.peak,
+                    "peak / bound": made.peak / max(1, made.lower_bound),
+                    "milliseconds": 1000 * seconds,
+                    "ratio": found[BASELINE][0].peak / max(1, made.peak),
+                }
+            )
     common.report(
         "planner",
         rows,
-        common.conditions(chosen, baseline=BASELINE, library=loader.description(), time_limit=chosen.time_limit),
+        common.conditions(
+            chosen, baseline=BASELINE, library=loader.description(), time_limit=chosen.time_limit
+        ),
         chosen,
     )
 

@@ -1,9 +1,10 @@
-"""Products of a training step with their ends: lsq's tiles, oneDNN with loops over its sums, and products of floats.
+"""Products of a training step with their ends: lsq's tiles, oneDNN with loops over its sums, and
+products of floats.
 
-Every operation of a step that multiplies codes is run as it is in a training: "onednn" makes blocks of sums that all
-threads then read, and the kernels of tiles (lsq/csrc/cpu/tiles.h) end what they have multiplied. "bfloat16" and
-"float32" are torch.mm of the same shape without any end, which is less work. Ratios are to oneDNN; "mean" rows are
-geometric means.
+Every operation of a step that multiplies codes is run as it is in a training: "onednn" makes blocks
+of sums that all threads then read, and the kernels of tiles (lsq/csrc/cpu/tiles.h) end what they
+have multiplied. "bfloat16" and "float32" are torch.mm of the same shape without any end, which is
+less work. Ratios are to oneDNN; "mean" rows are geometric means.
 """
 
 import math
@@ -27,7 +28,13 @@ from lsq.program.operation import Operation
 from lsq.program.samples import Sampler
 
 SIZE = Size(name="base", hidden=512, feed_forward=2048, heads=8, sentences=64)
-OPERATIONS = ("Project", "ProjectInputGradient", "ProjectWeightGradient", "VocabularyLoss", "VocabularyLossGradient")
+OPERATIONS = (
+    "Project",
+    "ProjectInputGradient",
+    "ProjectWeightGradient",
+    "VocabularyLoss",
+    "VocabularyLossGradient",
+)
 
 
 def product_of(operation) -> ProductKey | None:
@@ -44,7 +51,8 @@ def configurations(key: ProductKey) -> dict[str, CpuConfiguration]:
 
 
 def drawn(call: Call) -> Operation:
-    """The operation on random tensors, of which one activation in a hundred is clipped, about as in a training."""
+    """The operation on random tensors, of which one activation in a hundred is clipped, about as in
+    a training."""
     operation = Sampler().operation(call.operation)
     for leaf in operation.leaves():
         if leaf.name == "x.clipped" and leaf.of(operation) is not None:
@@ -58,8 +66,10 @@ def sides_of(call: Call, key: ProductKey) -> dict[str, Callable[[], object]]:
     operation, place, use = drawn(call), backend("cpu"), lookup.table().use(key)
     ways = configurations(key)
     largest = max(scratch_bytes(key, way) for way in ways.values())
-    wanted = [((max(largest, *shape),), dtype) if dtype == torch.uint8 else (shape, dtype)
-              for shape, dtype in place.scratch(operation)]  # fmt: skip
+    wanted = [
+        ((max(largest, *shape),), dtype) if dtype == torch.uint8 else (shape, dtype)
+        for shape, dtype in place.scratch(operation)
+    ]
     run = place.prepare([(operation, [place.allocate(*each) for each in wanted])])
 
     def side(way: CpuConfiguration) -> Callable[[], object]:
@@ -110,14 +120,18 @@ def means(table: list[dict]) -> Iterator[dict]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = common.parser(__doc__)
-    parser.add_argument("--dropout", type=float, default=0.1, help="probability, in every place of a layer")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="probability, in every place of a layer"
+    )
     options = common.parse(parser, arguments)
     size, table = QUICK if options.quick else SIZE, []
     for call in calls(OPERATIONS, size, options.dropout):
         key = product_of(call.operation)
         if call.backward == "int8" and key is not None:
             table += rows(call, key, options.rounds)
-    conditions = common.conditions(options, baseline=ONEDNN, shape=asdict(size), dropout=options.dropout)
+    conditions = common.conditions(
+        options, baseline=ONEDNN, shape=asdict(size), dropout=options.dropout
+    )
     print(common.table(list(means(table))), end="\n\n")
     common.report("product", table, conditions, options, means=list(means(table)))
     return 0

@@ -1,7 +1,9 @@
-"""Products of few rows with 2:4 sparse weights, as decoding makes them: packed dense, and packed sparse.
+"""Products of few rows with 2:4 sparse weights, as decoding makes them: packed dense, and packed
+sparse.
 
-Each side goes through as many weights as lie in no cache of a core, as a step of decoding does. Both have the same
-codes, make the same integers and end alike. The ratio is that of the dense side's median to the other's.
+Each side goes through as many weights as lie in no cache of a core, as a step of decoding does.
+Both have the same codes, make the same integers and end alike. The ratio is that of the dense
+side's median to the other's.
 """
 
 import sys
@@ -30,7 +32,11 @@ class Size:
     inputs: int
 
 
-SIZES = (Size(outputs=512, inputs=2048), Size(outputs=2048, inputs=512), Size(outputs=4096, inputs=1024))
+SIZES = (
+    Size(outputs=512, inputs=2048),
+    Size(outputs=2048, inputs=512),
+    Size(outputs=4096, inputs=1024),
+)
 ROWS = (1, 4, 8, 16, 32, 256)
 QUICK_SIZES, QUICK_ROWS = (Size(outputs=64, inputs=128),), (1, 9)
 
@@ -51,21 +57,35 @@ def side(packed: list[PackedWeight], rows: int):
     """Runs a product with each weight."""
     codes = torch.randint(-127, 128, (rows, packed[0].inner), dtype=torch.int8)
     x = Coded(format=GRADIENT, codes=codes, scale=torch.ones(1))
-    return backend("cpu").prepare([
-        (PackedProject(x=x, weight=weight, out=torch.empty(rows, weight.columns)), []) for weight in packed
-    ])  # fmt: skip
+    return backend("cpu").prepare(
+        [
+            (PackedProject(x=x, weight=weight, out=torch.empty(rows, weight.columns)), [])
+            for weight in packed
+        ]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = common.parser(__doc__)
-    parser.add_argument("--megabytes", type=common.positive, default=64, metavar="N", help="of int8 weights a size")
-    parser.add_argument("--instructions", choices=tiles.INSTRUCTIONS, default=tiles.usable()[0],
-                        help="what multiplies")  # fmt: skip
-    parser.add_argument("--processor-time", action="store_true", help="of one thread, where others are at work")
+    parser.add_argument(
+        "--megabytes", type=common.positive, default=64, metavar="N", help="of int8 weights a size"
+    )
+    parser.add_argument(
+        "--instructions",
+        choices=tiles.INSTRUCTIONS,
+        default=tiles.usable()[0],
+        help="what multiplies",
+    )
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of one thread, where others are at work"
+    )
     options = common.parse(parser, arguments)
     if options.instructions not in tiles.usable():
-        parser.error(f"--instructions {options.instructions} cannot run here; there are {', '.join(tiles.usable())}")
+        parser.error(
+            f"--instructions {options.instructions} cannot run here; there are"
+            f" {', '.join(tiles.usable())}"
+        )
     clock = time.thread_time if options.processor_time else time.perf_counter
     if options.processor_time and options.threads != 1:
         parser.error("--processor-time is that of one thread: give --threads 1")
@@ -77,15 +97,26 @@ def main(arguments: list[str] | None = None) -> int:
             sides = {name: side(found, rows) for name, found in packed.items()}
             timings = common.alternate(sides, rounds=options.rounds, clock=clock)
             for name, timing in timings.items():
-                table.append({
-                    "product": f"{rows} x {size.outputs} x {size.inputs}", "side": name,
-                    "microseconds": 1e6 * timing.median / count, "fastest": 1e6 * timing.fastest / count,
-                    "gigabytes_per_second": 1e-9 * sum(one.tiles.numel() for one in packed[name]) / timing.median,
-                    "ratio": timings[DENSE].median / timing.median,
-                    "ratio_of_fastest": timings[DENSE].fastest / timing.fastest,
-                })  # fmt: skip
-    conditions = common.conditions(options, baseline=DENSE, instructions_of_products=options.instructions,
-                                   megabytes=options.megabytes, clock=clock.__name__)  # fmt: skip
+                table.append(
+                    {
+                        "product": f"{rows} x {size.outputs} x {size.inputs}",
+                        "side": name,
+                        "microseconds": 1e6 * timing.median / count,
+                        "fastest": 1e6 * timing.fastest / count,
+                        "gigabytes_per_second": 1e-9
+                        * sum(one.tiles.numel() for one in packed[name])
+                        / timing.median,
+                        "ratio": timings[DENSE].median / timing.median,
+                        "ratio_of_fastest": timings[DENSE].fastest / timing.fastest,
+                    }
+                )
+    conditions = common.conditions(
+        options,
+        baseline=DENSE,
+        instructions_of_products=options.instructions,
+        megabytes=options.megabytes,
+        clock=clock.__name__,
+    )
     common.report("sparse_product", table, conditions, options)
     return 0
 

@@ -1,7 +1,8 @@
-"""Starting a service: importing PyTorch, importing what lsq serves with, reading a base model until it can translate.
+"""Starting a service: importing PyTorch, importing what lsq serves with, reading a base model until
+it can translate.
 
-Each start is a process of its own. "cold": the model's file is dropped from the system's cache before; the libraries
-are not. "ratio" is what importing PyTorch takes over what this takes.
+Each start is a process of its own. "cold": the model's file is dropped from the system's cache
+before; the libraries are not. "ratio" is what importing PyTorch takes over what this takes.
 """
 
 import dataclasses
@@ -80,9 +81,12 @@ def main(arguments: list[str] | None = None) -> None:
         bench_decode.write_models(shape, Path(temporary) / "model")
         path = Path(temporary) / "model" / "lsq"
         conditions = common.conditions(
-            options, packages=("starlette", "uvicorn", "sentencepiece"), baseline=TORCH,
-            shape=dataclasses.asdict(shape), bytes=path.stat().st_size,
-        )  # fmt: skip
+            options,
+            packages=("starlette", "uvicorn", "sentencepiece"),
+            baseline=TORCH,
+            shape=dataclasses.asdict(shape),
+            bytes=path.stat().st_size,
+        )
         common.report("start", list(rows(path, options)), conditions, options)
 
 

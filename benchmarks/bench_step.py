@@ -1,7 +1,8 @@
-"""One training step of a Transformer: fairseq, plain PyTorch in bfloat16 (also compiled), torchao's int8, lsq's int8.
+"""One training step of a Transformer: fairseq, plain PyTorch in bfloat16 (also compiled), torchao's
+int8, lsq's int8.
 
-A step is forward, label-smoothed loss, backward and Adam (lsq's own, PyTorch's fused one in plain PyTorch, else
-fairseq's), on the same random batches for each side.
+A step is forward, label-smoothed loss, backward and Adam (lsq's own, PyTorch's fused one in plain
+PyTorch, else fairseq's), on the same random batches for each side.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_ent
 OPERATIONS = 15
 """Operations (and kinds of saved tensors) listed for each side, the largest."""
 WARM_UP = common.SETTLED
-"""Steps of each side that are not timed: the first ones measure clips, and touch memory for the first time."""
+"""Steps of each side that are not timed: the first ones measure clips, and touch memory for the
+first time."""
 
 
 def _side(*arguments: str, **options) -> Callable:
@@ -46,7 +48,9 @@ SIDES: dict[str, Callable] = {
     "torchao int8": _side(*FAIRSEQ, change=transformer.torchao_int8),
     "torchao int8, bfloat16": _side(*FAIRSEQ, change=transformer.torchao_int8, autocast=True),
     "lsq int8, backward float32": _side(*LSQ, "--lsq-backward", "float"),
-    "lsq int8, backward bfloat16": _side(*LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"),
+    "lsq int8, backward bfloat16": _side(
+        *LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"
+    ),
     "lsq int8, backward int8": _side(*LSQ, "--lsq-backward", "int8"),
 }
 """Name -> what builds the side for a shape."""
@@ -76,17 +80,23 @@ class TimedSide:
 
     def medians(self, rounds: int) -> dict[str, float]:
         """Median seconds of each phase over the last `rounds` steps."""
-        return {phase: common.timing(values[-rounds:]).median for phase, values in self.phases.items()}
+        return {
+            phase: common.timing(values[-rounds:]).median for phase, values in self.phases.items()
+        }
 
 
 def saved_bytes(side: transformer.Side, shape: transformer.Shape) -> dict:
-    """Bytes kept for backward by a full batch, and the share of them that does not grow with the batch.
+    """Bytes kept for backward by a full batch, and the share of them that does not grow with the
+    batch.
 
-    The latter are copies of the weights, which autocast and int8 products make; measured with half a batch.
+    The latter are copies of the weights, which autocast and int8 products make; measured with half
+    a batch.
     """
 
     def kept(sentences: int):
-        sample = transformer.batch(dataclasses.replace(shape, sentences=sentences), padded=False, seed=1)
+        sample = transformer.batch(
+            dataclasses.replace(shape, sentences=sentences), padded=False, seed=1
+        )
         return saved_tensors(lambda: side.loss(sample), side.model.parameters())
 
     full, half = kept(shape.sentences), kept(shape.sentences // 2)
@@ -98,20 +108,24 @@ def saved_bytes(side: transformer.Side, shape: transformer.Shape) -> dict:
 
 
 def operation_seconds(timed: TimedSide) -> dict[str, float]:
-    """Seconds of the costliest operations in one step, by name: those of lsq's programs and torch's outside them.
+    """Seconds of the costliest operations in one step, by name: those of lsq's programs and torch's
+    outside them.
 
-    A torch operation's own time, without what it calls; an operation of lsq with the torch operations inside it, which
-    are listed as well.
+    A torch operation's own time, without what it calls; an operation of lsq with the torch
+    operations inside it, which are listed as well.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler, executor.profile() as fused:
         timed.step()
-    torch_seconds = {event.key: 1e-6 * event.self_cpu_time_total for event in profiler.key_averages()}
+    torch_seconds = {
+        event.key: 1e-6 * event.self_cpu_time_total for event in profiler.key_averages()
+    }
     fused_seconds = {f"lsq {name}": value for name, value in fused.items()}
     return dict(Counter({**torch_seconds, **fused_seconds}).most_common(OPERATIONS))
 
 
 def part_seconds(timed: TimedSide, rounds: int) -> dict[str, float]:
-    """Seconds of each part of a step of lsq's, see limits.PARTS: its operations run one by one, medians of `rounds`.
+    """Seconds of each part of a step of lsq's, see limits.PARTS: its operations run one by one,
+    medians of `rounds`.
 
     The rest is what the timed steps took beyond that.
     """
@@ -124,7 +138,9 @@ def part_seconds(timed: TimedSide, rounds: int) -> dict[str, float]:
     return limits.parts(seconds, medians["update"], sum(medians.values()))
 
 
-def build(shape: transformer.Shape, wanted: list[str] | None, quick: bool) -> tuple[dict, dict[str, str]]:
+def build(
+    shape: transformer.Shape, wanted: list[str] | None, quick: bool
+) -> tuple[dict, dict[str, str]]:
     """Make the sides; with `quick`, none of them waits for a C++ compiler.
 
     Returns:
@@ -135,7 +151,9 @@ def build(shape: transformer.Shape, wanted: list[str] | None, quick: bool) -> tu
         if wanted and name not in (*wanted, BASELINE, HALF):
             continue
         try:
-            sides[name] = make(shape, backend="eager") if quick and name == COMPILED else make(shape)
+            sides[name] = (
+                make(shape, backend="eager") if quick and name == COMPILED else make(shape)
+            )
         except ImportError as error:
             missing[name] = str(error)
     return sides, missing
@@ -154,18 +172,32 @@ def plan_sides(sides: dict[str, transformer.Side], shape: transformer.Shape) -> 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--padded", action="store_true", help="sentences of different lengths in a batch")
-    parser.add_argument("--naive-memory", action="store_true", help="lsq without planned memory")
-    parser.add_argument("--batches", type=common.positive, default=3, metavar="N", help="batches, in turn")
     parser.add_argument(
-        "--side", action="append", choices=SIDES, metavar="NAME", help="only this and float; repeatable"
+        "--padded", action="store_true", help="sentences of different lengths in a batch"
+    )
+    parser.add_argument("--naive-memory", action="store_true", help="lsq without planned memory")
+    parser.add_argument(
+        "--batches", type=common.positive, default=3, metavar="N", help="batches, in turn"
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE.png", help="draw where a step's time goes, see step_picture.py"
+        "--side",
+        action="append",
+        choices=SIDES,
+        metavar="NAME",
+        help="only this and float; repeatable",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.png",
+        help="draw where a step's time goes, see step_picture.py",
     )
     options = common.parse(parser, arguments)
     shape = transformer.QUICK if options.quick else transformer.Shape()
-    batches = [transformer.batch(shape, padded=options.padded, seed=seed) for seed in range(options.batches)]
+    batches = [
+        transformer.batch(shape, padded=options.padded, seed=seed)
+        for seed in range(options.batches)
+    ]
     sides, missing = build(shape, options.side, options.quick)
     parameters = sum(parameter.numel() for parameter in sides[BASELINE].model.parameters())
     possible = limits.measured(shape, parameters)
@@ -176,14 +208,23 @@ def main(arguments: list[str] | None = None) -> None:
         {name: side.step for name, side in timed.items()}, rounds=options.rounds, warm_up=WARM_UP
     )
     phases = {name: side.medians(options.rounds) for name, side in timed.items()}
-    first_steps = {name: sum(values[0] for values in side.phases.values()) for name, side in timed.items()}
-    parts = {name: part_seconds(side, options.rounds) for name, side in timed.items() if name.startswith(LSQ_NAME)}
+    first_steps = {
+        name: sum(values[0] for values in side.phases.values()) for name, side in timed.items()
+    }
+    parts = {
+        name: part_seconds(side, options.rounds)
+        for name, side in timed.items()
+        if name.startswith(LSQ_NAME)
+    }
     operations = {name: operation_seconds(side) for name, side in timed.items()}
     for side in sides.values():
         release_memory(side.model)  # a view of the arena would count as all of it
     kept = {name: saved_bytes(side, shape) for name, side in sides.items()}
 
-    strongest = min((name for name in timings if not name.startswith(LSQ_NAME)), key=lambda name: timings[name].median)
+    strongest = min(
+        (name for name in timings if not name.startswith(LSQ_NAME)),
+        key=lambda name: timings[name].median,
+    )
     rows = [
         {
             "side": name,
@@ -212,7 +253,8 @@ def main(arguments: list[str] | None = None) -> None:
             shape=dataclasses.asdict(shape),
             padded=options.padded,
             target_tokens=[sample["ntokens"] for sample in batches],
-            optimizer="fairseq.optim.adam.Adam; lsq: lsq.optim.Adam; plain PyTorch: torch.optim.Adam(fused=True)",
+            optimizer="fairseq.optim.adam.Adam; lsq: lsq.optim.Adam; plain PyTorch:"
+            " torch.optim.Adam(fused=True)",
             calibration="in the first step only, which is not timed",
             memory="fresh" if options.naive_memory else "lsq: planned ahead for the largest batch",
             missing=missing,
@@ -232,9 +274,15 @@ def print_operations(operations: dict[str, dict[str, float]], kept: dict[str, di
     for name, seconds in operations.items():
         largest = kept[name]["largest_saved"]
         print(f"{name}: operations of one step")
-        print(common.table([{"operation": key, "seconds": value} for key, value in seconds.items()]))
+        print(
+            common.table([{"operation": key, "seconds": value} for key, value in seconds.items()])
+        )
         print(f"\n{name}: largest tensors kept for backward")
-        print(common.table([{"tensor": key, "megabytes": 1e-6 * value} for key, value in largest.items()]))
+        print(
+            common.table(
+                [{"tensor": key, "megabytes": 1e-6 * value} for key, value in largest.items()]
+            )
+        )
         print()
 
 

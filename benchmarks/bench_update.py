@@ -1,8 +1,10 @@
-"""One update of a Transformer's parameters: lsq_adam against fairseq's Adam and torch's fused AdamW.
+"""One update of a Transformer's parameters: lsq_adam against fairseq's Adam and torch's fused
+AdamW.
 
-An update is what lies between the last gradient and the next pass: gradients times a number and clipped to a norm,
-Adam, clips of activations and weights kept near where they were, weights rounded to codes. lsq_adam does it in two
-passes over memory; beside the others, gradients are multiplied and clipped as fairseq does it, and layers do the rest.
+An update is what lies between the last gradient and the next pass: gradients times a number and
+clipped to a norm, Adam, clips of activations and weights kept near where they were, weights rounded
+to codes. lsq_adam does it in two passes over memory; beside the others, gradients are multiplied
+and clipped as fairseq does it, and layers do the rest.
 """
 
 import dataclasses
@@ -37,7 +39,11 @@ class Side:
         self.optimizer = make(self.model.parameters())
         self.place = for_device(next(self.model.parameters()).device)
         self.modules = list(quantized_modules(self.model))
-        self.weights = [self._weight(module, name, one) for module in self.modules for name, one in self._named(module)]
+        self.weights = [
+            self._weight(module, name, one)
+            for module in self.modules
+            for name, one in self._named(module)
+        ]
 
     def _named(self, module):
         return [(name, one) for name, one in module.declared.items() if one.clip is not None]
@@ -77,7 +83,9 @@ class Side:
 
 SIDES = {
     FAIRSEQ: lambda parameters: FairseqAdam(parameters, **OPTIONS),
-    FUSED: lambda parameters: torch.optim.AdamW(parameters, **OPTIONS, weight_decay=0.0, fused=True),
+    FUSED: lambda parameters: torch.optim.AdamW(
+        parameters, **OPTIONS, weight_decay=0.0, fused=True
+    ),
     OURS: lambda parameters: Adam(parameters, **OPTIONS),
 }
 
@@ -86,8 +94,12 @@ def main() -> None:
     options = common.parse(common.parser(__doc__))
     shape = transformer.QUICK if options.quick else transformer.Shape()
     sides = {name: Side(shape, make) for name, make in SIDES.items()}
-    timings = common.alternate({name: side.update for name, side in sides.items()}, rounds=options.rounds)
-    alone = common.alternate({name: side.optimizer.step for name, side in sides.items()}, rounds=options.rounds)
+    timings = common.alternate(
+        {name: side.update for name, side in sides.items()}, rounds=options.rounds
+    )
+    alone = common.alternate(
+        {name: side.optimizer.step for name, side in sides.items()}, rounds=options.rounds
+    )
     rows = [
         {
             "side": name,
@@ -101,15 +113,21 @@ def main() -> None:
     ]
     counted = list(sides[OURS].model.parameters())
     common.report(
-        "update", rows,
+        "update",
+        rows,
         common.conditions(
-            options, packages=("fairseq-fixed",), baseline=FAIRSEQ, shape=dataclasses.asdict(shape),
-            parameters=sum(parameter.numel() for parameter in counted), tensors=len(counted),
+            options,
+            packages=("fairseq-fixed",),
+            baseline=FAIRSEQ,
+            shape=dataclasses.asdict(shape),
+            parameters=sum(parameter.numel() for parameter in counted),
+            tensors=len(counted),
             codes=sum(codes.codes.numel() for *_, codes in sides[OURS].weights),
-            step_alone="the optimizer's step without the rest; lsq_adam's rounds weights and limits clips in it",
+            step_alone="the optimizer's step without the rest; lsq_adam's rounds weights and limits"
+            " clips in it",
         ),
         options,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """The first passes of a training: what finding clips costs while tensors grow.
 
-GPT-2 and Llama of a few layers, after lsq.convert, trained from scratch by AdamW on random words. A pass is forward
-with labels and backward; the sides train copies of one model, and take turns. "absmax" is the default, whose clips
-follow the largest magnitudes. The others learn clips: "near" measures them again and again, near those before, "anew"
-makes the whole search every time, "once" measures in the first pass only. How far the clips of "near" are from those of
-a whole search on the same weights stands beside them. "growth" is the mean of the first hundred passes over the median
-of later ones.
+GPT-2 and Llama of a few layers, after lsq.convert, trained from scratch by AdamW on random words. A
+pass is forward with labels and backward; the sides train copies of one model, and take turns.
+"absmax" is the default, whose clips follow the largest magnitudes. The others learn clips: "near"
+measures them again and again, near those before, "anew" makes the whole search every time, "once"
+measures in the first pass only. How far the clips of "near" are from those of a whole search on the
+same weights stands beside them. "growth" is the mean of the first hundred passes over the median of
+later ones.
 """
 
 import argparse
@@ -29,9 +30,11 @@ from lsq.ops.calibration import Calibration
 MODELS = "gpt2", "llama"
 ONCE, ABSMAX, NEAR, ANEW = SIDES = "once", "absmax", "near", "anew"
 QUANT = {
-    ONCE: QuantConfig(clips="learned", calibration_passes=1), ABSMAX: QuantConfig(clips="absmax"),
-    NEAR: QuantConfig(clips="learned"), ANEW: QuantConfig(clips="learned"),
-}  # fmt: skip
+    ONCE: QuantConfig(clips="learned", calibration_passes=1),
+    ABSMAX: QuantConfig(clips="absmax"),
+    NEAR: QuantConfig(clips="learned"),
+    ANEW: QuantConfig(clips="learned"),
+}
 EARLY = 100
 """Passes that are compared with those after them."""
 PASSES, QUICK_PASSES = 120, 5
@@ -43,7 +46,9 @@ LEARNING_RATE = 1e-3
 def whole_searches() -> Iterator[None]:
     """Within this context no search begins at a clip of before."""
     measure = Calibration.measure
-    Calibration.measure = lambda self, *given, again=False, **options: measure(self, *given, **options)
+    Calibration.measure = lambda self, *given, again=False, **options: measure(
+        self, *given, **options
+    )
     try:
         yield
     finally:
@@ -74,7 +79,8 @@ class Side:
 def apart(model: nn.Module) -> dict[str, float]:
     """How far the clips of its weights are from those of a whole search.
 
-    Mean and largest relative difference, and by how much of itself the squared error over all weights is larger.
+    Mean and largest relative difference, and by how much of itself the squared error over all
+    weights is larger.
     """
     differences, error, least = [], 0.0, 0.0
     for module in filter(lambda one: isinstance(one, ProgramModule), model.modules()):
@@ -99,7 +105,8 @@ def squared_error(weight: torch.Tensor, clip: torch.Tensor) -> float:
 
 
 def trained(recipe: Recipe, options: argparse.Namespace) -> tuple[list[dict], dict]:
-    """The rows of one model, and all of its figures: seconds of each pass, and `apart` after some of them."""
+    """The rows of one model, and all of its figures: seconds of each pass, and `apart` after some
+    of them."""
     torch.manual_seed(1)
     try:
         model = recipe.make(options.layers, options.quick).train()
@@ -118,21 +125,33 @@ def trained(recipe: Recipe, options: argparse.Namespace) -> tuple[list[dict], di
             side.update()
     once = sum(sides[ONCE].seconds)
     rows = [row(recipe, name, side.seconds, once) for name, side in sides.items()]
-    return rows, {"seconds": {name: side.seconds for name, side in sides.items()}, "apart": compared}
+    return rows, {
+        "seconds": {name: side.seconds for name, side in sides.items()},
+        "apart": compared,
+    }
 
 
-def row(recipe: Recipe, side: str, seconds: list[float] | None = None, once: float | None = None) -> dict:
-    """Of one side: all seconds, those of the first pass, medians of later ones that measure learned clips of weights
-    and do not, and what early passes take of later ones."""
+def row(
+    recipe: Recipe, side: str, seconds: list[float] | None = None, once: float | None = None
+) -> dict:
+    """Of one side: all seconds, those of the first pass, medians of later ones that measure learned
+    clips of weights and do not, and what early passes take of later ones.
+    """
     found = dict.fromkeys(("seconds", "first", "measuring", "others", "growth", "ratio"))
     if seconds:
-        measuring = [one for number, one in enumerate(seconds) if number in WEIGHTS_AT]  # from 0, as schedules count
+        # from 0, as schedules count
+        measuring = [one for number, one in enumerate(seconds) if number in WEIGHTS_AT]
         others = [one for number, one in enumerate(seconds) if number and number not in WEIGHTS_AT]
         found |= {
-            "seconds": sum(seconds), "first": seconds[0], "measuring": median(measuring), "others": median(others),
-            "growth": statistics.mean(seconds[:EARLY]) / median(seconds[EARLY:]) if seconds[EARLY:] else None,
+            "seconds": sum(seconds),
+            "first": seconds[0],
+            "measuring": median(measuring),
+            "others": median(others),
+            "growth": statistics.mean(seconds[:EARLY]) / median(seconds[EARLY:])
+            if seconds[EARLY:]
+            else None,
             "ratio": once / sum(seconds),
-        }  # fmt: skip
+        }
     return {"model": recipe.title, "side": side, **found}
 
 
@@ -143,7 +162,14 @@ def median(seconds: list[float]) -> float | None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=MODELS,
+        metavar="MODEL",
+        help=", ".join(MODELS),
+    )
     parser.add_argument("--layers", type=common.positive, default=2)
     parser.add_argument("--passes", type=common.positive, default=PASSES)
     parser.add_argument("--tokens", type=common.positive, default=TOKENS, help="of a batch")
@@ -152,13 +178,19 @@ def main(arguments: list[str] | None = None) -> None:
         options.layers, options.passes, options.tokens = 1, QUICK_PASSES, QUICK_TOKENS
     found = {name: trained(RECIPES[name], options) for name in options.models}
     common.report(
-        "warm_up", [row for rows, _ in found.values() for row in rows],
+        "warm_up",
+        [row for rows, _ in found.values() for row in rows],
         common.conditions(
-            options, baseline=ONCE, layers=options.layers, passes=options.passes, tokens=options.tokens,
+            options,
+            baseline=ONCE,
+            layers=options.layers,
+            passes=options.passes,
+            tokens=options.tokens,
             packages=("transformers",),
         ),
-        options, models={name: figures for name, (_, figures) in found.items()},
-    )  # fmt: skip
+        options,
+        models={name: figures for name, (_, figures) in found.items()},
+    )
 
 
 if __name__ == "__main__":

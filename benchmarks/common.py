@@ -1,9 +1,9 @@
 """What every benchmark shares: options, alternating timing, conditions, and the report.
 
-A benchmark times several *sides*, functions that do the same work in different ways, in one process and in
-turn, so that a change of clock or of load meets all of them. A figure is a median; a ratio is the baseline's
-median divided by the side's (above 1: the side is faster). The fastest measurement stands beside it: where
-the two are far apart, something else was running.
+A benchmark times several *sides*, functions that do the same work in different ways, in one process
+and in turn, so that a change of clock or of load meets all of them. A figure is a median; a ratio
+is the baseline's median divided by the side's (above 1: the side is faster). The fastest
+measurement stands beside it: where the two are far apart, something else was running.
 """
 
 import argparse
@@ -25,13 +25,25 @@ import lsq
 from lsq.csrc import tiles
 
 MINIMUM_SECONDS = 0.01
-"""A measurement repeats its side until it lasts about this long, so that the clock's own cost is nothing."""
+"""A measurement repeats its side until it lasts about this long, so that the clock's own cost is
+nothing."""
 
 LONG_SECONDS = 0.5
 """A measurement longer than this is worth a line of progress."""
 
-ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD", "CT2_")
-"""Environment variables that change how fast torch or CTranslate2 runs; those that are set are reported."""
+ENVIRONMENT_PREFIXES = (
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "DNNL_",
+    "ONEDNN_",
+    "MALLOC_",
+    "LD_PRELOAD",
+    "CT2_",
+)
+"""Environment variables that change how fast torch or CTranslate2 runs; those that are set are
+reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +60,22 @@ def parser(description: str) -> argparse.ArgumentParser:
         description=description.strip().partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    options.add_argument("--quick", action="store_true", help="tiny shapes: only checks that it runs")
-    options.add_argument("--json", type=Path, metavar="FILE", help="write the JSON object to FILE as well")
     options.add_argument(
-        "--threads", type=positive, default=torch.get_num_threads(), metavar="N", help="threads of each side"
+        "--quick", action="store_true", help="tiny shapes: only checks that it runs"
     )
-    options.add_argument("--rounds", type=positive, default=7, metavar="N", help="measurements of each side")
+    options.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the JSON object to FILE as well"
+    )
+    options.add_argument(
+        "--threads",
+        type=positive,
+        default=torch.get_num_threads(),
+        metavar="N",
+        help="threads of each side",
+    )
+    options.add_argument(
+        "--rounds", type=positive, default=7, metavar="N", help="measurements of each side"
+    )
     return options
 
 
@@ -64,7 +86,9 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(
+    options: argparse.ArgumentParser, arguments: list[str] | None = None
+) -> argparse.Namespace:
     """Parse the command line, set the number of threads, seed torch."""
     chosen = options.parse_args(arguments)
     if chosen.quick:
@@ -75,7 +99,9 @@ def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) 
 
 
 def ctranslate2() -> ModuleType:
-    """The package. By oneDNN its sums of int8 saturate on AMD processors without VNNI, by MKL they do not.
+    """The package.
+
+    By oneDNN its sums of int8 saturate on AMD processors without VNNI, by MKL they do not.
 
     Raises:
         ImportError: it is not installed.
@@ -88,10 +114,16 @@ def ctranslate2() -> ModuleType:
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2, synchronize: Callable | None = None,
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    synchronize: Callable | None = None,
     clock: Callable[[], float] | None = None,
 ) -> dict[str, Timing]:
-    """Time every side in turn, `rounds` times. Sides that take long say so on standard error as they go.
+    """Time every side in turn, `rounds` times.
+
+    Sides that take long say so on standard error as they go.
 
     Args:
         sides: name -> function without arguments.
@@ -109,7 +141,11 @@ def alternate(
         for name, run in sides.items():
             measured[name].append(seconds(run, repeats[name], synchronize, clock))
             if measured[name][-1] > LONG_SECONDS:
-                print(f"round {number} of {rounds}: {name} {measured[name][-1]:.2f} s", file=sys.stderr, flush=True)
+                print(
+                    f"round {number} of {rounds}: {name} {measured[name][-1]:.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return {name: timing(values) for name, values in measured.items()}
 
 
@@ -119,7 +155,8 @@ SETTLED = 9
 
 def settle(run: Callable[[], object]) -> None:
     """Call a pass that no optimizer follows so often, as if one stepped each time."""
-    anyone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # layers count the steps of all
+    # layers count the steps of all
+    anyone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     for _ in range(SETTLED):
         run()
         anyone.step()
@@ -131,7 +168,8 @@ def timing(values: list[float]) -> Timing:
 
 
 def beside_a_copy(timings: Mapping[str, Timing], moved: int) -> Iterator[dict]:
-    """Columns of a row for each side of `timings`, "plain" and "copy" among them; `moved`: bytes read and written."""
+    """Columns of a row for each side of `timings`, "plain" and "copy" among them; `moved`: bytes
+    read and written."""
     for side, timing in timings.items():
         yield {
             "side": side,
@@ -144,10 +182,13 @@ def beside_a_copy(timings: Mapping[str, Timing], moved: int) -> Iterator[dict]:
 
 
 def seconds(
-    run: Callable[[], object], repeats: int = 1, synchronize: Callable | None = None,
+    run: Callable[[], object],
+    repeats: int = 1,
+    synchronize: Callable | None = None,
     clock: Callable[[], float] | None = None,
 ) -> float:
-    """Seconds of `clock` (None: the wall's) a call, over `repeats` of `run`; `synchronize` waits for a device."""
+    """Seconds of `clock` (None: the wall's) a call, over `repeats` of `run`; `synchronize` waits
+    for a device."""
     wait, clock = synchronize or (lambda: None), clock or time.perf_counter
     wait()
     start = clock()
@@ -173,7 +214,9 @@ def conditions(options: argparse.Namespace, **more) -> dict:
         "quick": options.quick,
         "load_average": round(os.getloadavg()[0], 2),
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(ENVIRONMENT_PREFIXES)
         },
         "versions": {
             "lsq": lsq.__version__,
@@ -185,12 +228,15 @@ def conditions(options: argparse.Namespace, **more) -> dict:
 
 
 def processor() -> str:
-    """Model name of the processor, with its family and model number, which virtual machines leave out of the name."""
+    """Model name of the processor, with its family and model number, which virtual machines leave
+    out of the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    found = dict(
+        reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line])
+    )
     name = found.get("model name") or platform.processor() or platform.machine()
     numbers = ", ".join(f"{key} {found[key]}" for key in ("cpu family", "model") if key in found)
     return f"{name} ({numbers})" if numbers else name
@@ -204,8 +250,11 @@ def version(package: str) -> str | None:
         return None
 
 
-def report(name: str, rows: Iterable[Mapping], conditions: Mapping, options: argparse.Namespace, **figures):
-    """Print the conditions and the rows as a table, then everything as one JSON object on the last line.
+def report(
+    name: str, rows: Iterable[Mapping], conditions: Mapping, options: argparse.Namespace, **figures
+):
+    """Print the conditions and the rows as a table, then everything as one JSON object on the last
+    line.
 
     Args:
         name: the benchmark's name.
@@ -222,8 +271,11 @@ def report(name: str, rows: Iterable[Mapping], conditions: Mapping, options: arg
     sys.stdout.flush()
 
 
-def keep(name: str, rows: list[Mapping], conditions: Mapping, options: argparse.Namespace, **figures) -> str:
-    """Write everything to the file of --json, at once or not at all; the JSON object, as `report` has it."""
+def keep(
+    name: str, rows: list[Mapping], conditions: Mapping, options: argparse.Namespace, **figures
+) -> str:
+    """Write everything to the file of --json, at once or not at all; the JSON object, as `report`
+    has it."""
     line = json.dumps({"benchmark": name, "conditions": conditions, "rows": rows, **figures})
     if options.json is not None:
         partial = options.json.with_suffix(".partial")
@@ -246,10 +298,13 @@ def plain(value) -> str:
 
 
 def table(rows: list[Mapping]) -> str:
-    """`rows` as aligned text with a heading; numbers with four significant digits, aligned to the right."""
+    """`rows` as aligned text with a heading; numbers with four significant digits, aligned to the
+    right."""
     heading = list(rows[0]) if rows else []
     cells = [[cell(row[key]) for key in heading] for row in rows]
-    widths = [max(len(line[column]) for line in [heading, *cells]) for column in range(len(heading))]
+    widths = [
+        max(len(line[column]) for line in [heading, *cells]) for column in range(len(heading))
+    ]
     numeric = [all(not isinstance(row[key], str) for row in rows) for key in heading]
 
     def line(texts):

@@ -1,7 +1,9 @@
-"""Compiles every kernel that transformer base and big need, for each GPU architecture, and reports what they take.
+"""Compiles every kernel that transformer base and big need, for each GPU architecture, and reports
+what they take.
 
-Needs NVRTC (`pip install '.[cuda13]'`), but no GPU and no driver. Prints a table; --json and --markdown keep it. The
-exit status is 1 if a kernel spills registers to memory. Compiled kernels are kept as always: where XDG_CACHE_HOME says.
+Needs NVRTC (`pip install '.[cuda13]'`), but no GPU and no driver. Prints a table; --json and
+--markdown keep it. The exit status is 1 if a kernel spills registers to memory. Compiled kernels
+are kept as always: where XDG_CACHE_HOME says.
 """
 
 import argparse
@@ -13,7 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from operations import LENGTH, PADDING, POSITIONS, PROCESSES, Size, layer_config, others, sizes, table, words
+from operations import (
+    LENGTH,
+    PADDING,
+    POSITIONS,
+    PROCESSES,
+    Size,
+    layer_config,
+    others,
+    sizes,
+    table,
+    words,
+)
 from tqdm import tqdm
 
 from lsq import gemm
@@ -54,7 +67,8 @@ from lsq.tune.operations import OPERATIONS
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
 OF_TABLES = ("lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", "lsq_gradient_norm")
-"""Kernels of lsq.optim.Adam, which read many operations from a table in the GPU's memory; no shape specialises them."""
+"""Kernels of lsq.optim.Adam, which read many operations from a table in the GPU's memory; no shape
+specialises them."""
 TOKENS = 4096
 """Nothing is specialised for it."""
 TILES = tuple(
@@ -62,34 +76,50 @@ TILES = tuple(
     for sm, many in ((None, (8192, 2047, 64)), (WGMMA_SM, (8192, 4096, 2048, 64)))
     for rows in many
 )
-"""What the rule for products makes of many rows, fewer and few, on GPUs without wgmma and with it."""
-FEW_ROWS = tuple(default_tile(ProductKey(op="vocabulary_loss", m=64, n=32768, k=512), sm) for sm in (None, WGMMA_SM))
+"""What the rule for products makes of many rows, fewer and few, on GPUs without wgmma and with it.
+"""
+FEW_ROWS = tuple(
+    default_tile(ProductKey(op="vocabulary_loss", m=64, n=32768, k=512), sm)
+    for sm in (None, WGMMA_SM)
+)
 """What it makes of few rows of logits."""
 OF_LOGITS = (NextWords, VocabularyLoss, VocabularyLossGradient)
 """Those that take so many words that few rows fill a GPU."""
 FEWEST = 64
 """Rows of a step of decoding for which weights stored as int4 have a tile of their own."""
 NUMBERS = Size(
-    name="numbers", hidden=256, feed_forward=1024, heads=4, vocabulary=60, padded=64, sentences=TOKENS // LENGTH
+    name="numbers",
+    hidden=256,
+    feed_forward=1024,
+    heads=4,
+    vocabulary=60,
+    padded=64,
+    sentences=TOKENS // LENGTH,
 )
 """The model of `lsq numbers`."""
 TUNED = Path(__file__).with_name("gpu_tune.csv")
 """Products that gpu_round.sh tunes."""
 MESSAGE_BLOCKS = (128, 1024)
-"""Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
+"""Values that share a scale in a gradient's message: the default, and the most, which take the most
+registers."""
 
 
 def configurations(size: Size) -> Iterator[LayerConfig]:
     """The layers of a model, in every mode that changes kernels."""
     for quant in (
-        QuantConfig(backward="int8"), QuantConfig(backward="float", backward_dtype="bfloat16"),
-        QuantConfig(clip_gradient="lsq", backward="int8"), QuantConfig(mode="float"),
-        QuantConfig(weight_format="nvfp4", activation_format="int6/row"), QuantConfig(weight_format="int4"),
-    ):  # fmt: skip
+        QuantConfig(backward="int8"),
+        QuantConfig(backward="float", backward_dtype="bfloat16"),
+        QuantConfig(clip_gradient="lsq", backward="int8"),
+        QuantConfig(mode="float"),
+        QuantConfig(weight_format="nvfp4", activation_format="int6/row"),
+        QuantConfig(weight_format="int4"),
+    ):
         for options in (
-            {"activation": "relu"}, {"activation": "gelu", "pre_norm": True}, {"activation": "squared_relu"},
+            {"activation": "relu"},
+            {"activation": "gelu", "pre_norm": True},
+            {"activation": "squared_relu"},
             {"activation": "silu", "pre_norm": True, "norm": "rms", "gated": True, "bias": False},
-        ):  # fmt: skip
+        ):
             yield layer_config(size, quant, 0.1, **options)
 
 
@@ -108,9 +138,13 @@ def needed_programs(models: Iterable[Size], layers: Callable = configurations) -
             mode = Mode(training=training, backward=training, backend=AbsentGPU(torch.float32))
             yield programs.encoder_layer(config, sentences, mode)
             if config.activation == "gelu":  # as GPT-2's
-                yield programs.encoder_layer(replace(config, by_inputs=True), sentences, mode, causal=True)
+                yield programs.encoder_layer(
+                    replace(config, by_inputs=True), sentences, mode, causal=True
+                )
             yield programs.decoder_layer(config, sentences, sentences, mode)
-            yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
+            yield programs.vocabulary_loss(
+                quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1
+            )
             yield programs.embedding(quant, size.tokens, table(size, 0.1), mode)
             if not training:
                 yield decoding.decoder_memory(config, size.tokens, mode)
@@ -127,16 +161,30 @@ def needed_programs(models: Iterable[Size], layers: Callable = configurations) -
 def translation_model(size: Size, config: LayerConfig) -> Architecture:
     """What the decoding engine needs to know of one, with a layer on each side."""
     stack = StackArchitecture(
-        config=config, layers=1, words=size.vocabulary, max_positions=POSITIONS, positions="sinusoidal",
-        embedding_scale=size.hidden**0.5, embedding_norm=False, final_norm=config.pre_norm,
+        config=config,
+        layers=1,
+        words=size.vocabulary,
+        max_positions=POSITIONS,
+        positions="sinusoidal",
+        embedding_scale=size.hidden**0.5,
+        embedding_norm=False,
+        final_norm=config.pre_norm,
     )
     return Architecture(
-        encoder=stack, decoder=stack, shared_words=True, tied_projection=True, padding=PADDING, bos=0, eos=2, unk=3
+        encoder=stack,
+        decoder=stack,
+        shared_words=True,
+        tied_projection=True,
+        padding=PADDING,
+        bos=0,
+        eos=2,
+        unk=3,
     )
 
 
 def messages(dtypes=DTYPES) -> Iterator[Operation]:
-    """What packs gradients of each dtype into messages, adds messages up and unpacks them, in every specialised way."""
+    """What packs gradients of each dtype into messages, adds messages up and unpacks them, in every
+    specialised way."""
     kinds = itertools.product(MESSAGE_BLOCKS, BITS, (None, KEY), (1, PROCESSES), dtypes)
     for block, bits, key, rows, dtype in kinds:
         layout = MessageLayout.of_shard(TOKENS, block=block, bits=bits)
@@ -153,7 +201,8 @@ def messages(dtypes=DTYPES) -> Iterator[Operation]:
 
 
 def next_words(size: Size) -> Iterator[Operation]:
-    """What a search and what sampling ask of a decoding step; one operation, since nothing in it is specialised."""
+    """What a search and what sampling ask of a decoding step; one operation, since nothing in it is
+    specialised."""
 
     def tensor(name, *shape, dtype=torch.float32):
         return VirtualTensor(name=name, shape=shape, dtype=dtype)
@@ -161,14 +210,19 @@ def next_words(size: Size) -> Iterator[Operation]:
     rows, quant = size.sentences, QuantConfig()
     yield NextWords(
         x=Coded(
-            format=quant.activations, codes=tensor("x", rows, size.hidden, dtype=torch.int8), scale=tensor("x_scale", 1)
+            format=quant.activations,
+            codes=tensor("x", rows, size.hidden, dtype=torch.int8),
+            scale=tensor("x_scale", 1),
         ),
         weight=Weight(
-            format=quant.weights, codes=tensor("weight", size.padded, size.hidden, dtype=torch.int8),
+            format=quant.weights,
+            codes=tensor("weight", size.padded, size.hidden, dtype=torch.int8),
             scale=tensor("scale", size.padded),
         ),
-        vocabulary=size.vocabulary, words=tensor("words", rows, 8, dtype=torch.int64), scores=tensor("scores", rows, 8),
-    )  # fmt: skip
+        vocabulary=size.vocabulary,
+        words=tensor("words", rows, 8, dtype=torch.int64),
+        scores=tensor("scores", rows, 8),
+    )
 
 
 def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
@@ -178,7 +232,9 @@ def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
         def codes(count, group=group):
             shapes = {"codes": (count, 512), "scale": (count, 512 // group)}
             tensors = {
-                name: VirtualTensor(name=name, shape=shape, dtype=torch.int8 if name == "codes" else torch.float32)
+                name: VirtualTensor(
+                    name=name, shape=shape, dtype=torch.int8 if name == "codes" else torch.float32
+                )
                 for name, shape in shapes.items()
             }
             return GroupedCodes(**tensors, group=group)
@@ -188,7 +244,8 @@ def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
 
 
 def of_packed_weights(project: Project) -> Iterator[Operation]:
-    """What decoding makes of a product of few rows where its weight is stored as int4, or is 2:4 sparse."""
+    """What decoding makes of a product of few rows where its weight is stored as int4, or is 2:4
+    sparse."""
     inner, outputs = project.x.tensor.shape[1], project.columns
 
     def tensor(name, *shape, dtype=torch.int8):
@@ -200,14 +257,20 @@ def of_packed_weights(project: Project) -> Iterator[Operation]:
     tiles = outputs // OUTPUTS, -(-inner // INPUTS), 32
     kept = tensor("kept", *tiles, 4, dtype=torch.uint8)
     yield SparseProject(
-        x=project.x.bare(), bias=project.bias, out=project.out, rounded=project.rounded,
+        x=project.x.bare(),
+        bias=project.bias,
+        out=project.out,
+        rounded=project.rounded,
         nonlinearity=project.nonlinearity,
-        weight=SparseWeight(values=tensor("values", *tiles, 16), kept=kept, scale=scale, inner=inner),
-    )  # fmt: skip
+        weight=SparseWeight(
+            values=tensor("values", *tiles, 16), kept=kept, scale=scale, inner=inner
+        ),
+    )
 
 
 def kernels(operations: Iterable[Operation], dtypes=DTYPES, by=TILES) -> set[Kernel]:
-    """Every specialised kernel that operations launch with activations of each dtype, found without a GPU or memory.
+    """Every specialised kernel that operations launch with activations of each dtype, found without
+    a GPU or memory.
 
     Products are ended by every tile `by`, by default those that a GPU takes untuned, and by none.
     """
@@ -218,29 +281,41 @@ def kernels(operations: Iterable[Operation], dtypes=DTYPES, by=TILES) -> set[Ker
             on_meta.parts = None  # planned for one of these ways
         for tile in (*by, *(FEW_ROWS if isinstance(operation, OF_LOGITS) else ()), None):
             with gemm.ended_by(tile):
-                scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
-                found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
+                scratch = [
+                    torch.empty(shape, dtype=kind, device="meta")
+                    for shape, kind in on_meta.cuda_scratch()
+                ]
+                found |= {
+                    entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)
+                }
     return found
 
 
 def of_program(program: Program) -> Iterator[Operation]:
-    """What rounds its weights, and its operations; those of few rows also with weights as decoding has them."""
+    """What rounds its weights, and its operations; those of few rows also with weights as decoding
+    has them."""
     for weight in program.weights.values():
         if weight.codes is not None:
             yield RoundWeight(weight=weight)
         elif weight.decoded is not None:
-            values, decoded = (replace(weight.values, shape=weight.decoded.shape) for _ in range(2))  # both float32
+            # both float32
+            values, decoded = (replace(weight.values, shape=weight.decoded.shape) for _ in range(2))
             yield FakeQuantize(x=values, clip=weight.clip, out=decoded, form=weight.format)
     for operation in program.operations:
         yield operation
-        if isinstance(operation, Project) and operation.rows <= MOST_ROWS and operation.x.coded is not None:
+        if (
+            isinstance(operation, Project)
+            and operation.rows <= MOST_ROWS
+            and operation.x.coded is not None
+        ):
             yield from of_packed_weights(operation)
 
 
 def needed(
     dtypes=DTYPES, models: Sequence[Size] = tuple(sizes(TOKENS)), layers: Callable = configurations
 ) -> list[Kernel]:
-    """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
+    """Every kernel of every program and of the operations outside programs, for activations of each
+    dtype."""
     alone = itertools.chain(messages(dtypes), grouped_products())
     found = kernels(alone, dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     outside = (operations(size) for size in models for operations in (others, next_words))
@@ -253,7 +328,9 @@ def of_round(sm: int) -> list[Kernel]:
     """What gpu_round.sh probes, trains and tunes on a GPU of that compute capability."""
     import gpu_probe  # takes seconds
 
-    found = gpu_probe.kernels() | set(needed(DTYPES[:1], [*sizes(TOKENS), NUMBERS], measured_configuration))
+    found = gpu_probe.kernels() | set(
+        needed(DTYPES[:1], [*sizes(TOKENS), NUMBERS], measured_configuration)
+    )
     for key in product_list.read(TUNED):
         found |= kernels([OPERATIONS[key.op](key)], DTYPES[:1], tiles(key, sm))
     return sorted(found, key=str)
@@ -267,9 +344,11 @@ def report(wanted: list[Kernel], targets=TARGETS) -> dict[tuple[str, str], Resou
     """
     found = {}
     pairs = [
-        (kernel, target) for kernel in wanted for target in targets
+        (kernel, target)
+        for kernel in wanted
+        for target in targets
         if target == "sm_90a" or "WGMMA" not in dict(kernel.defines)
-    ]  # fmt: skip
+    ]
     for kernel, target in tqdm(pairs, desc="compiling", unit="kernel", disable=None):
         compiled = compiler.compile_kernels(kernel.source, kernel.defines, target)
         found[str(kernel), target] = compiled.resources[kernel.name]
@@ -289,13 +368,17 @@ def markdown(found: dict[tuple[str, str], Resources], version: str) -> str:
     """A table: kernels down, targets across."""
     targets = sorted({target for _, target in found})
     lines = [
-        f"Registers per thread, static shared memory per block in bytes, spilled bytes; NVRTC {version}.", "",
-        f"| kernel | {' | '.join(targets)} |", "|---|" + "---|" * len(targets),
-    ]  # fmt: skip
+        "Registers per thread, static shared memory per block in bytes, spilled bytes; NVRTC"
+        f" {version}.",
+        "",
+        f"| kernel | {' | '.join(targets)} |",
+        "|---|" + "---|" * len(targets),
+    ]
     for kernel in sorted({kernel for kernel, _ in found}):
         cells = (found.get((kernel, target)) for target in targets)
         sizes = (
-            f"{taken.registers}, {taken.shared_bytes}, {taken.spill_bytes}" if taken else "" for taken in cells
+            f"{taken.registers}, {taken.shared_bytes}, {taken.spill_bytes}" if taken else ""
+            for taken in cells
         )
         lines.append(f"| {kernel.replace('-D', '')} | {' | '.join(sizes)} |")
     return "\n".join(lines) + "\n"
@@ -303,10 +386,18 @@ def markdown(found: dict[tuple[str, str], Resources], version: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE as JSON")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report to FILE as JSON"
+    )
     parser.add_argument("--target", choices=TARGETS, help="compile for that GPU alone")
-    parser.add_argument("--round", action="store_true", help="what gpu_round.sh runs on --target, to be carried there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report to FILE as a table")
+    parser.add_argument(
+        "--round",
+        action="store_true",
+        help="what gpu_round.sh runs on --target, to be carried there",
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the report to FILE as a table"
+    )
     options = parser.parse_args(arguments)
     if options.round and options.target is None:
         parser.error("--round needs --target: a round runs on one GPU")
@@ -315,7 +406,10 @@ def main(arguments: list[str] | None = None) -> int:
     version = compiler.version()
     print(markdown(found, version), end="")
     if options.json:
-        rows = [{"kernel": kernel, "target": target, **vars(taken)} for (kernel, target), taken in found.items()]
+        rows = [
+            {"kernel": kernel, "target": target, **vars(taken)}
+            for (kernel, target), taken in found.items()
+        ]
         options.json.write_text(json.dumps({"nvrtc": version, "kernels": rows}) + "\n")
     if options.markdown:
         options.markdown.write_text(markdown(found, version))

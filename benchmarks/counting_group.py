@@ -1,8 +1,10 @@
 """A process group of threads that counts the bytes between its workers, collective by collective.
 
-Each worker is a thread of this process; what it sends goes through a queue and is counted. The algorithms are those of
-NCCL and gloo for large tensors: all-reduce in a ring (each of N pieces is added up on its way round, then passed round
-once more), all-to-all directly, all-gather in a ring, or directly if asked for.
+Each worker is a thread of this process; what it sends goes through a queue and is counted. The
+algorithms are those of
+NCCL and gloo for large tensors: all-reduce in a ring (each of N pieces is added up on its way
+round, then passed round once more), all-to-all directly, all-gather in a ring, or directly if asked
+for.
 """
 
 import queue
@@ -26,7 +28,9 @@ class Wires:
         self.bytes: Counter[tuple[int, int]] = Counter()
         """(sender, receiver) -> bytes that went over."""
         self._lock = threading.Lock()
-        self._waiting: defaultdict[tuple[int, int], queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
+        self._waiting: defaultdict[tuple[int, int], queue.SimpleQueue] = defaultdict(
+            queue.SimpleQueue
+        )
 
     def send(self, sender: int, receiver: int, tensor: Tensor) -> None:
         """Count a tensor's bytes and leave a copy of it for the receiver."""
@@ -87,7 +91,9 @@ class CountingGroup(distributed.ProcessGroup):
         self._pass_round(pieces, first=place + 1)
         return Done(tensors)
 
-    def all_to_all_single(self, out: Tensor, given: Tensor, received: list[int], sent: list[int], *options) -> Done:
+    def all_to_all_single(
+        self, out: Tensor, given: Tensor, received: list[int], sent: list[int], *options
+    ) -> Done:
         """Every worker to every other."""
         incoming = out.split(received or out.numel() // self.size())
         outgoing = given.split(sent or given.numel() // self.size())

@@ -1,10 +1,12 @@
-"""What a trained model's translations are worth by whom they are made: lsq's engine, fairseq in float32, CTranslate2.
+"""What a trained model's translations are worth by whom they are made: lsq's engine, fairseq in
+float32, CTranslate2.
 
     python benchmarks/decode_quality.py RUN [--tokenizer char]
 
-RUN is a run of `lsq train-text` in int8, of subwords, that has translated its test set: these hypotheses are the first
-side. The others translate the same sentences with what `lsq export` writes; "lsq int4" with --bits 4. In float32 the
-weights are what the codes stand for, and no activation is rounded.
+RUN is a run of `lsq train-text` in int8, of subwords, that has translated its test set: these
+hypotheses are the first side. The others translate the same sentences with what `lsq export`
+writes; "lsq int4" with --bits 4. In float32 the weights are what the codes stand for, and no
+activation is rounded.
 """
 
 import json
@@ -33,7 +35,8 @@ Side = Callable[[Sequence[str]], list[str]]
 
 
 def run_lsq(*words: str) -> None:
-    """Run a command of lsq; after a mistake, which it has told, the process ends with its status."""
+    """Run a command of lsq; after a mistake, which it has told, the process ends with its
+    status."""
     status = cli.main(list(words))
     if status:
         sys.exit(status)
@@ -47,7 +50,9 @@ def of_lsq(translator: Translator, beam: int) -> Side:
 
 def of_fairseq(exported: Path, data: Path, translator: Translator, beam: int) -> Side:
     """fairseq's own Transformer and generator."""
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(exported)], {"data": str(data)})
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(exported)], {"data": str(data)}
+    )
     words, most = task.target_dictionary, translator.options.max_len_b
     generator = SequenceGenerator([model.eval()], words, beam_size=beam, max_len_b=most)
 
@@ -58,7 +63,10 @@ def of_fairseq(exported: Path, data: Path, translator: Translator, beam: int) ->
         for batch in batches([len(source) for source in sources], limit):
             given = [sources[number] for number in batch]
             tokens = collate_tokens(given, words.pad(), words.eos(), left_pad=True)
-            sample = {"src_tokens": tokens, "src_lengths": torch.tensor([len(source) for source in given])}
+            sample = {
+                "src_tokens": tokens,
+                "src_lengths": torch.tensor([len(source) for source in given]),
+            }
             with torch.inference_mode():
                 hypotheses = generator.generate([model], {"net_input": sample})
             for number, (best, *_) in zip(batch, hypotheses, strict=True):
@@ -68,15 +76,23 @@ def of_fairseq(exported: Path, data: Path, translator: Translator, beam: int) ->
     return translate
 
 
-def of_ctranslate2(exported: Path, compute_type: str, translator: Translator, beam: int, threads: int) -> Side:
+def of_ctranslate2(
+    exported: Path, compute_type: str, translator: Translator, beam: int, threads: int
+) -> Side:
     """CTranslate2."""
-    engine = common.ctranslate2().Translator(str(exported), compute_type=compute_type, intra_threads=threads)
+    engine = common.ctranslate2().Translator(
+        str(exported), compute_type=compute_type, intra_threads=threads
+    )
     subwords, most = translator.model.subwords, translator.options.max_len_b
 
     def translate(lines: Sequence[str]) -> list[str]:
         pieces = [subwords.processor.encode(line, out_type=str) for line in lines]
         found = engine.translate_batch(
-            pieces, beam_size=beam, max_decoding_length=most, max_input_length=0, max_batch_size=BATCH_TOKENS,
+            pieces,
+            beam_size=beam,
+            max_decoding_length=most,
+            max_input_length=0,
+            max_batch_size=BATCH_TOKENS,
             batch_type="tokens",
         )
         return [subwords.processor.decode(one.hypotheses[0]) for one in found]
@@ -96,13 +112,19 @@ def sides_of(run: Path, beam: int, threads: int, folder: Path) -> dict[str, Side
     found[FLOAT] = of_fairseq(exported["fairseq"], run.absolute().parent / "data", translator, beam)
     for compute_type in ("int8", "float32"):
         name = f"ctranslate2 {compute_type}"
-        found[name] = of_ctranslate2(exported["ctranslate2"], compute_type, translator, beam, threads)
+        found[name] = of_ctranslate2(
+            exported["ctranslate2"], compute_type, translator, beam, threads
+        )
     return found
 
 
-def rows(translations: dict[str, list[str]], references: list[str], tokenizer: str) -> Iterator[dict]:
+def rows(
+    translations: dict[str, list[str]], references: list[str], tokenizer: str
+) -> Iterator[dict]:
     """BLEU and chrF of each side, and how far it is from float32 and from the training."""
-    scored = {name: score.scores(found, references, tokenizer) for name, found in translations.items()}
+    scored = {
+        name: score.scores(found, references, tokenizer) for name, found in translations.items()
+    }
     for name, found in translations.items():
         yield {
             "side": name,
@@ -129,10 +151,16 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name} translates", file=sys.stderr, flush=True)
             translations[name] = translate(lines)
     conditions = common.conditions(
-        options, packages=("fairseq-fixed", "ctranslate2"), baseline=FLOAT, sentences=len(lines), beam=beam,
+        options,
+        packages=("fairseq-fixed", "ctranslate2"),
+        baseline=FLOAT,
+        sentences=len(lines),
+        beam=beam,
         updates=trained["updates"],
-    )  # fmt: skip
-    common.report("decode_quality", rows(translations, references, options.tokenizer), conditions, options)
+    )
+    common.report(
+        "decode_quality", rows(translations, references, options.tokenizer), conditions, options
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""How exact the gradients of gated feed-forward blocks are, by what is kept of gate and up for the backward pass.
+"""How exact the gradients of gated feed-forward blocks are, by what is kept of gate and up for the
+backward pass.
 
     python benchmarks/gated_kept.py [--at 1 100 400] [--activation silu]
 
-Trains a small language model with gated blocks in float32 on made text (language_model.py), and at some updates looks
-at each block: h = act(gate) * up. Every way keeps gate and up otherwise. Prints signal-to-noise in dB against float64,
-mean and worst over the blocks: of h as the down projection reads it, rounded by row; of the gradient of the block's
-input (dX); of that of the weights of gate and up (dW). Then what else h may be rounded under, and last, what it costs
-to round the gradient itself at random: row by row, both halves under one scale or each under its own.
+Trains a small language model with gated blocks in float32 on made text (language_model.py), and at
+some updates looks
+at each block: h = act(gate) * up. Every way keeps gate and up otherwise. Prints signal-to-noise in
+    dB against float64,
+mean and worst over the blocks: of h as the down projection reads it, rounded by row; of the
+gradient of the block's input (dX); of that of the weights of gate and up (dW). Then what else h may
+be rounded under, and last, what it costs
+to round the gradient itself at random: row by row, both halves under one scale or each under its
+    own.
 Shape letters: M rows, F inner width.
 """
 
@@ -25,7 +30,10 @@ from torch.nn import functional
 from lsq.quant import calibrate, maximum_code
 from lsq.quant.random import uniform_rows
 
-ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 HIDDEN, INNER, LAYERS = 128, 352, 3
 SEQUENCES, LENGTH = 16, 96
 SAMPLED = 29
@@ -38,7 +46,10 @@ class GatedBlock(nn.Module):
     def __init__(self, activation: Callable[[Tensor], Tensor]):
         super().__init__()
         self.activation = activation
-        self.both, self.down = nn.Linear(HIDDEN, 2 * INNER, bias=False), nn.Linear(INNER, HIDDEN, bias=False)
+        self.both, self.down = (
+            nn.Linear(HIDDEN, 2 * INNER, bias=False),
+            nn.Linear(INNER, HIDDEN, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
@@ -85,7 +96,10 @@ WAYS = {
 }
 CHOSEN = "the product in int8, a clip each"
 """What the layers of lsq do with gate and up."""
-MIDDLES = {"h under the largest of all": under_largest, "h under the clip of least squared error": under_clip}
+MIDDLES = {
+    "h under the largest of all": under_largest,
+    "h under the clip of least squared error": under_clip,
+}
 """Other ways to round h, of gate and up as CHOSEN has them."""
 
 
@@ -118,7 +132,10 @@ def look(block: GatedBlock, update: int, number: int) -> list[dict]:
     weight = block.both.weight.double()
     with torch.enable_grad():
         exact = gradient_of_product(block, product, gradient)
-        found = {name: gradient_of_product(block, kept(product), gradient) for name, (_, _, kept) in WAYS.items()}
+        found = {
+            name: gradient_of_product(block, kept(product), gradient)
+            for name, (_, _, kept) in WAYS.items()
+        }
     read = {name: by_row(gated(block, reads(product))) for name, (_, reads, _) in WAYS.items()}
     for name, rounded in MIDDLES.items():
         read[name], found[name] = rounded(gated(block, WAYS[CHOSEN][1](product))), found[CHOSEN]
@@ -126,9 +143,17 @@ def look(block: GatedBlock, update: int, number: int) -> list[dict]:
     found["the same, gate and up by themselves"] = halves(round_at_random)(exact)
     h, rows = gated(block, product), []
     for name, one in found.items():
-        row = {"update": update, "block": number, "way": name, "bytes": WAYS[name][0] if name in WAYS else 0}
+        row = {
+            "update": update,
+            "block": number,
+            "way": name,
+            "bytes": WAYS[name][0] if name in WAYS else 0,
+        }
         row["h"] = decibels(h, read.get(name, h))
-        row["dx"], row["dw"] = decibels(exact @ weight, one @ weight), decibels(exact.t() @ x, one.t() @ x)
+        row["dx"], row["dw"] = (
+            decibels(exact @ weight, one @ weight),
+            decibels(exact.t() @ x, one.t() @ x),
+        )
         rows.append(row)
     return rows
 
@@ -147,7 +172,9 @@ def study(options: argparse.Namespace) -> list[dict]:
         loss = model(microbatch(text, update, sequences=SEQUENCES, length=LENGTH))
         loss.backward()
         if update in options.at:
-            rows += [row for number, block in enumerate(blocks) for row in look(block, update, number)]
+            rows += [
+                row for number, block in enumerate(blocks) for row in look(block, update, number)
+            ]
             print(f"update {update}: loss {loss.item():.3f} nats a byte", flush=True)
         optimizer.step()
     return rows
@@ -169,7 +196,9 @@ def summary(rows: list[dict]) -> list[dict]:
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    made.add_argument("--at", type=common.positive, nargs="+", metavar="UPDATE", default=[1, 100, 400])
+    made.add_argument(
+        "--at", type=common.positive, nargs="+", metavar="UPDATE", default=[1, 100, 400]
+    )
     made.add_argument("--activation", choices=sorted(ACTIVATIONS), default="silu")
     made.add_argument("--seed", type=int, default=1)
     print("\n".join(markdown_table(summary(study(made.parse_args())))))

@@ -1,9 +1,10 @@
 """What benchmarks on a GPU share: where they run, how they time, and what their figures depend on.
 
-Events time a captured graph of many launches, so that what the host takes to launch them does not count. Launches that
-follow one another work on different copies of their tensors, together several times the L2 cache, so that each finds
-its operands in device memory. Sides take turns; a figure is the median of the rounds. In the emulator, which only shows
-that a benchmark runs, the host's clock times plain calls.
+Events time a captured graph of many launches, so that what the host takes to launch them does not
+count. Launches that follow one another work on different copies of their tensors, together several
+times the L2 cache, so that each finds its operands in device memory. Sides take turns; a figure is
+the median of the rounds. In the emulator, which only shows that a benchmark runs, the host's clock
+times plain calls.
 """
 
 import argparse
@@ -40,7 +41,14 @@ LARGE_COPY = 2**30
 """Bytes read by the copy that shows the memory's bandwidth, and as many written."""
 LOST = 77
 """Exit status of a process whose GPU is lost."""
-QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+QUERY = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "power.limit",
+)
 QUERY += ("temperature.gpu",)
 """What nvidia-smi is asked: clocks in MHz, power in W, temperature in degrees."""
 
@@ -49,12 +57,16 @@ def add_options(parser: argparse.ArgumentParser, *devices: str) -> None:
     """--device, by default the first of `devices`, and --seconds."""
     parser.add_argument("--device", choices=devices, default=devices[0], help="where to run")
     parser.add_argument(
-        "--seconds", type=float, metavar="S", help="begin no further measurement on a GPU after S seconds"
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="begin no further measurement on a GPU after S seconds",
     )
 
 
 def open_device(name: str, choose: Choose = first_candidate) -> Device:
-    """The GPU ("cuda") or the emulator, with `choose` to pick algorithms of products, see lsq.gemm.cublaslt.Products.
+    """The GPU ("cuda") or the emulator, with `choose` to pick algorithms of products, see
+    lsq.gemm.cublaslt.Products.
 
     Raises:
         RuntimeError: there is no GPU that can be used, or no C++ compiler for the emulator.
@@ -70,7 +82,8 @@ def on_gpu(device: Device) -> bool:
 
 
 def copies(device: Device, moved: int, held: int) -> int:
-    """How many copies of tensors a measurement rotates among, where each call moves `moved` bytes and holds `held`."""
+    """How many copies of tensors a measurement rotates among, where each call moves `moved` bytes
+    and holds `held`."""
     if not on_gpu(device):
         return 2
     cache = torch.cuda.get_device_properties(device.place).L2_cache_size
@@ -84,8 +97,8 @@ def alternate(
     """Seconds per call of every side, measured in turn.
 
     Args:
-        sides: name -> calls that do the same work on different tensors. They run once in this order before anything is
-            measured, so that a side may read what an earlier one wrote.
+        sides: name -> calls that do the same work on different tensors. They run once in this order
+            before anything is measured, so that a side may read what an earlier one wrote.
         rounds: measurements of each side.
 
     Raises:
@@ -97,7 +110,8 @@ def alternate(
     device.synchronize()
     if not on_gpu(device):
         timings = common.alternate(
-            {name: lambda calls=calls: [call() for call in calls] for name, calls in sides.items()}, rounds=rounds,
+            {name: lambda calls=calls: [call() for call in calls] for name, calls in sides.items()},
+            rounds=rounds,
             warm_up=1,
         )
         return {name: _divided(timing, len(sides[name])) for name, timing in timings.items()}
@@ -146,9 +160,11 @@ class _Graph:
 
 
 def copy_sides(device: Device, moved: int, count: int) -> dict[str, list[Callable[[], object]]]:
-    """Two ways to move `moved` bytes, half of them read and half written: the device's own copy, and a kernel's.
+    """Two ways to move `moved` bytes, half of them read and half written: the device's own copy,
+    and a kernel's.
 
-    Small copies by the device's own engine can be slow in a graph: whoever compares takes the faster of the two.
+    Small copies by the device's own engine can be slow in a graph: whoever compares takes the
+    faster of the two.
     """
     words = 2 * max(1, moved // 32)
     shape, bounds = (count, words), (-(2**61), 2**61)
@@ -164,7 +180,9 @@ def copy_sides(device: Device, moved: int, count: int) -> dict[str, list[Callabl
 def copy_bandwidth(device: Device, rounds: int) -> float:
     """Gigabytes per second that a large copy on the device moves, bytes read and written."""
     moved = 2 * LARGE_COPY if on_gpu(device) else 2**16
-    return 1e-9 * moved / fastest_copy(alternate(device, copy_sides(device, moved, 2), rounds=rounds))
+    return (
+        1e-9 * moved / fastest_copy(alternate(device, copy_sides(device, moved, 2), rounds=rounds))
+    )
 
 
 def fastest_copy(timings: Mapping[str, common.Timing]) -> float:
@@ -173,7 +191,8 @@ def fastest_copy(timings: Mapping[str, common.Timing]) -> float:
 
 
 def conditions(device: Device, **more) -> dict:
-    """What figures on a device depend on; to be asked for just after measuring, while its clocks are still up."""
+    """What figures on a device depend on; to be asked for just after measuring, while its clocks
+    are still up."""
     libraries = {
         "driver_supports": ".".join(map(str, device.driver.version)),
         "torch": torch.version.cuda,
@@ -224,9 +243,11 @@ class OutOfTime(RuntimeError):
 
 
 class Survey:
-    """Measures one thing after another, until the time is up; a failure is kept and does not end it.
+    """Measures one thing after another, until the time is up; a failure is kept and does not end
+    it.
 
-    SIGTERM, which `timeout` sends, ends what is being measured and begins nothing more; what was found can be reported.
+    SIGTERM, which `timeout` sends, ends what is being measured and begins nothing more; what was
+    found can be reported.
     A failure that has lost the GPU ends the process: everything else would fail as well.
 
     Args:
@@ -234,7 +255,9 @@ class Survey:
         keep: called whenever something was found, or was lost, to write what there is.
     """
 
-    def __init__(self, seconds: float | None, keep: Callable[["Survey"], None] = lambda survey: None):
+    def __init__(
+        self, seconds: float | None, keep: Callable[["Survey"], None] = lambda survey: None
+    ):
         self._end = math.inf if seconds is None else time.monotonic() + seconds
         self._keep = keep
         self.rows: list[dict] = []
@@ -271,7 +294,9 @@ class Survey:
     def fail(self, name: str, error: Exception) -> None:
         """Keep a failure, and end the process if it has lost the GPU."""
         why = lost()
-        self.failed[name] = f"{type(error).__name__}: {error}" + (f"; lost the GPU: {why}" if why else "")
+        self.failed[name] = f"{type(error).__name__}: {error}" + (
+            f"; lost the GPU: {why}" if why else ""
+        )
         print(f"{name} failed: {self.failed[name]}", file=sys.stderr, flush=True)
         self._keep(self)
         if why:
@@ -283,7 +308,10 @@ class Survey:
 
 
 def lost() -> str | None:
-    """Why the GPU takes no more work of this process: a fault of a kernel stays. None: it does, or there is none."""
+    """Why the GPU takes no more work of this process: a fault of a kernel stays.
+
+    None: it does, or there is none.
+    """
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -292,11 +320,22 @@ def lost() -> str | None:
     return None
 
 
-def survey(name: str, conditions: Mapping, options: argparse.Namespace, **more: list[dict]) -> Survey:
-    """A survey that keeps what it finds in the file of --json, as the benchmark's report so far; `more`: see there."""
+def survey(
+    name: str, conditions: Mapping, options: argparse.Namespace, **more: list[dict]
+) -> Survey:
+    """A survey that keeps what it finds in the file of --json, as the benchmark's report so far;
+    `more`: see there."""
 
     def keep(found: Survey) -> None:
-        common.keep(name, found.rows, conditions, options, failed=found.failed, left_out=found.left_out, **found.more)
+        common.keep(
+            name,
+            found.rows,
+            conditions,
+            options,
+            failed=found.failed,
+            left_out=found.left_out,
+            **found.more,
+        )
 
     made = Survey(options.seconds, keep)
     made.more |= more
@@ -304,8 +343,9 @@ def survey(name: str, conditions: Mapping, options: argparse.Namespace, **more: 
 
 
 def report(name: str, survey: Survey, conditions: Mapping, options: argparse.Namespace) -> int:
-    """Print and keep what a survey found, see common.report; the exit status: 1 if anything failed or nothing was
-    measured."""
+    """Print and keep what a survey found, see common.report; the exit status: 1 if anything failed
+    or nothing was measured.
+    """
     found = {"failed": survey.failed, "left_out": survey.left_out, **survey.more}
     common.report(name, survey.rows, conditions, options, **found)
     return int(bool(survey.failed) or not survey.rows)

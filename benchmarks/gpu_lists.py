@@ -1,7 +1,9 @@
-"""The launches of a training step, found without a GPU, and what their kernels do, counted in the emulator.
+"""The launches of a training step, found without a GPU, and what their kernels do, counted in the
+emulator.
 
-Products and their ends are listed apart, as with cuBLASLt: gpu_step.py joins those that one kernel does. Kernels are
-counted at few tokens and true widths, where warps access memory as they do at many; gpu_work.py scales what is counted.
+Products and their ends are listed apart, as with cuBLASLt: gpu_step.py joins those that one kernel
+does. Kernels are counted at few tokens and true widths, where warps access memory as they do at
+many; gpu_work.py scales what is counted.
 """
 
 import contextlib
@@ -61,15 +63,21 @@ class Part:
 
 
 def step(size: Size, quant: QuantConfig) -> list[Part]:
-    """A step of training without calibration: every program of it, and the update of the weights."""
+    """A step of training without calibration: every program of it, and the update of the
+    weights."""
     found = []
     for times, program in training(size, quant):
         with gemm.ended_by(None):
             entries = launched_by_operation(program, torch.float32)
-        passes = {"forward": entries[: program.forward_length], "backward": entries[program.forward_length :]}
+        passes = {
+            "forward": entries[: program.forward_length],
+            "backward": entries[program.forward_length :],
+        }
         found += [
             Part(
-                name=f"{program.name} {name}", times=times, entries=tuple(itertools.chain(*of_pass)),
+                name=f"{program.name} {name}",
+                times=times,
+                entries=tuple(itertools.chain(*of_pass)),
                 alike={number: count for one in of_pass for number, count in alike(one).items()},
             )
             for name, of_pass in passes.items()
@@ -84,16 +92,25 @@ def training(size: Size, quant: QuantConfig) -> list[tuple[int, Program]]:
 
 
 def _training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
-    config, mode = layer_config(size, quant, DROPOUT), Mode(training=True, backward=True, backend=AbsentGPU())
+    config, mode = (
+        layer_config(size, quant, DROPOUT),
+        Mode(training=True, backward=True, backend=AbsentGPU()),
+    )
     sentences = Sentences(rows=size.tokens, count=size.sentences)
     yield 2, programs.embedding(quant, size.tokens, table(size, DROPOUT), mode)
     yield LAYERS, programs.encoder_layer(config, sentences, mode)
     yield LAYERS, programs.decoder_layer(config, sentences, sentences, mode)
-    yield 1, programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
+    yield (
+        1,
+        programs.vocabulary_loss(
+            quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1
+        ),
+    )
 
 
 def parameters(size: Size, quant: QuantConfig) -> int:
-    """Numbers that a model learns; its three embeddings and the projection onto the vocabulary share one table."""
+    """Numbers that a model learns; its three embeddings and the projection onto the vocabulary
+    share one table."""
     of_layers = sum(
         times * sum(math.prod(parameter.shape) for parameter in program.parameters)
         for times, program in training(size, quant)
@@ -103,7 +120,8 @@ def parameters(size: Size, quant: QuantConfig) -> int:
 
 
 def update(size: Size, quant: QuantConfig) -> Part:
-    """Adam's two launches: what is not rounded, and weights with their codes, here as if they were one."""
+    """Adam's two launches: what is not rounded, and weights with their codes, here as if they were
+    one."""
     table = size.vocabulary * size.hidden
     weights = table + sum(
         times * math.prod(weight.values.shape)
@@ -129,8 +147,11 @@ def adam(rows: int, columns: int, quant: QuantConfig | None = None) -> Adam:
     if quant is not None:
         clip = tensor("clip", rows)
         tensors["rounded"] = Weight(
-            format=quant.weights, codes=tensor("codes", rows, columns, dtype=torch.int8),
-            scale=tensor("scale", rows), clip=clip, absmax=not quant.learned,
+            format=quant.weights,
+            codes=tensor("codes", rows, columns, dtype=torch.int8),
+            scale=tensor("scale", rows),
+            clip=clip,
+            absmax=not quant.learned,
         )
         tensors["new_clip"] = None if quant.learned else clip
     return Adam(**tensors, numbers=tensor("numbers", NUMBERS), gradient_factor=tensor("factor", 1))
@@ -139,16 +160,20 @@ def adam(rows: int, columns: int, quant: QuantConfig | None = None) -> Adam:
 def key_of(entry: Launch) -> str:
     """Equal for launches that do the same for each of their values.
 
-    What an operation does not have is not named, so that a field that operations gain changes no key of others.
+    What an operation does not have is not named, so that a field that operations gain changes no
+    key of others.
     """
     found = [str(entry.kernel)]
     for argument in entry.arguments:
         if isinstance(argument, Operation):
             there = [leaf.name for leaf in argument.leaves() if leaf.of(argument) is not None]
             attributes = {
-                name: value for name, value in sorted(argument.attributes().items())
-                if value and not name.endswith(("subsequence", "vocabulary")) and not dataclasses.is_dataclass(value)
-            }  # fmt: skip
+                name: value
+                for name, value in sorted(argument.attributes().items())
+                if value
+                and not name.endswith(("subsequence", "vocabulary"))
+                and not dataclasses.is_dataclass(value)
+            }
             found.append(f"{argument.name} of {', '.join(there)}; {attributes}")
         elif argument is None:
             found.append("-")
@@ -163,15 +188,24 @@ def alike(entries: Iterable[Launch | Product]) -> dict[int, int]:
 
 
 def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
-    """By key: how many launches of it there are in an operation with few sentences, where it is counted."""
+    """By key: how many launches of it there are in an operation with few sentences, where it is
+    counted."""
     with small_grids(size):
-        found = [launches(operation, "meta", tile_of(size)) for operation in small_operations(size, quant)]
-    return {key_of(entry): count for one in found for entry, count in zip(one, alike(one).values(), strict=True)}
+        found = [
+            launches(operation, "meta", tile_of(size))
+            for operation in small_operations(size, quant)
+        ]
+    return {
+        key_of(entry): count
+        for one in found
+        for entry, count in zip(one, alike(one).values(), strict=True)
+    }
 
 
 @contextlib.contextmanager
 def small_grids(size: Size) -> Iterator[None]:
-    """Blocks that sum over rows are fewer, so that with few sentences each has as many rows as with all of them."""
+    """Blocks that sum over rows are fewer, so that with few sentences each has as many rows as with
+    all of them."""
     blocks, few = geometry.BLOCKS, few_sentences(size)
     geometry.BLOCKS = max(1, blocks * few.tokens // size.tokens)
     try:
@@ -186,7 +220,8 @@ def few_sentences(size: Size) -> Size:
 
 
 def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profile]:
-    """By key: what each kernel of the steps of these models does; the sizes are those of the batches to count at."""
+    """By key: what each kernel of the steps of these models does; the sizes are those of the
+    batches to count at."""
     best: dict[str, tuple[int, Operation, Size]] = {}
     for size in sizes:
         with small_grids(size):
@@ -196,7 +231,9 @@ def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profil
                     if key_of(entry) not in best or weight < best[key_of(entry)][0]:
                         best[key_of(entry)] = weight, operation, size
     found = {}
-    for operation, size in {id(chosen): (chosen, size) for _, chosen, size in best.values()}.values():
+    for operation, size in {
+        id(chosen): (chosen, size) for _, chosen, size in best.values()
+    }.values():
         with small_grids(size):
             entries = launches(operation, "cpu", tile_of(size))
         for entry, counted in zip(entries, profile.profile(entries), strict=True):
@@ -206,16 +243,20 @@ def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profil
 
 
 def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
-    """Of a step with few sentences; of sums by words, whose work does not grow evenly, with all of them."""
+    """Of a step with few sentences; of sums by words, whose work does not grow evenly, with all of
+    them."""
     for _, program in training(few_sentences(size), quant):
-        yield from (of_few_words(one) for one in program.operations if not isinstance(one, BY_WORDS))
+        yield from (
+            of_few_words(one) for one in program.operations if not isinstance(one, BY_WORDS)
+        )
     for _, program in training(size, quant):
         yield from (one for one in program.operations if isinstance(one, BY_WORDS))
     yield from (adam(FEW, size.hidden), adam(64, size.hidden, quant))
 
 
 def of_few_words(operation: Operation) -> Operation:
-    """Of a product that only tiles end: with fewer words and values to multiply, which the emulator has time for."""
+    """Of a product that only tiles end: with fewer words and values to multiply, which the emulator
+    has time for."""
     given = getattr(operation, "prediction", None)
     if given is None or isinstance(operation, KeptInputGradient):
         return operation
@@ -223,7 +264,9 @@ def of_few_words(operation: Operation) -> Operation:
     few_of = {given.columns: min(given.columns, FEW_WORDS), inner: min(inner, FEW_INNER)}
 
     def fewer(tensor):
-        return dataclasses.replace(tensor, shape=tuple(few_of.get(size, size) for size in tensor.shape))
+        return dataclasses.replace(
+            tensor, shape=tuple(few_of.get(size, size) for size in tensor.shape)
+        )
 
     few = operation.bind(fewer)
     few.prediction.vocabulary -= given.columns - few.prediction.columns
@@ -232,18 +275,22 @@ def of_few_words(operation: Operation) -> Operation:
 
 def tile_of(size: Size) -> gemm.TileConfiguration | None:
     """Of logits, by the rule for the whole step, whatever is counted of it."""
-    return default_tile(ProductKey(op="vocabulary_loss", m=size.tokens, n=size.padded, k=size.hidden))
+    return default_tile(
+        ProductKey(op="vocabulary_loss", m=size.tokens, n=size.padded, k=size.hidden)
+    )
 
 
 def launches(operation: Operation, place: str, tile: gemm.TileConfiguration | None) -> list[Launch]:
-    """What an operation launches beside products, on random tensors; products have left small sums."""
+    """What an operation launches beside products, on random tensors; products have left small
+    sums."""
     real = Sampler(place).operation(operation) if place == "cpu" else on_meta(operation)
     with gemm.ended_by(tile if hasattr(operation, "prediction") else None):
         scratch = [
-            torch.randint(-999, 999, shape, dtype=dtype) if place == "cpu" and dtype == torch.int32
+            torch.randint(-999, 999, shape, dtype=dtype)
+            if place == "cpu" and dtype == torch.int32
             else torch.zeros(shape, dtype=dtype, device=place)
             for shape, dtype in real.cuda_scratch()
-        ]  # fmt: skip
+        ]
         return [entry for entry in real.cuda(*scratch) if isinstance(entry, Launch)]
 
 

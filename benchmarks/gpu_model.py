@@ -1,10 +1,11 @@
 """Modelled times of what a GPU does. Nothing here is measured.
 
-A kernel takes as long as the slowest of what it needs: memory, the L2 cache, the L1 cache and shared memory,
-instructions of each kind; and a gap before the next one. A product takes as long as its multiplications in tiles of
-the best size, or its operands in memory; one that a kernel ends, as its multiplications by mma.sync or wgmma in its
-own tiles and then the instructions of its end, as if they never overlapped. What an earlier kernel has left in the L2
-cache is not read from memory again.
+A kernel takes as long as the slowest of what it needs: memory, the L2 cache, the L1 cache and
+shared memory, instructions of each kind; and a gap before the next one. A product takes as long as
+its multiplications in tiles of the best size, or its operands in memory; one that a kernel ends, as
+its multiplications by mma.sync or wgmma in its own tiles and then the instructions of its end, as
+if they never overlapped. What an earlier kernel has left in the L2 cache is not read from memory
+again.
 """
 
 import math
@@ -19,7 +20,8 @@ from lsq.gemm import TileConfiguration
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.55))
-"""Rows and columns of a product that a block makes, and its rate beside the largest tile's, turned or not."""
+"""Rows and columns of a product that a block makes, and its rate beside the largest tile's, turned
+or not."""
 RAMP = 128
 """A product with this many multiplications to a result runs at half of its rate."""
 LATENCY = 700e-9
@@ -27,11 +29,21 @@ LATENCY = 700e-9
 IN_FLIGHT = 1024
 """Bytes that a warp has under way."""
 SLOTS = {
-    "division": {"special": 1, "float": 8}, "root": {"special": 1, "float": 8}, "logarithm": {"float": 20},
-    "convert": {"convert": 1}, "float": {"float": 1}, "integer": {"integer": 1}, "multiply": {"integer": 1},
-    "permute": {"integer": 1}, "branch": {"issue": 1}, "memory": {"issue": 1}, "exchange": {"exchange": 1},
-    "barrier": {"issue": 8}, "mma": {"tensor": 1}, "wgmma": {"issue": 1},
-}  # fmt: skip
+    "division": {"special": 1, "float": 8},
+    "root": {"special": 1, "float": 8},
+    "logarithm": {"float": 20},
+    "convert": {"convert": 1},
+    "float": {"float": 1},
+    "integer": {"integer": 1},
+    "multiply": {"integer": 1},
+    "permute": {"integer": 1},
+    "branch": {"issue": 1},
+    "memory": {"issue": 1},
+    "exchange": {"exchange": 1},
+    "barrier": {"issue": 8},
+    "mma": {"tensor": 1},
+    "wgmma": {"issue": 1},
+}
 """What each kind of instruction of lsq.csrc.profile takes of a multiprocessor's units."""
 
 
@@ -63,13 +75,16 @@ class Gpu:
     lanes: Mapping[str, int]
     """By kind of unit: threads that a multiprocessor serves in a cycle."""
     mma: float = 1.0
-    """Part of the int8 rate that mma.sync can reach; of the rest, where it is less, a library makes use."""
+    """Part of the int8 rate that mma.sync can reach; of the rest, where it is less, a library makes
+    use."""
     reached: float = 0.6
     """Part of the instructions' rate that kernels reach."""
     integers: float = 0.45
-    """Part of g++'s integer instructions that a GPU executes: it joins logical ones and needs fewer for addresses.
+    """Part of g++'s integer instructions that a GPU executes: it joins logical ones and needs fewer
+    for addresses.
 
-    NVRTC's PTX of kernels without loops has 0.2 to 0.95 times as many, and machine code fewer than PTX.
+    NVRTC's PTX of kernels without loops has 0.2 to 0.95 times as many, and machine code fewer than
+    PTX.
     """
     gap: float = 1.5 * MICRO
     """Seconds from the end of a kernel to full work on the next."""
@@ -90,24 +105,64 @@ class Gpu:
 def _lanes(floats: int, tensor: int) -> dict[str, int]:
     """`tensor`: of int8 products of 16 x 8 x 32, by the data sheet's dense peak."""
     return {
-        "issue": 128, "float": floats, "integer": 64, "special": 16, "convert": 64, "exchange": 32, "tensor": tensor,
-    }  # fmt: skip
+        "issue": 128,
+        "float": floats,
+        "integer": 64,
+        "special": 16,
+        "convert": 64,
+        "exchange": 32,
+        "tensor": tensor,
+    }
 
 
 A100 = Gpu(
-    name="A100 80 GB", target="sm_80", multiprocessors=108, gigahertz=1.35, memory=2.04 * TERA, copying=0.87,
-    l2_bytes=40e6, l2=4.5 * TERA, bfloat16=312 * TERA, int8=624 * TERA, bfloat16_reached=0.84, int8_reached=0.65,
-    limits=Limits(warps=64, blocks=32, shared=164 * 1024), lanes=_lanes(64, 16),
+    name="A100 80 GB",
+    target="sm_80",
+    multiprocessors=108,
+    gigahertz=1.35,
+    memory=2.04 * TERA,
+    copying=0.87,
+    l2_bytes=40e6,
+    l2=4.5 * TERA,
+    bfloat16=312 * TERA,
+    int8=624 * TERA,
+    bfloat16_reached=0.84,
+    int8_reached=0.65,
+    limits=Limits(warps=64, blocks=32, shared=164 * 1024),
+    lanes=_lanes(64, 16),
 )
 RTX_4090 = Gpu(
-    name="RTX 4090", target="sm_89", multiprocessors=128, gigahertz=2.5, memory=1.008 * TERA, copying=0.91,
-    l2_bytes=72e6, l2=5.0 * TERA, bfloat16=165 * TERA, int8=660 * TERA, bfloat16_reached=0.95, int8_reached=0.65,
-    limits=Limits(warps=48, blocks=24, shared=100 * 1024), lanes=_lanes(128, 8),
+    name="RTX 4090",
+    target="sm_89",
+    multiprocessors=128,
+    gigahertz=2.5,
+    memory=1.008 * TERA,
+    copying=0.91,
+    l2_bytes=72e6,
+    l2=5.0 * TERA,
+    bfloat16=165 * TERA,
+    int8=660 * TERA,
+    bfloat16_reached=0.95,
+    int8_reached=0.65,
+    limits=Limits(warps=48, blocks=24, shared=100 * 1024),
+    lanes=_lanes(128, 8),
 )
 H100 = Gpu(
-    name="H100 SXM", target="sm_90a", multiprocessors=132, gigahertz=1.7, memory=3.35 * TERA, copying=0.90,
-    l2_bytes=50e6, l2=5.5 * TERA, bfloat16=989 * TERA, int8=1979 * TERA, bfloat16_reached=0.81, int8_reached=0.65,
-    limits=Limits(warps=64, blocks=32, shared=228 * 1024), lanes=_lanes(128, 32), mma=0.62,
+    name="H100 SXM",
+    target="sm_90a",
+    multiprocessors=132,
+    gigahertz=1.7,
+    memory=3.35 * TERA,
+    copying=0.90,
+    l2_bytes=50e6,
+    l2=5.5 * TERA,
+    bfloat16=989 * TERA,
+    int8=1979 * TERA,
+    bfloat16_reached=0.81,
+    int8_reached=0.65,
+    limits=Limits(warps=64, blocks=32, shared=228 * 1024),
+    lanes=_lanes(128, 32),
+    mma=0.62,
 )
 GPUS = (A100, RTX_4090, H100)
 
@@ -115,8 +170,13 @@ GPUS = (A100, RTX_4090, H100)
 def variant(gpu: Gpu, luck: float) -> Gpu:
     """The same where what nobody has measured turns out better (`luck` 1) or worse (-1)."""
     return replace(
-        gpu, int8_reached=gpu.int8_reached + 0.12 * luck, reached=gpu.reached + 0.2 * luck, gap=gpu.gap * 2.0**-luck,
-        l2=gpu.l2 * 1.25**luck, kept=gpu.kept + 0.3 * luck, integers=gpu.integers * 1.5**-luck,
+        gpu,
+        int8_reached=gpu.int8_reached + 0.12 * luck,
+        reached=gpu.reached + 0.2 * luck,
+        gap=gpu.gap * 2.0**-luck,
+        l2=gpu.l2 * 1.25**luck,
+        kept=gpu.kept + 0.3 * luck,
+        integers=gpu.integers * 1.5**-luck,
     )
 
 
@@ -191,7 +251,9 @@ class Clock:
     def moved(self, moved: Moved) -> Time:
         """A kernel that does nothing but move bytes."""
         traffic, touched = self._traffic(moved)
-        return self._slowest({"memory": traffic / self.gpu.copy, "L2 cache": touched / self.gpu.l2}, traffic)
+        return self._slowest(
+            {"memory": traffic / self.gpu.copy, "L2 cache": touched / self.gpu.l2}, traffic
+        )
 
     def product(self, product: Multiplied) -> Time:
         """A product by a library."""
@@ -200,9 +262,10 @@ class Clock:
         traffic, touched = self._traffic(product)
         work = 2.0 * product.m * product.n * product.k * product.count
         parts = {
-            "products": work / peak / tile_rate(product, gpu.multiprocessors), "memory": traffic / gpu.copy,
+            "products": work / peak / tile_rate(product, gpu.multiprocessors),
+            "memory": traffic / gpu.copy,
             "L2 cache": touched / gpu.l2,
-        }  # fmt: skip
+        }
         return self._slowest(parts, traffic)
 
     def ended_product(self, product: Multiplied, end: Work, tile: TileConfiguration) -> Time:
@@ -215,7 +278,10 @@ class Clock:
         """
         gpu = self.gpu
         sums = product.writes.keys()
-        reads = {**product.reads, **{place: size for place, size in end.reads.items() if place not in sums}}
+        reads = {
+            **product.reads,
+            **{place: size for place, size in end.reads.items() if place not in sums},
+        }
         traffic, touched = self._traffic(Moved(reads=reads, writes=end.writes))
         work = 2.0 * product.m * product.n * product.k
         peak = gpu.int8 * gpu.int8_reached * (gpu.mma if tile.instruction == "mma" else 1.0)
@@ -224,9 +290,10 @@ class Clock:
         ended = instruction_cycles(end.instructions, gpu) / cycles / gpu.reached
         of_tiles = work / 2 * (1 / tile.rows + 1 / tile.columns)
         parts = {
-            "products": multiplied + ended, "memory": traffic / gpu.copy,
+            "products": multiplied + ended,
+            "memory": traffic / gpu.copy,
             "L2 cache": (touched - sum(product.reads.values()) + of_tiles) / gpu.l2,
-        }  # fmt: skip
+        }
         return self._slowest(parts, traffic)
 
     def kernel(self, work: Work, registers: int, shared: int) -> Time:
@@ -239,10 +306,11 @@ class Clock:
         cycles = gpu.multiprocessors * busy * gpu.gigahertz * GIGA
         memory = traffic / min(gpu.copy, resident * IN_FLIGHT / LATENCY)
         parts = {
-            "memory": memory, "L2 cache": work.sectors * SECTOR / gpu.l2,
+            "memory": memory,
+            "L2 cache": work.sectors * SECTOR / gpu.l2,
             "L1 cache": (work.shared_passes + work.sectors / 4) / cycles,
             "instructions": instruction_cycles(work.instructions, gpu) / cycles / gpu.reached,
-        }  # fmt: skip
+        }
         return self._slowest(parts, traffic)
 
     def _traffic(self, moved: Moved) -> tuple[float, float]:
@@ -257,7 +325,8 @@ class Clock:
 
 
 def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
-    """Cycles that a single multiprocessor needs at least to execute so many instructions of warps."""
+    """Cycles that a single multiprocessor needs at least to execute so many instructions of
+    warps."""
     units = dict.fromkeys(gpu.lanes, 0.0)
     for kind, count in instructions.items():
         executed = count * gpu.integers if kind == "integer" else count
@@ -269,9 +338,13 @@ def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
 
 
 def tile_rate(product: Multiplied, multiprocessors: int) -> float:
-    """Part of a large product's rate that one of this shape reaches, with tiles of the best size."""
+    """Part of a large product's rate that one of this shape reaches, with tiles of the best
+    size."""
 
-    rates = (beside * filled(product, rows, columns, product.count, multiprocessors) for rows, columns, beside in TILES)
+    rates = (
+        beside * filled(product, rows, columns, product.count, multiprocessors)
+        for rows, columns, beside in TILES
+    )
     return max(rates) * product.k / (product.k + RAMP)
 
 
@@ -280,11 +353,17 @@ def one_tile_rate(product: Multiplied, tile: TileConfiguration, multiprocessors:
     inner = product.k / tile.split
     sides = tuple(sorted((tile.rows, tile.columns), reverse=True))
     beside = next(beside for *each, beside in TILES if tuple(each) == sides)
-    return beside * filled(product, tile.rows, tile.columns, tile.split, multiprocessors) * inner / (inner + RAMP)
+    return (
+        beside
+        * filled(product, tile.rows, tile.columns, tile.split, multiprocessors)
+        * inner
+        / (inner + RAMP)
+    )
 
 
 def filled(product: Multiplied, rows: int, columns: int, times: int, multiprocessors: int) -> float:
-    """Part of what whole waves of tiles could do that a product needs, each of whose tiles is made `times` times."""
+    """Part of what whole waves of tiles could do that a product needs, each of whose tiles is made
+    `times` times."""
     tiles = times * math.ceil(product.m / rows) * math.ceil(product.n / columns)
     waves = math.ceil(tiles / multiprocessors)
     return times * product.m * product.n / (rows * columns) / (waves * multiprocessors)

@@ -1,8 +1,10 @@
-"""Times the CUDA implementations of operations, as a training calls them, against copying as many bytes.
+"""Times the CUDA implementations of operations, as a training calls them, against copying as many
+bytes.
 
-The operations and the shapes of their operands are those of operations.py at the sizes of transformer base and big,
-with activations in bfloat16. An operation is a list of kernels and products, and its parts are timed apart: its
-kernels, against a copy; its products, which bench_gemm.py compares; and the kernels that only finish sums.
+The operations and the shapes of their operands are those of operations.py at the sizes of
+transformer base and big, with activations in bfloat16. An operation is a list of kernels and
+products, and its parts are timed apart: its kernels, against a copy; its products, which
+    bench_gemm.py compares; and the kernels that only finish sums.
 """
 
 import argparse
@@ -28,10 +30,14 @@ PARTS = ("operation", "kernels", "products", "finish")
 """What is timed of each operation."""
 
 
-def bound(call: Call, place: torch.device) -> tuple[Operation, list[torch.Tensor], list[Launch | Product]]:
+def bound(
+    call: Call, place: torch.device
+) -> tuple[Operation, list[torch.Tensor], list[Launch | Product]]:
     """One copy of a call, its scratch memory, and its launches on them."""
     operation = Sampler(place, ACTIVATIONS).operation(call.operation)
-    scratch = [torch.empty(shape, dtype=dtype, device=place) for shape, dtype in operation.cuda_scratch()]
+    scratch = [
+        torch.empty(shape, dtype=dtype, device=place) for shape, dtype in operation.cuda_scratch()
+    ]
     return operation, scratch, operation.cuda(*scratch)
 
 
@@ -44,7 +50,9 @@ def parts(entries: list[Launch | Product]) -> dict[str, list[Launch | Product]]:
     """The entries of an operation: all of them, then each kind that there is."""
     found = {
         "operation": entries,
-        "kernels": [entry for entry in entries if isinstance(entry, Launch) and not is_finish(entry)],
+        "kernels": [
+            entry for entry in entries if isinstance(entry, Launch) and not is_finish(entry)
+        ],
         "products": [entry for entry in entries if isinstance(entry, Product)],
         "finish": [entry for entry in entries if is_finish(entry)],
     }
@@ -54,15 +62,18 @@ def parts(entries: list[Launch | Product]) -> dict[str, list[Launch | Product]]:
 def moved_bytes(operation: Operation, entries: list[Launch | Product]) -> int:
     """Bytes that the kernels of an operation must move.
 
-    These are the operation's inputs and outputs, once, but for the operands of its products; what products have made
-    for the kernels; and what they make for products. What they only hand to one another is not counted.
+    These are the operation's inputs and outputs, once, but for the operands of its products; what
+    products have made for the kernels; and what they make for products. What they only hand to one
+    another is not counted.
     """
     launches = [entry for entry in entries if isinstance(entry, Launch) and not is_finish(entry)]
     arguments = [argument for entry in launches for argument in entry.arguments]
     passed = [_span(argument) for argument in arguments if isinstance(argument, torch.Tensor)]
     whole = any(isinstance(argument, Operation) for argument in arguments)
     products = [entry for entry in entries if isinstance(entry, Product)]
-    operands = {tensor.data_ptr(): tensor for product in products for tensor in (product.a, product.b)}
+    operands = {
+        tensor.data_ptr(): tensor for product in products for tensor in (product.a, product.b)
+    }
     given = counted(operation)
 
     def touched(tensor: torch.Tensor) -> bool:
@@ -70,11 +81,16 @@ def moved_bytes(operation: Operation, entries: list[Launch | Product]) -> int:
         return any(first < other_end and other_first < end for other_first, other_end in passed)
 
     moved = sum(
-        size for address, (tensor, size) in given.items()
+        size
+        for address, (tensor, size) in given.items()
         if touched(tensor) or (whole and address not in operands)
     )
     made = [tensor for address, tensor in operands.items() if address not in given]
-    return moved + sum(_bytes(tensor) for tensor in [*made, *(product.out for product in products)] if touched(tensor))
+    return moved + sum(
+        _bytes(tensor)
+        for tensor in [*made, *(product.out for product in products)]
+        if touched(tensor)
+    )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -90,7 +106,10 @@ def rows(call: Call, device: Device, options: argparse.Namespace) -> Iterator[di
     """The row of the table for one call."""
     operation, scratch, entries = bound(call, device.place)
     moved = moved_bytes(operation, entries)
-    held = {tensor.data_ptr(): _bytes(tensor) for tensor in (*operation.inputs, *operation.outputs, *scratch)}
+    held = {
+        tensor.data_ptr(): _bytes(tensor)
+        for tensor in (*operation.inputs, *operation.outputs, *scratch)
+    }
     count = gpu.copies(device, moved, sum(held.values()))
     lists: dict[str, list] = {part: [] for part in parts(entries)}
     for launched in [entries, *(bound(call, device.place)[2] for _ in range(count - 1))]:
@@ -99,7 +118,9 @@ def rows(call: Call, device: Device, options: argparse.Namespace) -> Iterator[di
     copied = gpu.copy_sides(device, moved, count) if "kernels" in lists else {}
     timings = gpu.alternate(device, {**lists, **copied}, rounds=options.rounds)
     microseconds = {part: 1e6 * timings[part].median if part in timings else None for part in PARTS}
-    kernel, copy = (timings["kernels"].median, gpu.fastest_copy(timings)) if copied else (None, None)
+    kernel, copy = (
+        (timings["kernels"].median, gpu.fastest_copy(timings)) if copied else (None, None)
+    )
     yield {
         "operation": call.name,
         "model": call.size.name,
@@ -115,7 +136,8 @@ def rows(call: Call, device: Device, options: argparse.Namespace) -> Iterator[di
 
 
 def main(name: str, options: argparse.Namespace) -> int:
-    """Run the benchmark called `name` for `options.operations` on a GPU or in the emulator; the exit status.
+    """Run the benchmark called `name` for `options.operations` on a GPU or in the emulator; the
+    exit status.
 
     Raises:
         RuntimeError: there is no such device.

@@ -1,13 +1,15 @@
 """What other ways to train in bfloat16 must move and multiply in a step, from the shapes alone.
 
-Ideal: every kernel reads each operand once and writes each result once, and no kernel is launched that need not be.
+Ideal: every kernel reads each operand once and writes each result once, and no kernel is launched
+    that need not be.
 
-* "eager": fairseq's Transformer as it is; every operation of PyTorch is a kernel, attention stores its probabilities,
-  and fairseq's Adam goes over the float32 copies of the weights operation by operation.
-* "compiled": between products nothing but one fused kernel; flash attention; a loss that never holds probabilities in
-  float32; PyTorch's fused Adam on float32 copies.
-* "int8": "compiled" with torchao's int8 products in the layers: both operands of all three products of a weight are
-  rounded anew, by kernels of their own, along the dimension that is summed over.
+* "eager": fairseq's Transformer as it is; every operation of PyTorch is a kernel, attention stores
+  its probabilities, and fairseq's Adam goes over the float32 copies of the weights operation by
+  operation.
+* "compiled": between products nothing but one fused kernel; flash attention; a loss that never
+  holds probabilities in float32; PyTorch's fused Adam on float32 copies.
+* "int8": "compiled" with torchao's int8 products in the layers: both operands of all three products
+  of a weight are rounded anew, by kernels of their own, along the dimension that is summed over.
 """
 
 from collections.abc import Iterator
@@ -22,7 +24,8 @@ HALF, SINGLE = 2, 4
 """Bytes of a number."""
 SIDES = ("eager", "compiled", "int8")
 EAGER_ADAM = 96
-"""Bytes that fairseq moves for a parameter: to float32 6, scaling 8, norm 4, Adam's eight operations 72, back 6."""
+"""Bytes that fairseq moves for a parameter: to float32 6, scaling 8, norm 4, Adam's eight
+operations 72, back 6."""
 FUSED_ADAM = 44
 """To float32 6, norm 4, Adam 28, back 6."""
 EAGER_ADAM_LAUNCHES, FUSED_ADAM_LAUNCHES = 13, 4
@@ -44,19 +47,29 @@ class Pass:
         return next(self._numbers), size
 
     def move(self, name: str, reads: list[tuple], *sizes: float) -> tuple:
-        """A kernel that reads these places and writes new ones of these sizes; the first of them."""
+        """A kernel that reads these places and writes new ones of these sizes; the first of
+        them."""
         written = [self.new(size) for size in sizes]
         self.kernels.append((name, Moved(reads=dict_of(reads), writes=dict_of(written))))
         return written[0]
 
     def multiply(
-        self, name: str, a: tuple, b: tuple, sizes: tuple[int, int, int], *, int8: bool = False, bytes: int = HALF,
+        self,
+        name: str,
+        a: tuple,
+        b: tuple,
+        sizes: tuple[int, int, int],
+        *,
+        int8: bool = False,
+        bytes: int = HALF,
         count: int = 1,
-    ) -> tuple:  # fmt: skip
+    ) -> tuple:
         """A product [m, n] over k; its place."""
         m, n, k = sizes
         out = self.new(float(m * n * bytes * count))
-        product = Multiplied(m=m, n=n, k=k, int8=int8, count=count, reads=dict_of([a, b]), writes=dict_of([out]))
+        product = Multiplied(
+            m=m, n=n, k=k, int8=int8, count=count, reads=dict_of([a, b]), writes=dict_of([out])
+        )
         self.kernels.append((name, product))
         return out
 
@@ -96,7 +109,9 @@ class Model:
             found += [forward, backward]
         return [*found, self.loss(), self.loss_gradient(), self.update()]
 
-    def linear(self, one: Pass, x: tuple, inputs: int, outputs: int, name: str = "product") -> tuple:
+    def linear(
+        self, one: Pass, x: tuple, inputs: int, outputs: int, name: str = "product"
+    ) -> tuple:
         """A linear layer."""
         rows, weight = self.size.tokens, one.new(float(inputs * outputs * HALF))
         if self.side == "int8":
@@ -110,7 +125,9 @@ class Model:
         operands = [dy, weight, dy, x]
         if int8:
             summed_over = ("rows", "columns", "columns", "columns")
-            operands = [self.rounded(one, *pair) for pair in zip(operands, summed_over, strict=True)]
+            operands = [
+                self.rounded(one, *pair) for pair in zip(operands, summed_over, strict=True)
+            ]
         dx = one.multiply("product", operands[0], operands[1], (rows, inputs, outputs), int8=int8)
         one.multiply("product", operands[2], operands[3], (outputs, inputs, rows), int8=int8)
         if not self.fused:
@@ -198,7 +215,12 @@ class Model:
         if self.fused:
             inner = one.move("activation", [inner], self.inner)
         else:
-            inner = one.move("dropout", [one.move("activation", [inner], self.inner)], self.inner, self.inner / HALF)
+            inner = one.move(
+                "dropout",
+                [one.move("activation", [inner], self.inner)],
+                self.inner,
+                self.inner / HALF,
+            )
         self.residual(one, x, self.linear(one, inner, f, h))
 
     def feed_forward_gradient(self, one: Pass) -> None:
@@ -218,15 +240,22 @@ class Model:
             one.move("embedding", rows, self.x)
             return one
         scaled = one.move("embedding", [one.move("embedding", rows[:1], self.x)], self.x)
-        one.move("embedding", [one.move("embedding", [scaled, rows[1]], self.x)], self.x, self.x / HALF)
+        one.move(
+            "embedding", [one.move("embedding", [scaled, rows[1]], self.x)], self.x, self.x / HALF
+        )
         return one
 
     def embedding_gradient(self) -> Pass:
         """Of one side; it is added to what the table has already."""
-        one, table = Pass("embedding backward", 2), float(self.size.vocabulary * self.size.hidden * HALF)
+        one, table = (
+            Pass("embedding backward", 2),
+            float(self.size.vocabulary * self.size.hidden * HALF),
+        )
         dx = one.new(self.x)
         if not self.fused:
-            dx = one.move("embedding", [one.move("embedding", [dx, one.new(self.x / HALF)], self.x)], self.x)
+            dx = one.move(
+                "embedding", [one.move("embedding", [dx, one.new(self.x / HALF)], self.x)], self.x
+            )
         gradient = one.move("embedding", [dx], table)
         one.move("embedding", [gradient, one.new(table)], table)
         return one
@@ -241,13 +270,20 @@ class Model:
         if self.fused:
             one.move("loss", [found], float(size.tokens * SINGLE))
         else:
-            one.move("loss", [one.move("loss", [found], SINGLE / HALF * logits)], float(size.tokens * SINGLE))
+            one.move(
+                "loss",
+                [one.move("loss", [found], SINGLE / HALF * logits)],
+                float(size.tokens * SINGLE),
+            )
         return one
 
     def loss_gradient(self) -> Pass:
         """Of the loss and the projection."""
         one, size = Pass("vocabulary_loss backward", 1), self.size
-        logits, wide = float(size.tokens * size.padded * HALF), float(size.tokens * size.padded * SINGLE)
+        logits, wide = (
+            float(size.tokens * size.padded * HALF),
+            float(size.tokens * size.padded * SINGLE),
+        )
         if self.fused:
             dlogits = one.move("loss", [one.new(logits)], logits)
         else:

@@ -1,8 +1,9 @@
-"""Runs every kernel by itself on a GPU, compares it with its reference, and says of each: ok, wrong, fault or hangs.
+"""Runs every kernel by itself on a GPU, compares it with its reference, and says of each: ok,
+wrong, fault or hangs.
 
-What runs are the cases of tests/ops/test_turns_cuda.py, which come to every loop of every kernel. The host waits after
-each launch. A fault loses the GPU to its process, so cases run in a fork of this one: where that ends or hangs, the
-kernel is named, and a new one begins with the next case.
+What runs are the cases of tests/ops/test_turns_cuda.py, which come to every loop of every kernel.
+The host waits after each launch. A fault loses the GPU to its process, so cases run in a fork of
+this one: where that ends or hangs, the kernel is named, and a new one begins with the next case.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # this process must leave the GPU alone: it cannot be forked then
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+    "1"  # this process must leave the GPU alone: it cannot be forked then
+)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the tests
 
 import common  # noqa: E402
@@ -43,7 +46,11 @@ OK, WRONG, FAULT, HANGS, MISSED = "ok", "wrong", "fault", "hangs", "not reached"
 
 def cases(only: list[str] | None = None) -> list[Callable[[], None]]:
     """What comes to the kernels of some sources; None: of all."""
-    return [run for run, sources in test_turns_cuda.SOURCES.items() if not only or set(sources) & set(only)]
+    return [
+        run
+        for run, sources in test_turns_cuda.SOURCES.items()
+        if not only or set(sources) & set(only)
+    ]
 
 
 def kernels() -> set[Kernel]:
@@ -52,14 +59,23 @@ def kernels() -> set[Kernel]:
 
     class Listed:
         def __init__(self, on: device.Device, parts, products=None):
-            found.update(one.kernel for part in parts for one in part.entries if isinstance(one, Launch))
+            found.update(
+                one.kernel for part in parts for one in part.entries if isinstance(one, Launch)
+            )
 
         def run(self) -> None:
             """Leave rubbish."""
 
-    with mock.patch.multiple(device, LaunchList=Listed), mock.patch.multiple(backend, LaunchList=Listed):
+    with (
+        mock.patch.multiple(device, LaunchList=Listed),
+        mock.patch.multiple(backend, LaunchList=Listed),
+    ):
         for run in cases():
-            with mock.patch.object(cuda, "check_results"), contextlib.suppress(Exception):  # of what comes of rubbish
+            # of what comes of rubbish
+            with (
+                mock.patch.object(cuda, "check_results"),
+                contextlib.suppress(Exception),
+            ):
                 run()
     return found
 
@@ -93,7 +109,9 @@ class OneByOne:
         for part in parts:
             for entry in part.entries:
                 say("load", name_of(entry))
-                self._lists.append((name_of(entry), LaunchList(on, [replace(part, entries=[entry])], products)))
+                self._lists.append(
+                    (name_of(entry), LaunchList(on, [replace(part, entries=[entry])], products))
+                )
 
     def run(self) -> None:
         for name, one in self._lists:
@@ -269,15 +287,27 @@ def main(arguments: list[str] | None = None) -> int:
     """Probe every kernel; the exit status: 1 if not all are right."""
     parser = common.parser(__doc__)
     gpu.add_options(parser, gpu.CUDA, gpu.EMULATOR)
-    parser.add_argument("--silence", type=float, default=SILENCE, metavar="S", help="of a process that hangs")
     parser.add_argument(
-        "--only", nargs="+", choices=sorted(test_turns_cuda.CASES), metavar="FILE.cu", help="the kernels of these alone"
+        "--silence", type=float, default=SILENCE, metavar="S", help="of a process that hangs"
     )
     parser.add_argument(
-        "--plant", action="append", default=[], metavar="KERNEL=WHAT", help=f"a rehearsal: {', '.join(PLANTS)}"
+        "--only",
+        nargs="+",
+        choices=sorted(test_turns_cuda.CASES),
+        metavar="FILE.cu",
+        help="the kernels of these alone",
+    )
+    parser.add_argument(
+        "--plant",
+        action="append",
+        default=[],
+        metavar="KERNEL=WHAT",
+        help=f"a rehearsal: {', '.join(PLANTS)}",
     )
     options = common.parse(parser, arguments)
-    conditions = common.conditions(options, device=options.device, baseline="the reference of each operation")
+    conditions = common.conditions(
+        options, device=options.device, baseline="the reference of each operation"
+    )
     sources = options.only or sorted(test_turns_cuda.CASES)
     found = Found(sources, lambda rows: common.keep("probe", rows, conditions, options))
     probe(options, found)

@@ -27,20 +27,35 @@ ENDED = {op: f"lsq_{op.removeprefix('project_')}_product" for op in TILED}
 ALONE = {f"lsq_{op}_product": op for op in TILED_ALONE}
 """Operations, by the kernels that nothing else ends their products: lists have these."""
 MAIN_LOOP = {"mma": 1, "integer": 13.67, "branch": 1.70, "memory": 0.375, "barrier": 1 / 64}
-"""Instructions that the emulator counts of a main loop for each mma of a tile of 128 x 128; the others are of ends."""
+"""Instructions that the emulator counts of a main loop for each mma of a tile of 128 x 128; the
+others are of ends."""
 GROUPS = {
     "products": ("product", *ENDED.values()),
     "attention": ("attention", "lsq_attention"),
     "ends and norms": (
-        "lsq_end", "lsq_residual", "lsq_project", "lsq_finish", "norm", "dropout", "activation", "add", "sum of",
+        "lsq_end",
+        "lsq_residual",
+        "lsq_project",
+        "lsq_finish",
+        "norm",
+        "dropout",
+        "activation",
+        "add",
+        "sum of",
     ),
     "rounding, transposes": (
-        "rounding", "lsq_round", "lsq_transpose", "lsq_begin", "lsq_start", "lsq_zero", "lsq_float",
+        "rounding",
+        "lsq_round",
+        "lsq_transpose",
+        "lsq_begin",
+        "lsq_start",
+        "lsq_zero",
+        "lsq_float",
     ),
     "loss": ("loss", "lsq_vocabulary", "lsq_sum_losses", "lsq_kept"),
     "embedding": ("embedding", "lsq_embed", "lsq_rank", "lsq_sort", "lsq_sum_occ", "lsq_join"),
     "update": ("Adam", "lsq_adam", "gradients"),
-}  # fmt: skip
+}
 """Parts of a step, by the beginnings of the names of kernels."""
 GAPS = "gaps"
 LUCK = (-1.0, 1.0)
@@ -62,7 +77,12 @@ class Row:
 
 def group_of(name: str) -> str:
     """The part of a step that a kernel belongs to."""
-    found = [(len(begin), group) for group, begins in GROUPS.items() for begin in begins if name.startswith(begin)]
+    found = [
+        (len(begin), group)
+        for group, begins in GROUPS.items()
+        for begin in begins
+        if name.startswith(begin)
+    ]
     return max(found)[1]
 
 
@@ -77,10 +97,17 @@ class Step:
         self.size = size
         self.parts = gpu_lists.step(size, QUANT)
         self.parameters = gpu_lists.parameters(size, QUANT)
-        launches = {id(entry): entry for part in self.parts for entry in part.entries if isinstance(entry, Launch)}
+        launches = {
+            id(entry): entry
+            for part in self.parts
+            for entry in part.entries
+            if isinstance(entry, Launch)
+        }
         missing = sorted({key_of(entry) for entry in launches.values()} - set(counts))
         if missing:
-            raise ValueError(f"{len(missing)} kernels were not counted, such as {missing[0]}; run with --count")
+            raise ValueError(
+                f"{len(missing)} kernels were not counted, such as {missing[0]}; run with --count"
+            )
         self.counted = {number: counts[key_of(entry)] for number, entry in launches.items()}
         few = gpu_lists.counted_alike(size, QUANT)
         many = {number: count for part in self.parts for number, count in part.alike.items()}
@@ -101,13 +128,18 @@ class Step:
         return [shared, memory, norm]
 
     def times(self, gpu: Gpu) -> Iterator[tuple[str, int, Time]]:
-        """(kernel, how often, time of one) of every launch. Kernels end the products that they end untuned."""
+        """(kernel, how often, time of one) of every launch.
+
+        Kernels end the products that they end untuned.
+        """
         for part in self.parts:
             clock, entries = Clock(gpu), iter(part.entries)
             for entry in entries:
                 if isinstance(entry, Launch) and entry.kernel.name in ALONE:
                     product, end = logits(entry), without_main_loop(self.work[id(entry)])
-                    key = ProductKey(op=ALONE[entry.kernel.name], m=product.m, n=product.n, k=product.k)
+                    key = ProductKey(
+                        op=ALONE[entry.kernel.name], m=product.m, n=product.n, k=product.k
+                    )
                     tile = default_tile(key, gpu.sm)
                     yield entry.kernel.name, part.times, clock.ended_product(product, end, tile)
                     continue
@@ -120,7 +152,11 @@ class Step:
                     yield "product", part.times, clock.product(multiplied(entry))
                 else:
                     end = self.work[id(next(entries))]
-                    yield ENDED[entry.op], part.times, clock.ended_product(multiplied(entry), end, tile)
+                    yield (
+                        ENDED[entry.op],
+                        part.times,
+                        clock.ended_product(multiplied(entry), end, tile),
+                    )
         yield from opponent_times(self.between(), gpu)
 
 
@@ -129,7 +165,11 @@ def opponent_times(passes: list[Pass], gpu: Gpu) -> Iterator[tuple[str, int, Tim
     for one in passes:
         clock = Clock(gpu)
         for name, moved in one.kernels:
-            yield name, one.times, clock.product(moved) if isinstance(moved, Multiplied) else clock.moved(moved)
+            yield (
+                name,
+                one.times,
+                clock.product(moved) if isinstance(moved, Multiplied) else clock.moved(moved),
+            )
 
 
 def multiplied(entry: Product) -> Multiplied:
@@ -137,24 +177,38 @@ def multiplied(entry: Product) -> Multiplied:
     m, k = reversed(entry.a.shape) if entry.transpose_a else entry.a.shape
     operands = {place_of(tensor): float(bytes_of(tensor)) for tensor in (entry.a, entry.b)}
     return Multiplied(
-        m=m, n=entry.out.shape[1], k=k, int8=entry.a.element_size() == 1, reads=operands,
+        m=m,
+        n=entry.out.shape[1],
+        k=k,
+        int8=entry.a.element_size() == 1,
+        reads=operands,
         writes={place_of(entry.out): float(bytes_of(entry.out))},
-    )  # fmt: skip
+    )
 
 
 def logits(entry: Launch) -> Multiplied:
     """The product with the vocabulary that a kernel makes and ends."""
     given = entry.arguments[0].prediction
-    operands = {place_of(tensor): float(bytes_of(tensor)) for tensor in (given.x.tensor, given.weight.codes)}
+    operands = {
+        place_of(tensor): float(bytes_of(tensor)) for tensor in (given.x.tensor, given.weight.codes)
+    }
     return Multiplied(
-        m=given.rows, n=given.columns, k=given.x.tensor.shape[1], int8=True, reads=operands, writes={}
-    )  # fmt: skip
+        m=given.rows,
+        n=given.columns,
+        k=given.x.tensor.shape[1],
+        int8=True,
+        reads=operands,
+        writes={},
+    )
 
 
 def without_main_loop(work: Work) -> Work:
     """What a kernel that makes a product does to end it."""
     multiplied = work.instructions["mma"]
-    ended = {kind: number - MAIN_LOOP.get(kind, 0) * multiplied for kind, number in work.instructions.items()}
+    ended = {
+        kind: number - MAIN_LOOP.get(kind, 0) * multiplied
+        for kind, number in work.instructions.items()
+    }
     return dataclasses.replace(work, instructions=ended)
 
 
@@ -180,13 +234,25 @@ def rows(side: str, times: Iterator[tuple[str, int, Time]]) -> list[Row]:
         launches += number
         made.append(
             Row(
-                side=side, kernel=name, group=group_of(name), launches=number, bound=bounds.most_common(1)[0][0],
+                side=side,
+                kernel=name,
+                group=group_of(name),
+                launches=number,
+                bound=bounds.most_common(1)[0][0],
                 milliseconds=1e3 * sum(bounds.values()),
                 gigabytes=1e-9 * sum(count * time.bytes for count, time in parts),
             )
-        )  # fmt: skip
+        )
     made.sort(key=lambda row: -row.milliseconds)
-    gap = Row(side=side, kernel=GAPS, group=GAPS, launches=launches, milliseconds=1e3 * gaps, bound=GAPS, gigabytes=0.0)
+    gap = Row(
+        side=side,
+        kernel=GAPS,
+        group=GAPS,
+        launches=launches,
+        milliseconds=1e3 * gaps,
+        bound=GAPS,
+        gigabytes=0.0,
+    )
     return [*made, gap]
 
 
@@ -194,7 +260,7 @@ def sides(step: Step, gpu: Gpu) -> dict[str, Iterator[tuple[str, int, Time]]]:
     """The times of every side on a GPU."""
     found = {
         side: opponent_times(Model(step.size, side, step.parameters).step(), gpu) for side in SIDES
-    }  # fmt: skip
+    }
     return {**found, LSQ: step.times(gpu)}
 
 
@@ -207,24 +273,32 @@ def model(step: Step, gpu: Gpu) -> dict:
     """A step of every side on a GPU."""
     found = {side: rows(side, times) for side, times in sides(step, gpu).items()}
     unlucky, lucky = (
-        {side: 1e3 * seconds(times) for side, times in sides(step, variant(gpu, luck)).items()} for luck in LUCK
+        {side: 1e3 * seconds(times) for side, times in sides(step, variant(gpu, luck)).items()}
+        for luck in LUCK
     )
     whole = {side: sum(row.milliseconds for row in of_side) for side, of_side in found.items()}
     return {
-        "gpu": gpu.name, "model": step.size.name, "tokens": step.size.tokens,
+        "gpu": gpu.name,
+        "model": step.size.name,
+        "tokens": step.size.tokens,
         "sides": [
             {
-                "side": side, "modelled_milliseconds": whole[side], "with_luck": lucky[side], "without": unlucky[side],
-                "launches": of_side[-1].launches, "gigabytes": sum(row.gigabytes for row in of_side),
+                "side": side,
+                "modelled_milliseconds": whole[side],
+                "with_luck": lucky[side],
+                "without": unlucky[side],
+                "launches": of_side[-1].launches,
+                "gigabytes": sum(row.gigabytes for row in of_side),
                 "ratio": whole["compiled"] / whole[side],
                 "groups": {
-                    group: sum(row.milliseconds for row in of_side if row.group == group) for group in (*GROUPS, GAPS)
+                    group: sum(row.milliseconds for row in of_side if row.group == group)
+                    for group in (*GROUPS, GAPS)
                 },
             }
             for side, of_side in found.items()
         ],
         "kernels": [dataclasses.asdict(row) for row in found[LSQ]],
-    }  # fmt: skip
+    }
 
 
 def kernel_rows(step: Step, gpu: Gpu) -> list[dict]:
@@ -236,16 +310,18 @@ def kernel_rows(step: Step, gpu: Gpu) -> list[dict]:
                 found[entry.kernel.name].append((part.times, entry))
     return [
         {
-            "kernel": name, "launches": sum(times for times, _ in entries),
+            "kernel": name,
+            "launches": sum(times for times, _ in entries),
             **counted_figures([(times, step.counted[id(entry)]) for times, entry in entries]),
             **occupancy([entry for _, entry in entries], gpu),
         }
         for name, entries in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def counted_figures(profiles: list[tuple[int, Profile]]) -> dict:
-    """Sectors of a request and how many its bytes would fill, conflicts, lanes at work, of the counted samples."""
+    """Sectors of a request and how many its bytes would fill, conflicts, lanes at work, of the
+    counted samples."""
 
     def of_tensors(figure: str) -> int:
         return sum(
@@ -260,13 +336,17 @@ def counted_figures(profiles: list[tuple[int, Profile]]) -> dict:
     return {
         "sectors_per_request": of_tensors("sectors") / requests,
         "full_sectors_per_request": of_tensors("bytes") / SECTOR / requests,
-        "bank_passes": sum(times * one.shared_passes for times, one in profiles) / least if least else None,
+        "bank_passes": sum(times * one.shared_passes for times, one in profiles) / least
+        if least
+        else None,
         "lanes": WARP * sum(one.activity for _, one in profiles) / len(profiles),
     }
 
 
 def occupancy(entries: list[Launch], gpu: Gpu) -> dict:
     """Of the specialisation that takes most registers."""
-    registers, shared, threads = max((*resources(entry, gpu.target), entry.block[0]) for entry in entries)
+    registers, shared, threads = max(
+        (*resources(entry, gpu.target), entry.block[0]) for entry in entries
+    )
     blocks = fitting_blocks(threads, registers, shared, gpu.limits)
     return {"registers": registers, "shared_bytes": shared, "warps": blocks * -(-threads // WARP)}

@@ -1,6 +1,8 @@
-"""The CPU as a backend that shows, or rounds, what the products of a backward pass read, for studies of gradients.
+"""The CPU as a backend that shows, or rounds, what the products of a backward pass read, for
+studies of gradients.
 
-For programs whose gradients are floats, QuantConfig(backward="float"), on memory that is not planned.
+For programs whose gradients are floats, QuantConfig(backward="float"), on memory that is not
+planned.
 """
 
 import functools
@@ -23,7 +25,8 @@ PRODUCTS = ProjectInputGradient, ProjectWeightGradient
 
 
 class StudiedCPU(CPU):
-    """Counts the products of a backward pass, and calls `study` in the place of each operation on a float gradient."""
+    """Counts the products of a backward pass, and calls `study` in the place of each operation on a
+    float gradient."""
 
     refillable = False
 
@@ -43,7 +46,11 @@ class StudiedCPU(CPU):
         plain = super().prepare([(operation, scratch)])
         if isinstance(operation, VocabularyLossGradient):  # a backward pass begins
             return functools.partial(self._begin, plain)
-        if isinstance(operation, PRODUCTS) and operation.floats is not None and operation.weight.codes is not None:
+        if (
+            isinstance(operation, PRODUCTS)
+            and operation.floats is not None
+            and operation.weight.codes is not None
+        ):
             return functools.partial(self._count, operation, plain)
         return plain
 
@@ -61,7 +68,9 @@ class StudiedCPU(CPU):
         if isinstance(operation, ProjectInputGradient):
             self._made = operation.dx
 
-    def study(self, operation: Operation, place: Place, first: bool, plain: Callable[[], None]) -> None:
+    def study(
+        self, operation: Operation, place: Place, first: bool, plain: Callable[[], None]
+    ) -> None:
         """Run an operation on a float gradient.
 
         Args:
@@ -74,7 +83,8 @@ class StudiedCPU(CPU):
 
 
 class Showing(StudiedCPU):
-    """Shows each gradient and runs as ever: `show(operation, place)` for each ProjectWeightGradient."""
+    """Shows each gradient and runs as ever: `show(operation, place)` for each
+    ProjectWeightGradient."""
 
     def __init__(self, show: Callable[[ProjectWeightGradient, Place], None]):
         super().__init__()
@@ -89,8 +99,9 @@ class Showing(StudiedCPU):
 class Rounding(StudiedCPU):
     """Rounds each gradient by a scheme before its products read it.
 
-    With a scale for each row they are the int8 products themselves, and dW rounds x again; else products of floats on
-    what the codes stand for, as exact int8 products with such scales would be.
+    With a scale for each row they are the int8 products themselves, and dW rounds x again; else
+    products of floats on what the codes stand for, as exact int8 products with such scales would
+    be.
     """
 
     def __init__(self, scheme: Scheme, seed: int):
@@ -115,8 +126,12 @@ class Rounding(StudiedCPU):
         key = torch.randint(2**62, (1,), generator=self._generator)
         operation.floats = None
         operation.gradient = RoundedGradient(
-            format=GRADIENT, codes=codes.codes.to(GRADIENT.storage), scale=codes.scale.flatten(),
-            weight_scale=operation.weight.scale, key=key, subsequence=0,
+            format=GRADIENT,
+            codes=codes.codes.to(GRADIENT.storage),
+            scale=codes.scale.flatten(),
+            weight_scale=operation.weight.scale,
+            key=key,
+            subsequence=0,
         )
         if isinstance(operation, ProjectWeightGradient):
             operation.key, operation.subsequence = key, 1

@@ -1,11 +1,13 @@
-"""How exact the products of a backward pass are with each scheme of rounding gradients, during a training.
+"""How exact the products of a backward pass are with each scheme of rounding gradients, during a
+training.
 
     python benchmarks/gradient_scales.py TEXT OUTPUT [--at 1 100 400 1000]
 
-Trains the translator of gradient_trainings.py, whose backward pass is in float32, and at some updates rounds the
-gradient of each product by each scheme beside it. Prints signal-to-noise in dB of the gradients of inputs (dX) and of
-weights (dW) against float64: their mean over the products, and the worst; then the same of those products alone whose
-gradient is made by the end of another product. The JSON has each product.
+Trains the translator of gradient_trainings.py, whose backward pass is in float32, and at some
+updates rounds the gradient of each product by each scheme beside it. Prints signal-to-noise in dB
+of the gradients of inputs (dX) and of weights (dW) against float64: their mean over the products,
+and the worst; then the same of those products alone whose gradient is made by the end of another
+product. The JSON has each product.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from torch import Tensor
 from lsq.ops.weight_gradient import ProjectWeightGradient
 
 KEPT = (1, 2)
-"""Values of each row that stay floats beside the codes of the others, as the vocabulary's loss keeps two."""
+"""Values of each row that stay floats beside the codes of the others, as the vocabulary's loss
+keeps two."""
 
 
 class Study:
@@ -44,7 +47,8 @@ class Study:
         self._names: dict[int, str] = {}
 
     def begin(self, module: torch.nn.Module, inputs: tuple) -> None:
-        """A hook before the forward pass of any module: counts the updates, and learns the names of the weights."""
+        """A hook before the forward pass of any module: counts the updates, and learns the names of
+        the weights."""
         if getattr(module, "computes_loss", False) and module.training and torch.is_grad_enabled():
             self._update += 1
             self._names = {tensor.data_ptr(): name for name, tensor in module.named_parameters()}
@@ -62,15 +66,23 @@ class Study:
             return
         codes = weight.codes.double()
         x = operation.x.coded.decode()
-        exact = gradient.double() @ codes, gradient.double().t() @ x.double() / weight.scale[:, None]
+        exact = (
+            gradient.double() @ codes,
+            gradient.double().t() @ x.double() / weight.scale[:, None],
+        )
         for name, scheme, kept in self._cases():
             floats = largest_of_rows(gradient, kept)
             found = self._products(scheme, gradient - floats, place, codes, x)
             floats = floats.double()
-            found = found[0] + floats @ codes, (found[1] + floats.t() @ x.double()) / weight.scale[:, None]
+            found = (
+                found[0] + floats @ codes,
+                (found[1] + floats.t() @ x.double()) / weight.scale[:, None],
+            )
             dx, dw = (decibels(*pair) for pair in zip(exact, found, strict=True))
             where = {"update": self._update, "weight": self._names[weight.values.data_ptr()]}
-            self.rows.append({**where, "follows": place.follows, "scheme": name, "dx": dx, "dw": dw})
+            self.rows.append(
+                {**where, "follows": place.follows, "scheme": name, "dx": dx, "dw": dw}
+            )
 
     def _cases(self) -> Iterator[tuple[str, Scheme, int]]:
         """(name, scheme, how many values of each row stay floats)."""
@@ -107,7 +119,9 @@ def summary(rows: list[dict]) -> Iterator[dict]:
         line = {"scheme": scheme}
         for key in ("dx", "dw"):
             for update in dict.fromkeys(row["update"] for row in rows):
-                values = [row[key] for row in rows if row["scheme"] == scheme and row["update"] == update]
+                values = [
+                    row[key] for row in rows if row["scheme"] == scheme and row["update"] == update
+                ]
                 line[f"{key} at {update}"] = f"{mean(values):.1f} ({min(values):.1f})"
         yield line
 
@@ -116,10 +130,15 @@ def study(options: argparse.Namespace) -> list[dict]:
     """Train, and return the rows of the study."""
     words = arguments(options, "float")
     run_lsq(["train-text", *words, "--prepare-only"])
-    from lsq.commands import train_text  # fairseq sets up logging where nobody has before it is imported
+    # fairseq sets up logging where nobody has before it is imported
+    from lsq.commands import (
+        train_text,
+    )
 
     given = train_text.parser().parse_args(words)
-    training = train_text.run_options(given, UNPLANNED).arguments(options.output / "data", options.output / "unused")
+    training = train_text.run_options(given, UNPLANNED).arguments(
+        options.output / "data", options.output / "unused"
+    )
     found = Study(options.at, given.seed)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(found.begin)
     try:
@@ -133,7 +152,12 @@ def study(options: argparse.Namespace) -> list[dict]:
 def main() -> None:
     made = parser()
     made.description = __doc__.partition("\n")[0]
-    at = {"type": common.positive, "nargs": "+", "metavar": "UPDATE", "default": [1, 100, 400, 1000]}
+    at = {
+        "type": common.positive,
+        "nargs": "+",
+        "metavar": "UPDATE",
+        "default": [1, 100, 400, 1000],
+    }
     made.add_argument("--at", **at, help="where to measure; the training ends with the last one")
     options = parse(made)
     options.updates = max(options.at)
@@ -142,7 +166,10 @@ def main() -> None:
     conditions = common.conditions(
         options, baseline="float64", **{name: getattr(options, name) for name in names}
     )
-    tables = {"all products": rows, "those of gradients that a product makes": [row for row in rows if row["follows"]]}
+    tables = {
+        "all products": rows,
+        "those of gradients that a product makes": [row for row in rows if row["follows"]],
+    }
     for title, found in tables.items():
         print("\n".join([f"{title}:", "", *markdown_table(list(summary(found))), ""]))
     common.report("gradient_scales", list(summary(rows)), conditions, options, products=rows)

@@ -1,8 +1,10 @@
-"""Which values of a product's gradient share a scale when it is rounded to int8, and where the scale comes from.
+"""Which values of a product's gradient share a scale when it is rounded to int8, and where the
+scale comes from.
 
-A gradient [M, N] has M rows (tokens) and N columns (outputs of the product); the scales of the weight's rows are folded
-in. dX multiplies it along N, dW along M. A *grain* says the largest magnitude that the scale of each value allows; what
-lies beyond is clipped. All are plain PyTorch and slow.
+A gradient [M, N] has M rows (tokens) and N columns (outputs of the product); the scales of the
+weight's rows are folded in. dX multiplies it along N, dW along M. A *grain* says the largest
+magnitude that the scale of each value allows; what lies beyond is clipped. All are plain PyTorch
+and slow.
 """
 
 from collections import deque
@@ -32,7 +34,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Blocks of `rows` x `columns` values have the largest of them; None: all rows, or all columns."""
+    """Blocks of `rows` x `columns` values have the largest of them; None: all rows, or all
+    columns."""
 
     rows: int | None
     columns: int | None
@@ -44,12 +47,15 @@ class Blocks:
             magnitude = _largest(magnitude, axis, size)
         for axis, size in enumerate((self.rows, self.columns)):
             if size is not None and size > 1:
-                magnitude = magnitude.repeat_interleave(size, axis).narrow(axis, 0, gradient.shape[axis])
+                magnitude = magnitude.repeat_interleave(size, axis).narrow(
+                    axis, 0, gradient.shape[axis]
+                )
         return magnitude
 
 
 class Delayed:
-    """One scale, from the largest value of the last `history` passes times `margin`; at first from this one."""
+    """One scale, from the largest value of the last `history` passes times `margin`; at first from
+    this one."""
 
     def __init__(self, *, history: int, margin: float = 1.0):
         self._history, self._margin = history, margin
@@ -65,11 +71,14 @@ class Delayed:
 
 
 class PredictedRows:
-    """A scale for each row; where the end of a product makes the gradient, from the row of the gradient before it.
+    """A scale for each row; where the end of a product makes the gradient, from the row of the
+    gradient before it.
 
-    The end of a product has only a part of a row, but it knows the scale of the row that it multiplied. The largest
-    value is taken to be the largest of that row times a factor, the largest such ratio of the last pass. Other
-    gradients have the largest values of their own rows: norms and losses, which make them, hold these whole.
+    The end of a product has only a part of a row, but it knows the scale of the row that it
+    multiplied. The largest value is taken to be the largest of that row times a factor, the largest
+    such ratio of the last pass. Other
+    gradients have the largest values of their own rows: norms and losses, which make them, hold
+        these whole.
     """
 
     def __init__(self):
@@ -110,12 +119,15 @@ class Scheme:
     """Of the gradient that dX reads, and dW, too, unless `weight_grain` says another."""
     weight_grain: Blocks | None = None
     folded: bool = False
-    """There is a scale for each row, which dW folds into x and rounds that again, with a scale for each column."""
+    """There is a scale for each row, which dW folds into x and rounds that again, with a scale for
+    each column."""
     stochastic: bool = True
     power_of_two: bool = False
     """Scales are the next power of two."""
 
-    def round(self, gradient: Tensor, place: Place, generator: torch.Generator) -> tuple[Codes, Codes]:
+    def round(
+        self, gradient: Tensor, place: Place, generator: torch.Generator
+    ) -> tuple[Codes, Codes]:
         """What dX and dW read of gradient [M, N]."""
         first = self._encode(self.grain, gradient, place, generator)
         if self.weight_grain is None:
@@ -140,14 +152,16 @@ COLUMNS = Blocks(rows=None, columns=1)
 
 
 def folded(x: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
-    """x [M, K] times the scales [M, 1] of a gradient's rows, rounded again with a scale for each column: its values."""
+    """x [M, K] times the scales [M, 1] of a gradient's rows, rounded again with a scale for each
+    column: its values."""
     scaled = x * scale
     step, reciprocal = arithmetic.gradient_scale(COLUMNS.magnitudes(scaled, Place(product=0)))
     return codes_of(scaled * reciprocal, generator) * step
 
 
 def codes_of(scaled: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Whole numbers for values in units of their scale: at random as products do it, or the nearest (None)."""
+    """Whole numbers for values in units of their scale: at random as products do it, or the nearest
+    (None)."""
     if generator is None:
         rounded = scaled.round()
     else:
@@ -164,7 +178,9 @@ def _largest(magnitude: Tensor, axis: int, size: int | None) -> Tensor:
         return magnitude
     missing = -magnitude.shape[axis] % size
     padding = (0, missing) if axis == 1 else (0, 0, 0, missing)
-    return torch.nn.functional.pad(magnitude, padding).unflatten(axis, (-1, size)).amax(dim=axis + 1)
+    return (
+        torch.nn.functional.pad(magnitude, padding).unflatten(axis, (-1, size)).amax(dim=axis + 1)
+    )
 
 
 def _square(size: int, **options) -> Scheme:
@@ -178,7 +194,9 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "row, x not rounded again": lambda: Scheme(grain=ROW),
     "row, nearest": lambda: Scheme(grain=ROW, folded=True, stochastic=False),
     "row, predicted": lambda: Scheme(grain=PredictedRows(), folded=True),
-    "row, predicted, power of two": lambda: Scheme(grain=PredictedRows(), folded=True, power_of_two=True),
+    "row, predicted, power of two": lambda: Scheme(
+        grain=PredictedRows(), folded=True, power_of_two=True
+    ),
     "1x128 and 128x1": lambda: Scheme(**GROUPS),
     "32x32": lambda: _square(32),
     "64x64": lambda: _square(64),
@@ -192,4 +210,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "tensor, delayed by 16": lambda: Scheme(grain=Delayed(history=16)),
     "tensor, delayed by 16, twice": lambda: Scheme(grain=Delayed(history=16, margin=2.0)),
 }
-"""Name -> the scheme, with no pass seen yet; stochastic unless it says otherwise. The first is what products do."""
+"""Name -> the scheme, with no pass seen yet; stochastic unless it says otherwise.
+
+The first is what products do.
+"""

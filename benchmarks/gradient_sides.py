@@ -10,7 +10,8 @@ from lsq.dist import GradientConfig, compress_gradients
 EXACT = "exact"
 """DistributedDataParallel without a hook: an all-reduce in float32."""
 DISTURBED = "exact, disturbed"
-"""The same, with every averaged value off by about a millionth: what a training makes of the smallest differences."""
+"""The same, with every averaged value off by about a millionth: what a training makes of the
+smallest differences."""
 DISTURBANCE = 1e-6
 
 LSQ_SIDES = {
@@ -50,7 +51,9 @@ def attach(model: DistributedDataParallel, side: str, node_size: int):
     return None
 
 
-def disturbed_hook(generator: torch.Generator, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def disturbed_hook(
+    generator: torch.Generator, bucket: distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """The mean, times 1 + noise of size `DISTURBANCE`, the same on every process."""
     factor = 1 + DISTURBANCE * torch.randn(bucket.buffer().shape, generator=generator)
     future = default_hooks.allreduce_hook(distributed.group.WORLD, bucket)

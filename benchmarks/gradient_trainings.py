@@ -1,9 +1,11 @@
-"""Trains a small translator with each scheme of rounding gradients, on the same data and seeds, and compares them.
+"""Trains a small translator with each scheme of rounding gradients, on the same data and seeds, and
+compares them.
 
     python benchmarks/gradient_trainings.py TEXT OUTPUT [--updates N] [--seeds 1 2] [--schemes ...]
 
-TEXT holds train.en, train.de, valid.*, test.*. Model and options are those of recipes/quality. `float` rounds no
-gradient, `product` is backward="int8" as it is; the others are simulated (gradient_backend.py). Run the same command
+TEXT holds train.en, train.de, valid.*, test.*. Model and options are those of recipes/quality.
+`float` rounds no gradient, `product` is backward="int8" as it is; the others are simulated
+(gradient_backend.py). Run the same command
 again to go on after an interruption: finished trainings are skipped.
 """
 
@@ -25,12 +27,26 @@ from lsq import backends, cli
 FLOAT, PRODUCT = "float", "product"
 SIDES = [FLOAT, PRODUCT, *SCHEMES]
 DEFAULT = [
-    FLOAT, PRODUCT, "row, predicted", "1x128 and 128x1", "32x32", "128x128", "128x128, nearest", "tensor",
+    FLOAT,
+    PRODUCT,
+    "row, predicted",
+    "1x128 and 128x1",
+    "32x32",
+    "128x128",
+    "128x128, nearest",
+    "tensor",
     "tensor, delayed by 16",
-]  # fmt: skip
+]
 UNPLANNED = ["--lsq-memory", "naive"]
 """What gradient_backend.py asks for."""
-QUICK = {"updates": 2, "hidden": 16, "vocabulary_size": 60, "max_tokens": 300, "max_length": 40, "warmup": 2}
+QUICK = {
+    "updates": 2,
+    "hidden": 16,
+    "vocabulary_size": 60,
+    "max_tokens": 300,
+    "max_length": 40,
+    "warmup": 2,
+}
 
 
 def arguments(options: argparse.Namespace, backward: str) -> list[str]:
@@ -42,17 +58,28 @@ def arguments(options: argparse.Namespace, backward: str) -> list[str]:
         for word in (f"--{option}{side}", str(options.text / f"{split}.{language}"))
     ]
     size = {
-        "--output": options.output, "--vocabulary-size": options.vocabulary_size, "--layers": 2,
-        "--hidden": options.hidden, "--feed-forward": 4 * options.hidden, "--heads": 4, "--dropout": 0.1,
-        "--max-tokens": options.max_tokens, "--max-length": options.max_length, "--lr": 0.002,
-        "--warmup": options.warmup, "--log-every": 25, "--updates": options.updates,
-        "--validate-every": max(1, options.updates // 4), "--lsq-backward": backward,
-    }  # fmt: skip
+        "--output": options.output,
+        "--vocabulary-size": options.vocabulary_size,
+        "--layers": 2,
+        "--hidden": options.hidden,
+        "--feed-forward": 4 * options.hidden,
+        "--heads": 4,
+        "--dropout": 0.1,
+        "--max-tokens": options.max_tokens,
+        "--max-length": options.max_length,
+        "--lr": 0.002,
+        "--warmup": options.warmup,
+        "--log-every": 25,
+        "--updates": options.updates,
+        "--validate-every": max(1, options.updates // 4),
+        "--lsq-backward": backward,
+    }
     return [*files, "--cpu", "--quiet", *(str(word) for pair in size.items() for word in pair)]
 
 
 def run_lsq(words: list[str]) -> None:
-    """Run a command of lsq in this process; after a mistake, which it has told, the process ends with its status."""
+    """Run a command of lsq in this process; after a mistake, which it has told, the process ends
+    with its status."""
     status = cli.main(words)
     if status:
         sys.exit(status)
@@ -80,11 +107,14 @@ def train(side: str, seed: int, options: argparse.Namespace) -> dict:
 
 
 def rows(found: dict[str, list[dict]]) -> Iterator[dict]:
-    """One row for each side: validation loss and BLEU of each seed, and their means' differences to the first side."""
+    """One row for each side: validation loss and BLEU of each seed, and their means' differences to
+    the first side."""
     baseline = next(iter(found.values()))
 
     def column(results: list[dict], key: str, form: str) -> tuple[str, float]:
-        return " / ".join(format(one[key], form) for one in results), mean(one[key] for one in results)
+        return " / ".join(format(one[key], form) for one in results), mean(
+            one[key] for one in results
+        )
 
     for side, results in found.items():
         row: dict = {"gradients": side}
@@ -98,13 +128,29 @@ def parser() -> argparse.ArgumentParser:
     """The command line, and with it the size of the model, which gradient_scales.py shares."""
     made = common.parser(__doc__)
     made.set_defaults(threads=1)
-    made.add_argument("text", type=Path, help="folder with train, valid and test files, .en and .de")
+    made.add_argument(
+        "text", type=Path, help="folder with train, valid and test files, .en and .de"
+    )
     made.add_argument("output", type=Path, help="where everything is written")
-    made.add_argument("--updates", type=common.positive, default=1500, metavar="N", help="of each training")
-    made.add_argument("--hidden", type=common.positive, default=128, metavar="N", help="hidden size")
-    made.add_argument("--vocabulary-size", type=common.positive, default=4000, metavar="N", help="subwords")
-    made.add_argument("--max-length", type=common.positive, default=256, metavar="N", help="longest sentence in pieces")
-    made.add_argument("--max-tokens", type=common.positive, default=4096, metavar="N", help="tokens of a batch")
+    made.add_argument(
+        "--updates", type=common.positive, default=1500, metavar="N", help="of each training"
+    )
+    made.add_argument(
+        "--hidden", type=common.positive, default=128, metavar="N", help="hidden size"
+    )
+    made.add_argument(
+        "--vocabulary-size", type=common.positive, default=4000, metavar="N", help="subwords"
+    )
+    made.add_argument(
+        "--max-length",
+        type=common.positive,
+        default=256,
+        metavar="N",
+        help="longest sentence in pieces",
+    )
+    made.add_argument(
+        "--max-tokens", type=common.positive, default=4096, metavar="N", help="tokens of a batch"
+    )
     made.add_argument("--warmup", type=common.positive, default=400, metavar="N", help="updates")
     return made
 
@@ -118,8 +164,17 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
 def main() -> None:
     made = parser()
     seeds = {"type": common.positive, "nargs": "+", "metavar": "SEED", "default": [1, 2]}
-    made.add_argument("--seeds", **seeds, help="of weights, order of batches, dropout, and rounding")
-    made.add_argument("--schemes", nargs="+", choices=SIDES, default=DEFAULT, metavar="SCHEME", help=", ".join(SIDES))
+    made.add_argument(
+        "--seeds", **seeds, help="of weights, order of batches, dropout, and rounding"
+    )
+    made.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=SIDES,
+        default=DEFAULT,
+        metavar="SCHEME",
+        help=", ".join(SIDES),
+    )
     options = parse(made)
     found: dict[str, list[dict]] = {side: [] for side in options.schemes}
     for seed in options.seeds:

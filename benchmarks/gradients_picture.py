@@ -1,4 +1,5 @@
-"""Draws docs/gradients.png and docs/gradients-training.png from the results of the benchmarks of gradient exchange."""
+"""Draws docs/gradients.png and docs/gradients-training.png from the results of the benchmarks of
+gradient exchange."""
 
 import argparse
 import json
@@ -10,9 +11,19 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = {
-    "exact": "black", "exact, noisy": "C5", "float": "black", "copy": "0.75", "no exchange": "0.75",
-    "bf16": "C7", "fp16": "C6", "gcq": "C3", "gcq, largest value as clip": "C1", "int8": "C0", "int8_hier": "C2",
-    "int4_hier": "C4", "int4_hier, nodes of 1": "C9",
+    "exact": "black",
+    "exact, noisy": "C5",
+    "float": "black",
+    "copy": "0.75",
+    "no exchange": "0.75",
+    "bf16": "C7",
+    "fp16": "C6",
+    "gcq": "C3",
+    "gcq, largest value as clip": "C1",
+    "int8": "C0",
+    "int8_hier": "C2",
+    "int4_hier": "C4",
+    "int4_hier, nodes of 1": "C9",
 }
 """Of each side, the same in every panel."""
 AFTER_STEPS = 60
@@ -23,9 +34,15 @@ SMOOTH = 5
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of the figures")
-    options.add_argument("--machine", default="cpu_zen5_2cores", help="suffix of figures that depend on the machine")
-    options.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of the pictures")
+    options.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks/results", help="folder of the figures"
+    )
+    options.add_argument(
+        "--machine", default="cpu_zen5_2cores", help="suffix of figures that depend on the machine"
+    )
+    options.add_argument(
+        "--output", type=Path, default=ROOT / "docs", help="folder of the pictures"
+    )
     given = options.parse_args()
 
     def load(name: str) -> dict:
@@ -50,11 +67,21 @@ def main() -> None:
 
 def draw_errors(axes: Axes, errors: list[dict]) -> None:
     """Relative error of the mean against the number of workers."""
-    chosen = [row for row in errors if (row["text"], row["after_steps"]) == ("numbers", AFTER_STEPS)]
+    chosen = [
+        row for row in errors if (row["text"], row["after_steps"]) == ("numbers", AFTER_STEPS)
+    ]
     found = sorted(chosen, key=lambda row: row["workers"])
     for scheme in ("bf16", "gcq", "int8", "int8_hier", "int4_hier"):
-        points = [(row["workers"], row["errors"][scheme]) for row in found if scheme in row["errors"]]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLOURS[scheme], label=scheme)
+        points = [
+            (row["workers"], row["errors"][scheme]) for row in found if scheme in row["errors"]
+        ]
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=4,
+            color=COLOURS[scheme],
+            label=scheme,
+        )
     axes.axhline(0.01, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -72,7 +99,9 @@ def draw_bytes(axes: Axes, rows: list[dict]) -> None:
     chosen = {row["mode"]: row["card_bytes_per_value"] for row in rows if row["workers"] == workers}
     nodes = next(row["nodes"] for row in rows if row["workers"] == workers)
     bars(axes, chosen, "{:.2f}")
-    axes.set(xlabel=f"bytes a parameter on a node's network card, {nodes} nodes of {workers // nodes}")
+    axes.set(
+        xlabel=f"bytes a parameter on a node's network card, {nodes} nodes of {workers // nodes}"
+    )
 
 
 def draw_steps(axes: Axes, rows: list[dict]) -> None:
@@ -86,7 +115,9 @@ def draw_steps(axes: Axes, rows: list[dict]) -> None:
         colours = [COLOURS[side] for side in sides]
         drawn = axes.barh(places, times, height, color=colours, alpha=1 if number else 0.5)
         words = rate.replace("gbit", " Gb/s").replace("mbit", " Mb/s")
-        axes.bar_label(drawn, [f"{time:,.0f} at {words}" for time in times], fontsize="x-small", padding=2)
+        axes.bar_label(
+            drawn, [f"{time:,.0f} at {words}" for time in times], fontsize="x-small", padding=2
+        )
     axes.set_yticks(range(len(sides)), sides)
     axes.invert_yaxis()
     axes.margins(x=0.25)
@@ -96,7 +127,9 @@ def draw_steps(axes: Axes, rows: list[dict]) -> None:
 def draw_work(axes: Axes, rows: list[dict]) -> None:
     """A hook's own work, for the larger cluster."""
     workers = max(row["workers"] for row in rows)
-    times = {row["side"]: row["microseconds_per_megabyte"] for row in rows if row["workers"] == workers}
+    times = {
+        row["side"]: row["microseconds_per_megabyte"] for row in rows if row["workers"] == workers
+    }
     bars(axes, times, "{:,.0f}")
     axes.set(xlabel=f"microseconds of a hook's own work per MB of gradients, {workers} workers")
 
@@ -104,7 +137,9 @@ def draw_work(axes: Axes, rows: list[dict]) -> None:
 def bars(axes: Axes, values: dict[str, float], form: str) -> None:
     """One horizontal bar for each side, from top to bottom, with its value."""
     drawn = axes.barh(list(values), list(values.values()), color=[COLOURS[side] for side in values])
-    axes.bar_label(drawn, [form.format(value) for value in values.values()], fontsize="small", padding=2)
+    axes.bar_label(
+        drawn, [form.format(value) for value in values.values()], fontsize="small", padding=2
+    )
     axes.invert_yaxis()
     axes.margins(x=0.12)
 
@@ -139,7 +174,9 @@ def finish(axes: Axes, label: str) -> None:
     """Labels, grid and legend of loss curves."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_yticks([tick for tick in (0.5, 1, 2, 3, 4, 5) if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]])
+    axes.set_yticks(
+        [tick for tick in (0.5, 1, 2, 3, 4, 5) if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+    )
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set(xlabel=label, ylabel="nats a byte, mean of all workers")
     axes.grid(alpha=0.25)

@@ -1,7 +1,8 @@
-"""Passes of tiny layers, whose time is that of the host: what bench_host.py measures, in a process of its own.
+"""Passes of tiny layers, whose time is that of the host: what bench_host.py measures, in a process
+of its own.
 
-`python host_work.py LAYERS WORDS` reads lines "backend: work", does that once, and writes the seconds of one thread
-of the processor that it took.
+`python host_work.py LAYERS WORDS` reads lines "backend: work", does that once, and writes the
+seconds of one thread of the processor that it took.
 """
 
 import functools
@@ -25,20 +26,35 @@ from lsq.layers.memory import plan_memory
 
 HIDDEN, SENTENCES = 16, 2
 CONFIG = LayerConfig(
-    hidden=HIDDEN, heads=2, feed_forward=32, dropout=0.1,
+    hidden=HIDDEN,
+    heads=2,
+    feed_forward=32,
+    dropout=0.1,
     quant=QuantConfig(backward="int8", calibration_passes=0, activation_init="fixed"),
-)  # fmt: skip
+)
 
 
 def target(name: str) -> Backend:
-    """Where layers run: "cpu", or "cuda" on a driver whose launches do nothing; its products are the emulator's."""
+    """Where layers run: "cpu", or "cuda" on a driver whose launches do nothing; its products are
+    the emulator's."""
     if name == "cpu":
         return backend("cpu")
     driver, place = Driver(str(stub.build(Path(tempfile.mkdtemp())))), torch.device("cpu")
     products = Products(
-        place, current=driver.current, library=str(emulator.build_products()), choose=first_candidate
+        place,
+        current=driver.current,
+        library=str(emulator.build_products()),
+        choose=first_candidate,
     )
-    return CUDA(Device(name="stub", driver=driver, compile=lambda kernel: b"code", products=products, place=place))
+    return CUDA(
+        Device(
+            name="stub",
+            driver=driver,
+            compile=lambda kernel: b"code",
+            products=products,
+            place=place,
+        )
+    )
 
 
 def encoder(where: Backend, layers: int) -> torch.nn.Sequential:
@@ -80,7 +96,10 @@ def decoding(where: Backend, layers: int, words: int) -> Callable[[], None]:
     stack = [TransformerDecoderLayer(CONFIG).eval() for _ in range(layers)]
     for layer in stack:
         layer.backend = where
-    memory, padding = torch.randn(words, SENTENCES, HIDDEN), torch.arange(words) >= torch.tensor([[words], [words - 1]])
+    memory, padding = (
+        torch.randn(words, SENTENCES, HIDDEN),
+        torch.arange(words) >= torch.tensor([[words], [words - 1]]),
+    )
 
     def run() -> None:
         states: list[dict] = [{} for _ in stack]

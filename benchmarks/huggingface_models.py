@@ -1,6 +1,7 @@
 """Models of Hugging Face transformers and of PyTorch, and batches for them: nothing is downloaded.
 
-Each has its loss and about 100 million weights; `layers` and `quick` make it smaller. Dropout is what the configuration
+Each has its loss and about 100 million weights; `layers` and `quick` make it smaller. Dropout is
+what the configuration
 has: 0.1 in GPT-2, BERT and PyTorch's encoder, none in Llama and ViT.
 """
 
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers, which looks for it
+# one that cannot be loaded would stop transformers, which looks for it
+sys.modules.setdefault("torchaudio", None)
 
 QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 BASE = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
@@ -36,10 +38,13 @@ class Recipe:
 
 
 def language_model_batch(length: int) -> Callable:
-    """Random words of sentences this long, or of the model's longest, which are their own labels."""
+    """Random words of sentences this long, or of the model's longest, which are their own
+    labels."""
 
     def batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
-        words = torch.randint(model.config.vocab_size, (count, min(length, model.config.max_position_embeddings)))
+        words = torch.randint(
+            model.config.vocab_size, (count, min(length, model.config.max_position_embeddings))
+        )
         return {"input_ids": words, "labels": words}
 
     return batch
@@ -66,18 +71,31 @@ def gpt2(layers: int, quick: bool) -> nn.Module:
     """GPT-2 small with its language modelling loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    small = {"n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 1}
+    small = {
+        "n_embd": 64,
+        "n_head": 2,
+        "vocab_size": 256,
+        "n_positions": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
     return GPT2LMHeadModel(GPT2Config(n_layer=layers, **(small if quick else {})))
 
 
 def llama(layers: int, quick: bool) -> nn.Module:
-    """A Llama of GPT-2 small's size, 110 million weights with tied embeddings, and its language modelling loss."""
+    """A Llama of GPT-2 small's size, 110 million weights with tied embeddings, and its language
+    modelling loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     size = {**QUICK, "vocab_size": 256} if quick else {**BASE, "vocab_size": 32000}
     length = 16 if quick else 1024
     return LlamaForCausalLM(
-        LlamaConfig(num_hidden_layers=layers, max_position_embeddings=length, tie_word_embeddings=True, **size)
+        LlamaConfig(
+            num_hidden_layers=layers,
+            max_position_embeddings=length,
+            tie_word_embeddings=True,
+            **size,
+        )
     )
 
 
@@ -99,11 +117,14 @@ def vit(layers: int, quick: bool) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """torch.nn.TransformerEncoder that learns to give `labels` back, floats of the inputs' shape."""
+    """torch.nn.TransformerEncoder that learns to give `labels` back, floats of the inputs'
+    shape."""
 
     def __init__(self, layers: int, hidden: int, heads: int, feed_forward: int):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(hidden, heads, feed_forward, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            hidden, heads, feed_forward, activation="gelu", batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers)
         self.hidden = hidden
 
@@ -124,7 +145,8 @@ def encoder_batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze a model and add LoRA adapters to all of its linear layers; raises ImportError without peft."""
+    """Freeze a model and add LoRA adapters to all of its linear layers; raises ImportError without
+    peft."""
     import peft
 
     targets = [
@@ -132,22 +154,38 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear) or is_conv1d(module)) and not name.endswith(HEADS)
     ]
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+    )
 
 
 RECIPES = {
     "gpt2": Recipe(
-        title="GPT-2 small", make=gpt2, batch=language_model_batch(1024), length=1024, quick_length=16,
+        title="GPT-2 small",
+        make=gpt2,
+        batch=language_model_batch(1024),
+        length=1024,
+        quick_length=16,
     ),
     "llama": Recipe(
-        title="Llama 110M", make=llama, batch=language_model_batch(1024), length=1024, quick_length=16,
+        title="Llama 110M",
+        make=llama,
+        batch=language_model_batch(1024),
+        length=1024,
+        quick_length=16,
     ),
-    "bert": Recipe(title="BERT base", make=bert, batch=sentence_batch(128), length=128, quick_length=128),
+    "bert": Recipe(
+        title="BERT base", make=bert, batch=sentence_batch(128), length=128, quick_length=128
+    ),
     "vit": Recipe(title="ViT-B/16", make=vit, batch=image_batch, length=197, quick_length=10),
     "encoder": Recipe(
-        title="nn.TransformerEncoder", make=encoder, batch=encoder_batch, length=128, quick_length=128,
+        title="nn.TransformerEncoder",
+        make=encoder,
+        batch=encoder_batch,
+        length=128,
+        quick_length=128,
     ),
-}  # fmt: skip
+}
 """By the names of --models."""
 
 
@@ -162,7 +200,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def with_linears(model: nn.Module) -> nn.Module:
-    """Every Conv1D in it replaced by a torch.nn.Linear, which is all that torchao and SDNQ convert."""
+    """Every Conv1D in it replaced by a torch.nn.Linear, which is all that torchao and SDNQ
+    convert."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if is_conv1d(child):

@@ -1,7 +1,9 @@
-"""What the benchmarks of gradient exchange train: a small language model, on text that is made without data files.
+"""What the benchmarks of gradient exchange train: a small language model, on text that is made
+without data files.
 
-The text is that of `lsq numbers`, lines such as "twenty-one = einundzwanzig", or sentences of invented words whose
-order follows a random grammar; either as bytes. With the default shape the model has 660,608 parameters.
+The text is that of `lsq numbers`, lines such as "twenty-one = einundzwanzig", or sentences of
+invented words whose order follows a random grammar; either as bytes. With the default shape the
+model has 660,608 parameters.
 Shape letters: B sequences, T bytes of a sequence, H hidden.
 """
 
@@ -54,7 +56,9 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.attention_output = nn.Linear(hidden, hidden)
         self.feed_forward_norm = nn.LayerNorm(hidden)
-        self.feed_forward = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
+        )
 
     def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
         split = self.query_key_value(self.attention_norm(x_BTH)).unflatten(-1, (3, self.heads, -1))
@@ -79,7 +83,8 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy, in nats per byte, of each byte given those before it; int64 [B, T] -> float32 []."""
+        """Mean cross-entropy, in nats per byte, of each byte given those before it; int64 [B, T] ->
+        float32 []."""
         read, wanted = tokens_BT[:, :-1], tokens_BT[:, 1:]
         x_BTH = self.embedding(read) + self.positions.weight[: read.shape[1]]
         logits = functional.linear(self.norm(self.blocks(x_BTH)), self.embedding.weight)
@@ -88,7 +93,11 @@ class LanguageModel(nn.Module):
 
 def make_text(train_numbers: int = TRAIN_NUMBERS, held_out_numbers: int = HELD_OUT_NUMBERS) -> Text:
     """Names of random numbers; none is in both parts."""
-    from lsq.text.numbers import name_numbers, sample_numbers  # brings fairseq, which processes do not need
+    # brings fairseq, which processes do not need
+    from lsq.text.numbers import (
+        name_numbers,
+        sample_numbers,
+    )
 
     generator = random.Random(TEXT_SEED)
     held_out = sample_numbers(held_out_numbers, generator)
@@ -106,14 +115,17 @@ def make_text(train_numbers: int = TRAIN_NUMBERS, held_out_numbers: int = HELD_O
 def make_sentences(train_words: int = 300_000, held_out_words: int = 10_000) -> Text:
     """Invented words, each of which decides by chance which of its successors comes next.
 
-    Its loss falls evenly: there is no rule that a model suddenly finds out, as there is in number names.
+    Its loss falls evenly: there is no rule that a model suddenly finds out, as there is in number
+        names.
     """
     generator = numpy.random.default_rng(TEXT_SEED)
     letters = numpy.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ["".join(generator.choice(letters, generator.integers(2, 9))) for _ in range(WORDS)]
     successors = generator.integers(WORDS, size=(WORDS, SUCCESSORS))
     chances = 1 / numpy.arange(1, SUCCESSORS + 1)
-    ranks = generator.choice(SUCCESSORS, size=train_words + held_out_words, p=chances / chances.sum())
+    ranks = generator.choice(
+        SUCCESSORS, size=train_words + held_out_words, p=chances / chances.sum()
+    )
     word, found = 0, []
     for rank in ranks:
         word = successors[word, rank]
@@ -140,7 +152,8 @@ def held_out_loss(model: nn.Module, text: torch.Tensor, *, sequences: int, lengt
 
 
 def schedule(step: int, steps: int, warm_up: int) -> float:
-    """Factor of the learning rate at `step` (from 0): a linear rise over `warm_up` steps, then a cosine to zero."""
+    """Factor of the learning rate at `step` (from 0): a linear rise over `warm_up` steps, then a
+    cosine to zero."""
     if step < warm_up:
         return (step + 1) / warm_up
     done = (step - warm_up) / max(1, steps - warm_up)

@@ -1,10 +1,10 @@
 """What a training step on a CPU has to do, and how fast its processor and memory could do it.
 
-The processor's peak is measured by loops that stay in registers (peak.cpp), the memory's by a triad as STREAM has it.
-Each operation is allowed as long as its multiplications take at the peak, or its tensors from memory and to it,
-whichever is longer. That is a yardstick, no bound: a tensor that is still in a cache comes faster, and floats
-(attention's probabilities times values) are multiplied at half of the rate of int8, or less. A multiplication with its
-addition counts as two.
+The processor's peak is measured by loops that stay in registers (peak.cpp), the memory's by a triad
+as STREAM has it. Each operation is allowed as long as its multiplications take at the peak, or its
+tensors from memory and to it, whichever is longer. That is a yardstick, no bound: a tensor that is
+still in a cache comes faster, and floats (attention's probabilities times values) are multiplied at
+half of the rate of int8, or less. A multiplication with its addition counts as two.
 """
 
 import ctypes
@@ -54,7 +54,8 @@ SOURCE = Path(__file__).with_name("peak.cpp")
 
 
 def measured(shape: transformer.Shape, parameters: int) -> dict | None:
-    """The limits of a training step here, for `common.report`; None without int8 instructions that lsq uses.
+    """The limits of a training step here, for `common.report`; None without int8 instructions that
+    lsq uses.
 
     Raises:
         OSError, subprocess.CalledProcessError: there is no C++ compiler, or it fails.
@@ -75,7 +76,9 @@ def measured(shape: transformer.Shape, parameters: int) -> dict | None:
     }
 
 
-def allowed(work: Mapping[str, list[tuple[float, float]]], rate: float, bandwidth: float) -> dict[str, float]:
+def allowed(
+    work: Mapping[str, list[tuple[float, float]]], rate: float, bandwidth: float
+) -> dict[str, float]:
     """Seconds of each part of `work`; see `work_of_step`."""
     return {
         part: sum(max(arithmetic / rate, moved / bandwidth) for arithmetic, moved in each)
@@ -84,7 +87,8 @@ def allowed(work: Mapping[str, list[tuple[float, float]]], rate: float, bandwidt
 
 
 def work_of_step(shape: transformer.Shape, parameters: int) -> dict[str, list[tuple[float, float]]]:
-    """Part -> (multiplications and additions, bytes) of each of its operations in a step with an int8 backward pass."""
+    """Part -> (multiplications and additions, bytes) of each of its operations in a step with an
+    int8 backward pass."""
     found: dict[str, list[tuple[float, float]]] = {part: [] for part in (*PARTS, UPDATE, REST)}
     for times, program in programs_of_step(shape):
         for operation in program.operations:
@@ -96,10 +100,15 @@ def work_of_step(shape: transformer.Shape, parameters: int) -> dict[str, list[tu
 def programs_of_step(shape: transformer.Shape) -> Iterator[tuple[int, Program]]:
     """(how often it runs in a step, program) for full batches."""
     size = operations.Size(
-        name="step", hidden=shape.hidden, feed_forward=shape.feed_forward, heads=shape.heads,
-        vocabulary=shape.vocabulary, padded=-(-shape.vocabulary // 16) * 16, sentences=shape.sentences,
+        name="step",
+        hidden=shape.hidden,
+        feed_forward=shape.feed_forward,
+        heads=shape.heads,
+        vocabulary=shape.vocabulary,
+        padded=-(-shape.vocabulary // 16) * 16,
+        sentences=shape.sentences,
         length=shape.length,
-    )  # fmt: skip
+    )
     quant = QuantConfig(backward="int8")
     config = operations.layer_config(size, quant, shape.dropout)
     mode = Mode(training=True, backward=True, backend=backend("cpu"))
@@ -107,8 +116,16 @@ def programs_of_step(shape: transformer.Shape) -> Iterator[tuple[int, Program]]:
     yield 2, programs.embedding(quant, size.tokens, operations.table(size, shape.dropout), mode)
     yield shape.layers, programs.encoder_layer(config, sentences, mode)
     yield shape.layers, programs.decoder_layer(config, sentences, sentences, mode)
-    yield 1, programs.vocabulary_loss(
-        quant, size.tokens, operations.words(size), mode, padding=operations.PADDING, smoothing=shape.label_smoothing
+    yield (
+        1,
+        programs.vocabulary_loss(
+            quant,
+            size.tokens,
+            operations.words(size),
+            mode,
+            padding=operations.PADDING,
+            smoothing=shape.label_smoothing,
+        ),
     )
 
 
@@ -128,7 +145,8 @@ def parts(seconds: Mapping[str, float], update: float, step: float) -> dict[str,
 
 
 def arithmetic(operation: Operation) -> float:
-    """Multiplications and additions of its products; in attention every query meets every key of its sentence."""
+    """Multiplications and additions of its products; in attention every query meets every key of
+    its sentence."""
     if operation.name in ATTENTION_PRODUCTS:
         heads = operation.heads
         pairs = heads.rows * heads.key_rows / heads.sentences
@@ -145,15 +163,28 @@ def moved(operation: Operation) -> int:
 
 def real(operation: Operation) -> Operation:
     """The same on memory that nobody has touched."""
-    return operation.bind(functools.cache(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype)))
+    return operation.bind(
+        functools.cache(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    )
 
 
 def peak(name: str) -> float:
-    """Multiplications and additions of int8 a second, on all threads, by one of lsq.csrc.tiles.INSTRUCTIONS."""
+    """Multiplications and additions of int8 a second, on all threads, by one of
+    lsq.csrc.tiles.INSTRUCTIONS."""
     level = "x86-64-v3" if name == "avx_vnni" else "x86-64-v4"
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "libpeak.so")
-        command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", f"-march={level}", "-o", str(library), str(SOURCE)]
+        command = [
+            "g++",
+            "-O2",
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            f"-march={level}",
+            "-o",
+            str(library),
+            str(SOURCE),
+        ]
         subprocess.run([*command, f"-I{Path(tiles.__file__).parent / 'cpu'}"], check=True)
         run = ctypes.CDLL(str(library)).lsq_peak
     run.restype = ctypes.c_int64
@@ -169,6 +200,10 @@ def peak(name: str) -> float:
 
 
 def triad() -> float:
-    """Bytes a second of a = b + s c on large arrays, on all threads; what the processor reads of a is not counted."""
+    """Bytes a second of a = b + s c on large arrays, on all threads; what the processor reads of a
+    is not counted."""
     a, b, c = torch.ones(3, TRIAD_BYTES // 3 // 4)
-    return max(TRIAD_BYTES / common.seconds(lambda: torch.add(b, c, alpha=0.5, out=a)) for _ in range(ROUNDS))
+    return max(
+        TRIAD_BYTES / common.seconds(lambda: torch.add(b, c, alpha=0.5, out=a))
+        for _ in range(ROUNDS)
+    )

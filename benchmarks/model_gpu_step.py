@@ -1,7 +1,8 @@
-"""Models a training step on GPUs, lsq's as its kernels stand and its opponents' at their best: nothing is measured.
+"""Models a training step on GPUs, lsq's as its kernels stand and its opponents' at their best:
+nothing is measured.
 
-lsq's launches are those of its real lists; what kernels do is counted in the emulator (--count, minutes), or taken from
-the file of an earlier count. Registers are NVRTC's. See docs/gpu-speed.md.
+lsq's launches are those of its real lists; what kernels do is counted in the emulator (--count,
+minutes), or taken from the file of an earlier count. Registers are NVRTC's. See docs/gpu-speed.md.
 """
 
 import argparse
@@ -28,11 +29,16 @@ TOKENS = 8192
 ONE_H100 = "seen on one H100 80GB HBM3, PyTorch 2.11"
 FOUR_SIZES = "zzc0721/torch-performance-test-data, issue 78"
 KNOWN = (
-    ("H100 SXM", None, 3.0, ONE_H100), ("H100 SXM", 8192, 798.0, ONE_H100 + ", random data"),
-    ("RTX 4090", 8192, 160.2, FOUR_SIZES), ("RTX 4090", 4096, 151.5, FOUR_SIZES), ("RTX 4090", 2048, 164.8, FOUR_SIZES),
-    ("RTX 4090", 1024, 126.8, FOUR_SIZES), ("A100 80 GB", 8192, 267.0, "triton-lang/triton, issue 4876, the largest"),
-)  # fmt: skip
-"""GPU, size of a square product in bfloat16 (None: a copy), the TFLOP/s (TB/s) that somebody measured, where."""
+    ("H100 SXM", None, 3.0, ONE_H100),
+    ("H100 SXM", 8192, 798.0, ONE_H100 + ", random data"),
+    ("RTX 4090", 8192, 160.2, FOUR_SIZES),
+    ("RTX 4090", 4096, 151.5, FOUR_SIZES),
+    ("RTX 4090", 2048, 164.8, FOUR_SIZES),
+    ("RTX 4090", 1024, 126.8, FOUR_SIZES),
+    ("A100 80 GB", 8192, 267.0, "triton-lang/triton, issue 4876, the largest"),
+)
+"""GPU, size of a square product in bfloat16 (None: a copy), the TFLOP/s (TB/s) that somebody
+measured, where."""
 COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C7", "0.8")
 
 
@@ -60,12 +66,14 @@ def load(path: Path) -> dict[str, Profile]:
 def save(counts: dict[str, Profile], path: Path) -> None:
     """Keep a count for `load`, a kernel a line."""
 
-
     def figures(traffic: Traffic) -> list[int]:
         return list(dataclasses.astuple(traffic)) if traffic.requests else []
 
     def kept(one: Profile) -> dict:
-        operands = [[place.bytes, *(figures(getattr(place, kind)) for kind in ACCESSES)] for place in one.operands]
+        operands = [
+            [place.bytes, *(figures(getattr(place, kind)) for kind in ACCESSES)]
+            for place in one.operands
+        ]
         return {**vars(one), "operands": operands, "elsewhere": list(map(figures, one.elsewhere))}
 
     lines = [f"{json.dumps(key)}: {json.dumps(kept(one))}" for key, one in sorted(counts.items())]
@@ -85,9 +93,19 @@ def checks() -> list[dict]:
         else:
             what = f"bfloat16 product of {side}, TFLOP/s"
             matrix = float(2 * side * side)
-            product = Multiplied(m=side, n=side, k=side, reads={0: matrix, 1: matrix}, writes={2: matrix})
+            product = Multiplied(
+                m=side, n=side, k=side, reads={0: matrix, 1: matrix}, writes={2: matrix}
+            )
             modelled = 2.0 * side**3 / clock.product(product).total / TERA
-        found.append({"gpu": name, "figure": what, "modelled": modelled, "measured": measured, "source": source})
+        found.append(
+            {
+                "gpu": name,
+                "figure": what,
+                "modelled": modelled,
+                "measured": measured,
+                "source": source,
+            }
+        )
     return found
 
 
@@ -95,12 +113,15 @@ def table_rows(results: list[dict]) -> list[dict]:
     """A line for each side."""
     return [
         {
-            "gpu": result["gpu"], "model": result["model"], "tokens": result["tokens"],
-            **{key: value for key, value in side.items() if key != "groups"}, **side["groups"],
+            "gpu": result["gpu"],
+            "model": result["model"],
+            "tokens": result["tokens"],
+            **{key: value for key, value in side.items() if key != "groups"},
+            **side["groups"],
         }
         for result in results
         for side in result["sides"]
-    ]  # fmt: skip
+    ]
 
 
 def draw(results: list[dict], path: Path) -> None:
@@ -118,7 +139,13 @@ def draw(results: list[dict], path: Path) -> None:
             axes.bar(labels, heights, bottom=begins, color=colour, label=group)
             begins = [begin + height for begin, height in zip(begins, heights, strict=True)]
         for place, side in enumerate(result["sides"]):
-            axes.plot([place] * 2, [side["with_luck"], side["without"]], color="black", marker="_", linewidth=1)
+            axes.plot(
+                [place] * 2,
+                [side["with_luck"], side["without"]],
+                color="black",
+                marker="_",
+                linewidth=1,
+            )
         axes.set_title(f"{result['model']}, {result['gpu']}: modelled", fontsize="medium")
         axes.set_ylabel("milliseconds a step, modelled")
         axes.grid(axis="y", alpha=0.25)
@@ -129,10 +156,18 @@ def draw(results: list[dict], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, counted anew: only checks that it runs")
-    parser.add_argument("--count", action="store_true", help="count the kernels anew, and keep that in --counts")
-    parser.add_argument("--counts", type=Path, default=COUNTS, metavar="FILE", help="what was counted of kernels")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as a JSON object")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes, counted anew: only checks that it runs"
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="count the kernels anew, and keep that in --counts"
+    )
+    parser.add_argument(
+        "--counts", type=Path, default=COUNTS, metavar="FILE", help="what was counted of kernels"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything as a JSON object"
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw stacked bars")
     options = parser.parse_args(arguments)
     chosen = [QUICK] if options.quick else sizes(TOKENS)
@@ -148,18 +183,29 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     results = [model(step, gpu) for step in steps for gpu in GPUS]
     conditions = {
-        "device": "none: every time is modelled", "nvrtc": compiler.version(), "quant": repr(QUANT),
+        "device": "none: every time is modelled",
+        "nvrtc": compiler.version(),
+        "quant": repr(QUANT),
         "dropout": gpu_lists.DROPOUT,
-        "gpus": {gpu.name: repr(gpu) for gpu in GPUS}, "gap_microseconds": H100.gap / MICRO,
+        "gpus": {gpu.name: repr(gpu) for gpu in GPUS},
+        "gap_microseconds": H100.gap / MICRO,
         "baseline": "compiled",
-    }  # fmt: skip
+    }
     kernels = kernel_rows(steps[-1], H100)
-    for title, lines in (("modelled steps", table_rows(results)), ("kernels", kernels), ("checks", checks())):
+    for title, lines in (
+        ("modelled steps", table_rows(results)),
+        ("kernels", kernels),
+        ("checks", checks()),
+    ):
         print(f"{title}\n\n{common.table(lines)}\n")
     line = {
-        "benchmark": "gpu_step_modelled", "conditions": conditions, "rows": table_rows(results), "kernels": kernels,
-        "checks": checks(), "kernels_by_gpu": results,
-    }  # fmt: skip
+        "benchmark": "gpu_step_modelled",
+        "conditions": conditions,
+        "rows": table_rows(results),
+        "kernels": kernels,
+        "checks": checks(),
+        "kernels_by_gpu": results,
+    }
     if options.json is not None:
         options.json.write_text(json.dumps(line) + "\n", encoding="utf-8")
     if options.picture is not None:

@@ -1,7 +1,9 @@
-"""Trains small models of transformers in float and in int8, over several seeds, and compares what they learn.
+"""Trains small models of transformers in float and in int8, over several seeds, and compares what
+they learn.
 
-The sides differ in nothing but what `lsq.convert` does: the same weights to begin with, batches, AdamW of PyTorch and
-learning rates. Each training is a file in OUTPUT, and is not run again while its options are the same.
+The sides differ in nothing but what `lsq.convert` does: the same weights to begin with, batches,
+AdamW of PyTorch and learning rates. Each training is a file in OUTPUT, and is not run again while
+its options are the same.
 """
 
 import argparse
@@ -29,23 +31,63 @@ from lsq.text.numbers import write_numbers
 
 SIZES = {
     "text": Size(
-        layers=4, hidden=128, heads=4, feed_forward=512, length=128, batch=8, updates=800, warmup=80,
-        learning_rate=2e-3, weight_decay=0.1,
+        layers=4,
+        hidden=128,
+        heads=4,
+        feed_forward=512,
+        length=128,
+        batch=8,
+        updates=800,
+        warmup=80,
+        learning_rate=2e-3,
+        weight_decay=0.1,
     ),
     "llama": Size(
-        layers=4, hidden=128, heads=4, feed_forward=384, length=128, batch=8, updates=800, warmup=80,
-        learning_rate=2e-3, weight_decay=0.1,
+        layers=4,
+        hidden=128,
+        heads=4,
+        feed_forward=384,
+        length=128,
+        batch=8,
+        updates=800,
+        warmup=80,
+        learning_rate=2e-3,
+        weight_decay=0.1,
     ),
     "digits": Size(
-        layers=4, hidden=128, heads=4, feed_forward=512, length=17, batch=64, updates=400, warmup=40,
-        learning_rate=1e-3, weight_decay=0.1,
+        layers=4,
+        hidden=128,
+        heads=4,
+        feed_forward=512,
+        length=17,
+        batch=64,
+        updates=400,
+        warmup=40,
+        learning_rate=1e-3,
+        weight_decay=0.1,
     ),
     "translation": Size(
-        layers=2, hidden=128, heads=4, feed_forward=512, length=32, batch=1024, updates=600, warmup=120,
-        learning_rate=2e-3, weight_decay=0.01,
+        layers=2,
+        hidden=128,
+        heads=4,
+        feed_forward=512,
+        length=32,
+        batch=1024,
+        updates=600,
+        warmup=120,
+        learning_rate=2e-3,
+        weight_decay=0.01,
     ),
-}  # fmt: skip
-QUICK = {"layers": 2, "hidden": 64, "heads": 2, "feed_forward": 128, "length": 24, "updates": 3, "warmup": 1}
+}
+QUICK = {
+    "layers": 2,
+    "hidden": 64,
+    "heads": 2,
+    "feed_forward": 128,
+    "length": 24,
+    "updates": 3,
+    "warmup": 1,
+}
 QUICK_BATCH = {"text": 2, "llama": 2, "digits": 8, "translation": 96}
 SUBWORDS, QUICK_SUBWORDS = 4000, 100
 NUMBERS, QUICK_NUMBERS = (20_000, 500), (200, 20)
@@ -80,10 +122,14 @@ SIDES = {
     "bfloat16": Side(autocast=True),
     "int8": Side(convert=lsq.convert),
     "int8, learned clips": Side(convert=partial(lsq.convert, quant=QuantConfig(clips="learned"))),
-    "int8, gradients in floats": Side(convert=partial(lsq.convert, quant=QuantConfig(backward="float"))),
+    "int8, gradients in floats": Side(
+        convert=partial(lsq.convert, quant=QuantConfig(backward="float"))
+    ),
     "int8, linears alone": Side(convert=partial(lsq.convert, fused=False)),
     "fused layers in floats": Side(convert=partial(lsq.convert, quant=QuantConfig(mode="float"))),
-    "int8, activations in floats": Side(convert=partial(lsq.convert, quant=QuantConfig(activation_format="float32"))),
+    "int8, activations in floats": Side(
+        convert=partial(lsq.convert, quant=QuantConfig(activation_format="float32"))
+    ),
     "int8, clips decay": Side(convert=lsq.convert, decays_clips=True),
 }
 DEFAULT = (FLOAT, "bfloat16", "int8")
@@ -114,7 +160,8 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def train(task: Task, side: Side, seed: int, say: str) -> dict:
-    """One training: scores at the end, losses of every update, what was validated on the way, clips."""
+    """One training: scores at the end, losses of every update, what was validated on the way,
+    clips."""
     torch.manual_seed(seed)
     size, model = task.size, task.model()
     report = side.convert(model)
@@ -123,7 +170,12 @@ def train(task: Task, side: Side, seed: int, say: str) -> dict:
     cast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=side.autocast)
     losses, validated, spent = [], [], 0.0
     every = max(1, size.updates // VALIDATIONS)
-    progress = tqdm(zip(range(1, size.updates + 1), task.batches(seed), strict=False), say, size.updates, leave=False)
+    progress = tqdm(
+        zip(range(1, size.updates + 1), task.batches(seed), strict=False),
+        say,
+        size.updates,
+        leave=False,
+    )
     for update, batch in progress:
         begun = time.process_time()
         with cast():
@@ -141,10 +193,13 @@ def train(task: Task, side: Side, seed: int, say: str) -> dict:
             model.train()
             progress.set_postfix(validated[-1][1])
     return {
-        "scores": validated[-1][1], "losses": losses, "validated": validated, "processor_seconds": spent,
+        "scores": validated[-1][1],
+        "losses": losses,
+        "validated": validated,
+        "processor_seconds": spent,
         "converted": str(report) if report else None,
         "clips": {name: clip.mean().item() for name, clip in quantized_tensors(model)},
-    }  # fmt: skip
+    }
 
 
 def groups(model: nn.Module, side: Side, weight_decay: float) -> list[dict]:
@@ -167,12 +222,19 @@ def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dic
     """Of one training, now or before."""
     path = options.output / f"{task.name}-{side.replace(', ', '-').replace(' ', '-')}-{seed}.json"
     settings = {
-        "task": task.name, "side": side, "seed": seed, "size": dataclasses.asdict(task.size), "lsq": lsq.__version__,
+        "task": task.name,
+        "side": side,
+        "seed": seed,
+        "size": dataclasses.asdict(task.size),
+        "lsq": lsq.__version__,
         "data": str(options.pairs if task.name == "translation" else options.text),
-    }  # fmt: skip
+    }
     if path.exists() and (known := json.loads(path.read_text()))["settings"] == settings:
         return known
-    found = {"settings": settings, **train(task, SIDES[side], seed, f"{task.name}, {side}, seed {seed}")}
+    found = {
+        "settings": settings,
+        **train(task, SIDES[side], seed, f"{task.name}, {side}, seed {seed}"),
+    }
     write_text(path, json.dumps(found))
     return found
 
@@ -180,13 +242,18 @@ def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dic
 def scores_of(found: dict) -> dict[str, float]:
     """Return a training's scores at the end and the mean loss of the last fifth of its updates."""
     losses = found["losses"]
-    return {**found["scores"], "training loss": statistics.mean(losses[-max(1, len(losses) // 5) :])}
+    return {
+        **found["scores"],
+        "training loss": statistics.mean(losses[-max(1, len(losses) // 5) :]),
+    }
 
 
 def rows(found: dict[str, list[dict]]) -> Iterator[dict]:
-    """One for each side and score: of every seed, their mean and spread, and how far the mean is from the first side's.
+    """One for each side and score: of every seed, their mean and spread, and how far the mean is
+    from the first side's.
 
-    The spread is the standard deviation of seeds; the error is the standard error of the difference, paired by seed.
+    The spread is the standard deviation of seeds; the error is the standard error of the
+    difference, paired by seed.
     """
     scores = {side: [scores_of(one) for one in results] for side, results in found.items()}
     baseline = next(iter(scores.values()))
@@ -212,25 +279,38 @@ def curves(found: dict[str, list[dict]]) -> Iterator[dict]:
         for one in results:
             settings = one["settings"]
             yield {
-                "side": settings["side"], "seed": settings["seed"],
-                "losses": [round(loss, 4) for loss in one["losses"]], "validated": one["validated"],
-            }  # fmt: skip
+                "side": settings["side"],
+                "seed": settings["seed"],
+                "losses": [round(loss, 4) for loss in one["losses"]],
+                "validated": one["validated"],
+            }
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
-    parser.add_argument("task", choices=SIZES, help="models of text, ViT on digits, or Marian on pairs")
+    parser.add_argument(
+        "task", choices=SIZES, help="models of text, ViT on digits, or Marian on pairs"
+    )
     parser.add_argument("output", type=Path, help="folder of all trainings")
     seeds: dict = {"type": common.positive, "nargs": "+", "metavar": "SEED", "default": [1, 2, 3]}
-    parser.add_argument("--seeds", **seeds, help="of weights, order of batches, dropout, and rounding")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=DEFAULT, metavar="SIDE", help=", ".join(SIDES))
-    parser.add_argument("--updates", type=common.positive, metavar="N", help="of each training")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="of the task text; Python's manual if left out")
     parser.add_argument(
-        "--pairs", type=Path, metavar="FOLDER",
-        help="of the task translation: train, valid and test files, .en and .de; names of numbers if left out",
-    )  # fmt: skip
+        "--seeds", **seeds, help="of weights, order of batches, dropout, and rounding"
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=DEFAULT, metavar="SIDE", help=", ".join(SIDES)
+    )
+    parser.add_argument("--updates", type=common.positive, metavar="N", help="of each training")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="of the task text; Python's manual if left out"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=Path,
+        metavar="FOLDER",
+        help="of the task translation: train, valid and test files, .en and .de; names of numbers"
+        " if left out",
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw losses there")
     options = common.parse(parser, arguments)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -240,9 +320,13 @@ def main(arguments: list[str] | None = None) -> None:
         for side in options.sides:
             found[side].append(result(task, side, seed, options))
     conditions = common.conditions(
-        options, packages=("transformers",), baseline=options.sides[0], task=task.name, seeds=options.seeds,
+        options,
+        packages=("transformers",),
+        baseline=options.sides[0],
+        task=task.name,
+        seeds=options.seeds,
         size=dataclasses.asdict(task.size),
-    )  # fmt: skip
+    )
     drawn = list(curves(found))
     common.report("model_quality", rows(found), conditions, options, curves=drawn)
     if options.picture is not None:

@@ -56,7 +56,8 @@ class Contiguous(torch.autograd.Function):
 
 
 def torchao(model: nn.Module) -> None:
-    """torchao's int8 mixed-precision training, in all layers but heads; it wants inputs and gradients contiguous."""
+    """torchao's int8 mixed-precision training, in all layers but heads; it wants inputs and
+    gradients contiguous."""
     from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
     from torchao.quantization import quantize_
 
@@ -65,24 +66,38 @@ def torchao(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and not name.endswith(HEADS)
     }
-    quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True), filter_fn=lambda _, name: name in chosen)
+    quantize_(
+        model,
+        Int8MixedPrecisionTrainingConfig(module_swap=True),
+        filter_fn=lambda _, name: name in chosen,
+    )
     for module in chosen.values():
         module.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         module.register_forward_hook(lambda _, inputs, output: Contiguous.apply(output))
 
 
 def sdnq(model: nn.Module) -> None:
-    """SDNQ's int8 products on weights that stay floats, its nearest to the others; it keeps int8 inputs."""
+    """SDNQ's int8 products on weights that stay floats, its nearest to the others; it keeps int8
+    inputs."""
     from sdnq.layers import SDNQLinear
     from sdnq.training import sdnq_training_post_load_quant
 
     sdnq_training_post_load_quant(
-        model, weights_dtype="int8", quantized_matmul_dtype="int8", use_quantized_matmul=True, group_size=-1,
-        use_static_quantization=False, use_grad_ckpt=False, quantization_device="cpu", return_device="cpu",
+        model,
+        weights_dtype="int8",
+        quantized_matmul_dtype="int8",
+        use_quantized_matmul=True,
+        group_size=-1,
+        use_static_quantization=False,
+        use_grad_ckpt=False,
+        quantization_device="cpu",
+        return_device="cpu",
         modules_to_not_convert=list(HEADS),
-    )  # fmt: skip
+    )
     if not any(isinstance(module, SDNQLinear) for module in model.modules()):
-        raise ValueError("SDNQ converts no layer of this model; it takes weights of at least 16,384 values")
+        raise ValueError(
+            "SDNQ converts no layer of this model; it takes weights of at least 16,384 values"
+        )
 
 
 def sdnq_openvino(model: nn.Module) -> None:
@@ -100,7 +115,8 @@ def sdnq_openvino(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_openvino() -> Iterator[None]:
-    """SDNQ takes PyTorch's products within this context, as it does where openvino is not installed."""
+    """SDNQ takes PyTorch's products within this context, as it does where openvino is not
+    installed."""
     from sdnq import kernel_wrappers
 
     found = kernel_wrappers.openvino_int_mm
@@ -152,7 +168,8 @@ OPPONENTS = tuple(name for name in SIDES if name.startswith(PYTORCH) and "float3
 class Bases:
     """A model's weights in each form that a side trains, with their optimizers.
 
-    Sides take turns with one set of weights and moments, without which a dozen of them would not fit into memory.
+    Sides take turns with one set of weights and moments, without which a dozen of them would not
+    fit into memory.
     """
 
     def __init__(self, original: nn.Module):
@@ -171,7 +188,9 @@ class Bases:
             half = kind.dtype is not torch.float32
             model = copy.deepcopy(self.original).to(kind.dtype) if half else self.original
             self.made[key] = with_linears(sharing(model)) if key[1] else model
-            self.optimizers[key] = adamw([p for p in self.made[key].parameters() if p.requires_grad])
+            self.optimizers[key] = adamw(
+                [p for p in self.made[key].parameters() if p.requires_grad]
+            )
         base = self.made[key]
         return (copy.deepcopy(base), None) if kind.own else (sharing(base), self.optimizers[key])
 
@@ -199,7 +218,8 @@ class Side:
             self.model.compile(backend=backend)
         self.optimizer = shared or own_optimizer(self.model)
         self.batch = {
-            name: value.to(kind.dtype) if value.is_floating_point() else value for name, value in batch.items()
+            name: value.to(kind.dtype) if value.is_floating_point() else value
+            for name, value in batch.items()
         }
 
     def loss(self) -> torch.Tensor:
@@ -225,7 +245,9 @@ class Side:
         self.optimizer.zero_grad()
 
 
-adamw = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+adamw = functools.partial(
+    torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+)
 
 
 def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,6 +1,8 @@
-"""Draws training steps of Hugging Face's models: seconds and what is kept for backward, each side a bar.
+"""Draws training steps of Hugging Face's models: seconds and what is kept for backward, each side a
+bar.
 
-    python benchmarks/models_picture.py benchmarks/results/models_cpu_xeon_amx_2cores.json docs/models.png
+    python benchmarks/models_picture.py benchmarks/results/models_cpu_xeon_amx_2cores.json
+    docs/models.png
 
 `bench_models.py --picture FILE.png` measures and draws in one go.
 """
@@ -14,7 +16,10 @@ from matplotlib.figure import Figure
 
 COLOURS = {"PyTorch": "0.5", "torchao": "C1", "SDNQ": "C2", "lsq": "C0"}
 """By the first word of a side's name."""
-FIGURES = {"seconds": ("seconds a step", 1.0, ".2f"), "saved_bytes": ("megabytes kept for backward", 1e-6, ",.0f")}
+FIGURES = {
+    "seconds": ("seconds a step", 1.0, ".2f"),
+    "saved_bytes": ("megabytes kept for backward", 1e-6, ",.0f"),
+}
 """Column -> its label, what it is multiplied by, and its format."""
 
 
@@ -53,7 +58,9 @@ def draw(rows: Sequence[Mapping], output: Path) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("figures", type=Path, metavar="FILE.json", help="what bench_models.py --json wrote")
+    options.add_argument(
+        "figures", type=Path, metavar="FILE.json", help="what bench_models.py --json wrote"
+    )
     options.add_argument("picture", type=Path, metavar="FILE.png", help="what to draw")
     given = options.parse_args()
     draw(json.loads(given.figures.read_text())["rows"], given.picture)

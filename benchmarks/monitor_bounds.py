@@ -1,11 +1,13 @@
-"""Signal-to-noise in trainings that do well, from which the bounds of lsq.monitor come, and what a look costs.
+"""Signal-to-noise in trainings that do well, from which the bounds of lsq.monitor come, and what a
+look costs.
 
     python benchmarks/monitor_bounds.py [--steps 400] [--every 10] [--only "gated, of nn.Linear"]
 
-Trains small models (monitor_trainings.py) in int8 and in floats on the same batches, looks at the int8 one every so
-many steps, and prints for each training and quantity, in dB: the least reading of any module early and late, the
-quantile of 1 % and the median of all; then both losses at the end, and milliseconds of processor time of an int8 step
-with a look and without.
+Trains small models (monitor_trainings.py) in int8 and in floats on the same batches, looks at the
+int8 one every so
+many steps, and prints for each training and quantity, in dB: the least reading of any module early
+and late, the quantile of 1 % and the median of all; then both losses at the end, and milliseconds
+of processor time of an int8 step with a look and without.
 """
 
 import time
@@ -45,12 +47,14 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.01)
         warm_up = max(options.steps // 10, 1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / warm_up) * max(1 - step / options.steps, 0.05)
+            self.optimizer,
+            lambda step: min(1.0, (step + 1) / warm_up) * max(1 - step / options.steps, 0.05),
         )
         self.monitor = (
             lsq.monitor(self.model, every=options.every, rows=options.sample, bounds=NO_BOUNDS)
-            if quant.quantized else None
-        )  # fmt: skip
+            if quant.quantized
+            else None
+        )
         self.losses: list[float] = []
         self.readings: list[tuple[int, str, Reading]] = []
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -71,35 +75,52 @@ class Run:
             looked = self.monitor.readings is not before
             self.seconds[looked].append(time.process_time() - began)
             if looked:
-                self.readings += [(number, name, reading) for name, reading in self.monitor.readings.items()]
+                self.readings += [
+                    (number, name, reading) for name, reading in self.monitor.readings.items()
+                ]
 
 
 def rows(name: str, run: Run, steps: int) -> Iterator[dict]:
     """Of each quantity."""
     for kind in QUANTITIES:
-        found = [(step, reading.values()[kind]) for step, _, reading in run.readings if kind in reading.values()]
+        found = [
+            (step, reading.values()[kind])
+            for step, _, reading in run.readings
+            if kind in reading.values()
+        ]
         early = [value for step, value in found if step <= steps // 4]
         late = [value for step, value in found if step > steps // 4]
         values = torch.tensor([value for _, value in found])
         yield {
-            "training": name, "quantity": kind.replace("_", " "), "least_early": min(early), "least_late": min(late),
-            "quantile_1": values.quantile(0.01).item(), "median": values.median().item(), "readings": len(values),
-        }  # fmt: skip
+            "training": name,
+            "quantity": kind.replace("_", " "),
+            "least_early": min(early),
+            "least_late": min(late),
+            "quantile_1": values.quantile(0.01).item(),
+            "median": values.median().item(),
+            "readings": len(values),
+        }
 
 
 def outcome(name: str, run: Run, exact: Run) -> dict:
     ends = [sum(one.losses[-LAST_STEPS:]) / len(one.losses[-LAST_STEPS:]) for one in (run, exact)]
     step, look = (1e3 * median(run.seconds[looked]) for looked in (False, True))
     return {
-        "training": name, "loss_int8": ends[0], "loss_float": ends[1], "step_ms": step, "step_with_a_look_ms": look,
-    }  # fmt: skip
+        "training": name,
+        "loss_int8": ends[0],
+        "loss_float": ends[1],
+        "step_ms": step,
+        "step_with_a_look_ms": look,
+    }
 
 
 def worst(run: Run) -> Mapping[str, tuple[str, float]]:
     """Quantity -> (module, reading): the least of all."""
     found = {}
     for kind in QUANTITIES:
-        readings = [(one.values()[kind], name) for _, name, one in run.readings if kind in one.values()]
+        readings = [
+            (one.values()[kind], name) for _, name, one in run.readings if kind in one.values()
+        ]
         least, name = min(readings)
         found[kind] = name, least
     return found
@@ -107,11 +128,21 @@ def worst(run: Run) -> Mapping[str, tuple[str, float]]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = common.parser(__doc__)
-    options.add_argument("--steps", type=common.positive, default=400, metavar="N", help="of each training")
-    options.add_argument("--every", type=common.positive, default=10, metavar="N", help="steps between two looks")
-    options.add_argument("--sample", type=common.positive, default=64, metavar="N", help="rows of a look")
-    options.add_argument("--seed", type=common.positive, default=1, metavar="N", help="of the model and its dropout")
-    options.add_argument("--only", choices=list(TRAININGS), nargs="+", default=list(TRAININGS), help="trainings")
+    options.add_argument(
+        "--steps", type=common.positive, default=400, metavar="N", help="of each training"
+    )
+    options.add_argument(
+        "--every", type=common.positive, default=10, metavar="N", help="steps between two looks"
+    )
+    options.add_argument(
+        "--sample", type=common.positive, default=64, metavar="N", help="rows of a look"
+    )
+    options.add_argument(
+        "--seed", type=common.positive, default=1, metavar="N", help="of the model and its dropout"
+    )
+    options.add_argument(
+        "--only", choices=list(TRAININGS), nargs="+", default=list(TRAININGS), help="trainings"
+    )
     chosen = common.parse(options, arguments)
     if chosen.quick:
         chosen.steps, chosen.every = 8, 2
@@ -128,7 +159,12 @@ def main(arguments: list[str] | None = None) -> None:
         modules[name] = worst(run)
         print(common.table(found), common.table(outcomes[-1:]), sep="\n\n", end="\n\n", flush=True)
     conditions = common.conditions(
-        chosen, steps=chosen.steps, every=chosen.every, sample=chosen.sample, seed=chosen.seed, baseline="none"
+        chosen,
+        steps=chosen.steps,
+        every=chosen.every,
+        sample=chosen.sample,
+        seed=chosen.seed,
+        baseline="none",
     )
     common.report("monitor_bounds", figures, conditions, chosen, outcomes=outcomes, worst=modules)
 

@@ -1,4 +1,5 @@
-"""Small trainings for monitor_bounds.py: models of nn.Linear that lsq.convert takes, and models of lsq's own layers.
+"""Small trainings for monitor_bounds.py: models of nn.Linear that lsq.convert takes, and models of
+lsq's own layers.
 
 All read the text of `lsq numbers` as bytes. Shape letters: B sequences, T bytes of a sequence.
 """
@@ -51,7 +52,8 @@ class Gated(nn.Module):
 
 
 class Translator(nn.Module):
-    """Two encoder and two decoder layers of lsq, post-norm and ReLU as in fairseq's Transformer, over bytes."""
+    """Two encoder and two decoder layers of lsq, post-norm and ReLU as in fairseq's Transformer,
+    over bytes."""
 
     def __init__(self, config: LayerConfig):
         super().__init__()
@@ -59,7 +61,11 @@ class Translator(nn.Module):
         self.encoder = nn.ModuleList(TransformerEncoderLayer(config) for _ in range(2))
         self.decoder = nn.ModuleList(TransformerDecoderLayer(config) for _ in range(2))
         self.projection = VocabularyProjection(
-            BYTES, config.hidden, quant=config.quant, weight=self.embedding.weight, padding_idx=PADDING
+            BYTES,
+            config.hidden,
+            quant=config.quant,
+            weight=self.embedding.weight,
+            padding_idx=PADDING,
         )
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -93,9 +99,16 @@ def gated(quant: QuantConfig) -> nn.Module:
 
 def whole_layers(quant: QuantConfig) -> nn.Module:
     config = LayerConfig(
-        **{**LAYER, "dropout": 0.0}, feed_forward=352, activation="silu", gated=True, bias=False, norm="rms",
-        pre_norm=True, rotary=Rotary(places=LENGTH), quant=quant,
-    )  # fmt: skip
+        **{**LAYER, "dropout": 0.0},
+        feed_forward=352,
+        activation="silu",
+        gated=True,
+        bias=False,
+        norm="rms",
+        pre_norm=True,
+        rotary=Rotary(places=LENGTH),
+        quant=quant,
+    )
     return TransformerLanguageModel(BYTES, config, layers=3, padding_idx=PADDING)
 
 
@@ -117,7 +130,9 @@ def pair_loss(model: nn.Module, text: Text, number: int) -> Tensor:
     piece = microbatch(text.train, number, sequences=1, length=SEQUENCES * LENGTH * 2)[0]
     lines = bytes(piece.tolist()).split(b"\n")[1:-1]
     pairs = [[torch.tensor(list(part)) for part in line.split(b"=")] for line in lines]
-    return model(*(nn.utils.rnn.pad_sequence(side, batch_first=True) for side in zip(*pairs, strict=True)))
+    return model(
+        *(nn.utils.rnn.pad_sequence(side, batch_first=True) for side in zip(*pairs, strict=True))
+    )
 
 
 TRAININGS = {

@@ -1,7 +1,8 @@
 """Two pretended machines on this one: network namespaces joined by one cable of a chosen rate.
 
-Linux, root, `ip` and `tc` (iproute2) are needed. Each end of the cable is a veth interface whose outgoing packets pass
-a token bucket (tc-tbf). Processes inside one namespace reach each other through its loopback, which is not limited.
+Linux, root, `ip` and `tc` (iproute2) are needed. Each end of the cable is a veth interface whose
+outgoing packets pass a token bucket (tc-tbf). Processes inside one namespace reach each other
+through its loopback, which is not limited.
 """
 
 import os
@@ -27,12 +28,17 @@ def obstacle() -> str | None:
     if missing:
         return f"{' and '.join(missing)} not found; install iproute2"
     if os.geteuid() != 0:
-        return "network namespaces need root; run it as root, in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
+        return (
+            "network namespaces need root; run it as root, in a container with CAP_SYS_ADMIN"
+            " and"
+            " CAP_NET_ADMIN"
+        )
     return None
 
 
 class Network:
-    """The two nodes, while the `with` block lasts; SIGTERM and SIGHUP end it in order, as Ctrl-C does.
+    """The two nodes, while the `with` block lasts; SIGTERM and SIGHUP end it in order, as Ctrl-C
+    does.
 
     Nodes that an earlier process left behind because it was killed are removed first.
 
@@ -50,7 +56,9 @@ class Network:
 
     def __enter__(self) -> "Network":
         remove_leftovers()
-        self.handlers = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+        self.handlers = {
+            number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)
+        }
         try:
             for node in self.nodes:
                 tool("ip", "netns", "add", node)
@@ -79,12 +87,27 @@ class Network:
         """Let each node send no more than `rate`, in the notation of tc ("100mbit")."""
         for node in self.nodes:
             bucket = ("tbf", "rate", rate, "burst", BURST, "latency", LATENCY)
-            tool("ip", "netns", "exec", node, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *bucket)
+            tool(
+                "ip",
+                "netns",
+                "exec",
+                node,
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                INTERFACE,
+                "root",
+                *bucket,
+            )
 
     def start(self, node: int, command: list[str], **options) -> subprocess.Popen:
-        """Start a command on a node, with gloo bound to its network card; it is killed when the network goes."""
+        """Start a command on a node, with gloo bound to its network card; it is killed when the
+        network goes."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}
-        process = subprocess.Popen(["ip", "netns", "exec", self.nodes[node], *command], env=environment, **options)
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.nodes[node], *command], env=environment, **options
+        )
         self.processes.append(process)
         return process
 
@@ -99,7 +122,11 @@ def remove_leftovers() -> None:
     for line in tool("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.strip() else ""
         maker = name.removeprefix(f"{PREFIX}-").split("-")[0]
-        if name.startswith(f"{PREFIX}-") and maker.isdigit() and not Path(f"/proc/{maker}").exists():
+        if (
+            name.startswith(f"{PREFIX}-")
+            and maker.isdigit()
+            and not Path(f"/proc/{maker}").exists()
+        ):
             tool("ip", "netns", "del", name)
 
 

@@ -1,4 +1,5 @@
-"""The operations that benchmarks measure: those of the programs of a training, and some that stand outside programs.
+"""The operations that benchmarks measure: those of the programs of a training, and some that stand
+outside programs.
 
 Their tensors are virtual: lsq.program.samples draws real ones for any of them, wherever it runs.
 """
@@ -55,7 +56,14 @@ class Size:
 
 
 QUICK = Size(
-    name="quick", hidden=48, feed_forward=64, heads=3, vocabulary=50, padded=64, sentences=3, length=5
+    name="quick",
+    hidden=48,
+    feed_forward=64,
+    heads=3,
+    vocabulary=50,
+    padded=64,
+    sentences=3,
+    length=5,
 )
 
 
@@ -93,13 +101,20 @@ class Call:
     def signature(self) -> tuple:
         """Equal for calls that do the same work."""
         leaves = (leaf.of(self.operation) for leaf in self.operation.leaves())
-        tensors = (None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in leaves)
+        tensors = (
+            None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in leaves
+        )
         attributes = self.operation.attributes().items()
-        return self.name, *tensors, *(item for item in attributes if "subsequence" not in item[0].split("."))
+        return (
+            self.name,
+            *tensors,
+            *(item for item in attributes if "subsequence" not in item[0].split(".")),
+        )
 
 
 def calls(wanted: Sequence[str], size: Size, dropout: float) -> Iterator[Call]:
-    """Every call of the named operations that does different work, in both backward modes; no names: of all."""
+    """Every call of the named operations that does different work, in both backward modes; no
+    names: of all."""
     seen = set()
     found = [
         Call(size=size, backward=mode, operation=operation)
@@ -131,22 +146,35 @@ def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program
     gated = layer_config(size, quant, dropout, activation="silu", gated=True)
     yield programs.feed_forward(gated, size.tokens, mode)
     yield programs.linear(quant, size.tokens, size.hidden, size.hidden, mode, bias=True)
-    yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
+    yield programs.vocabulary_loss(
+        quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1
+    )
 
 
 def layer_config(size: Size, quant: QuantConfig, dropout: float, **options) -> LayerConfig:
     """Of a layer of that size."""
     return LayerConfig(
-        hidden=size.hidden, heads=size.heads, feed_forward=size.feed_forward, dropout=dropout,
-        attention_dropout=dropout, activation_dropout=dropout, quant=quant, **options,
+        hidden=size.hidden,
+        heads=size.heads,
+        feed_forward=size.feed_forward,
+        dropout=dropout,
+        attention_dropout=dropout,
+        activation_dropout=dropout,
+        quant=quant,
+        **options,
     )
 
 
 def table(size: Size, dropout: float) -> programs.Table:
     """Of an embedding of that size."""
     return programs.Table(
-        vocabulary=size.vocabulary, hidden=size.hidden, positions=POSITIONS, padding=PADDING, scale=size.hidden**0.5,
-        dropout=dropout, learned=True,
+        vocabulary=size.vocabulary,
+        hidden=size.hidden,
+        positions=POSITIONS,
+        padding=PADDING,
+        scale=size.hidden**0.5,
+        dropout=dropout,
+        learned=True,
     )
 
 
@@ -156,28 +184,38 @@ def words(size: Size) -> programs.Vocabulary:
 
 
 def others(size: Size) -> Iterator[Operation]:
-    """Outside programs: Adam on the weight [F, H] of a feed-forward block, its clips and those of what it reads and
-    makes, and its gradient in messages."""
+    """Outside programs: Adam on the weight [F, H] of a feed-forward block, its clips and those of
+    what it reads and makes, and its gradient in messages.
+    """
     shape = size.feed_forward, size.hidden
     tensors = {name: _tensor(name, shape) for name in ("weight", "gradient", "first", "second")}
-    tensors |= {f"new_{name}": _tensor(f"new_{name}", shape) for name in ("weight", "first", "second")}
+    tensors |= {
+        f"new_{name}": _tensor(f"new_{name}", shape) for name in ("weight", "first", "second")
+    }
     codes = Weight(
-        format=QuantConfig().weights, codes=_tensor("codes", shape, torch.int8),
-        scale=_tensor("scale", shape[:1]), clip=_tensor("clip", shape[:1]),
+        format=QuantConfig().weights,
+        codes=_tensor("codes", shape, torch.int8),
+        scale=_tensor("scale", shape[:1]),
+        clip=_tensor("clip", shape[:1]),
         transposed=_tensor("transposed", shape[::-1], torch.int8),
     )
     numbers = adam.scalars(1e-3, (0.9, 0.98), 1e-8, 1000)
     yield Adam(**tensors, numbers=numbers, gradient_factor=torch.ones(1), rounded=codes)
     for rows in (shape, shape[::-1], (1, size.tokens * size.hidden)):
         unusable = _tensor("unusable", rows[:1], torch.int64)
-        yield LeastErrorClip(x=_tensor("x", rows), clip=_tensor("clip", rows[:1]), unusable=unusable)
+        yield LeastErrorClip(
+            x=_tensor("x", rows), clip=_tensor("clip", rows[:1]), unusable=unusable
+        )
     for dtype in (torch.float32, torch.bfloat16):
         yield from messages(size.feed_forward * size.hidden, dtype)
 
 
-def messages(values: int, dtype: torch.dtype, bits: int = 8, stochastic: bool = False) -> Iterator[Operation]:
-    """What a process does with a bucket of gradients: pack it, without and with its error, add up one shard of every
-    process's, unpack the sums."""
+def messages(
+    values: int, dtype: torch.dtype, bits: int = 8, stochastic: bool = False
+) -> Iterator[Operation]:
+    """What a process does with a bucket of gradients: pack it, without and with its error, add up
+    one shard of every process's, unpack the sums.
+    """
     layout = MessageLayout.for_values(values, PROCESSES, bits=bits)
     eight = MessageLayout.for_values(values, PROCESSES)
     one, key = MessageLayout.of_shard(layout.length), KEY if stochastic else None
@@ -185,11 +223,15 @@ def messages(values: int, dtype: torch.dtype, bits: int = 8, stochastic: bool = 
     yield PackGradients(x=x, key=key, messages=packed)
     yield PackGradients(x=x, key=key, messages=packed, error=_tensor("error", (values,)))
     yield SumMessages(messages=packed, factor=1 / PROCESSES, key=key, sum=_messages(one))
-    yield UnpackGradients(messages=_messages(eight, 1, PROCESSES), x=_tensor("gradients", (values,), dtype))
+    yield UnpackGradients(
+        messages=_messages(eight, 1, PROCESSES), x=_tensor("gradients", (values,), dtype)
+    )
 
 
 def _messages(layout: MessageLayout, *copies: int) -> Messages:
-    return Messages(layout=layout, data=_tensor("messages", (*copies, layout.message_bytes), torch.uint8))
+    return Messages(
+        layout=layout, data=_tensor("messages", (*copies, layout.message_bytes), torch.uint8)
+    )
 
 
 def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> VirtualTensor:
@@ -199,7 +241,8 @@ def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
 def counted(operation: Operation) -> dict[int, tuple[torch.Tensor, int]]:
     """Address -> each tensor that a real operation reads or writes, and how many bytes of it.
 
-    Of a weight its codes count, or its values where there are none; of a table, as many rows as there are indices.
+    Of a weight its codes count, or its values where there are none; of a table, as many rows as
+    there are indices.
     """
     limits = operation.limits()
     found = {}
@@ -213,7 +256,13 @@ def counted(operation: Operation) -> dict[int, tuple[torch.Tensor, int]]:
             continue
         size = tensor.numel() * tensor.element_size()
         if not leaf.written and len(leaf.path) == 1 and tensor.dim() == 2:
-            looked_up = [attrgetter(name)(operation).numel() for name, end in limits.items() if end == len(tensor)]
-            size = min([size, *(count * tensor.shape[1] * tensor.element_size() for count in looked_up)])
+            looked_up = [
+                attrgetter(name)(operation).numel()
+                for name, end in limits.items()
+                if end == len(tensor)
+            ]
+            size = min(
+                [size, *(count * tensor.shape[1] * tensor.element_size() for count in looked_up)]
+            )
         found[tensor.data_ptr()] = tensor, size
     return found

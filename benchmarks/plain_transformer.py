@@ -1,7 +1,8 @@
 """fairseq's Transformer as PyTorch's own documentation would have it written and trained.
 
-Fused projections of queries, keys and values, scaled_dot_product_attention, cross_entropy with label smoothing, fused
-Adam, bfloat16 by autocast over float32 weights; eager, or compiled as one graph from tokens to the loss.
+Fused projections of queries, keys and values, scaled_dot_product_attention, cross_entropy with
+label smoothing, fused Adam, bfloat16 by autocast over float32 weights; eager, or compiled as one
+graph from tokens to the loss.
 """
 
 import contextlib
@@ -49,8 +50,11 @@ class Attention(nn.Module):
         else:
             joined = (self.q_proj(x_BTH), *self.kv_proj(context_BSH).chunk(2, dim=-1))
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joined)
-        with sdpa_kernel(SDPBackend.MATH):  # the flash kernel takes longer for sentences as short as these
-            attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        # the flash kernel takes longer for sentences as short as these
+        with sdpa_kernel(SDPBackend.MATH):
+            attended = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal
+            )
         return self.out_proj(attended.transpose(1, 2).flatten(2))
 
 
@@ -90,7 +94,9 @@ class Half(nn.Module):
         super().__init__()
         self.embed_tokens = embed_tokens
         self.scale = math.sqrt(shape.hidden)
-        table = SinusoidalPositionalEmbedding.get_embedding(shape.length + PADDING + 1, shape.hidden, PADDING)
+        table = SinusoidalPositionalEmbedding.get_embedding(
+            shape.length + PADDING + 1, shape.hidden, PADDING
+        )
         self.register_buffer("positions", table, persistent=False)
         self.dropout = nn.Dropout(shape.dropout)
         self.layers = nn.ModuleList(Layer(shape, cross=cross) for _ in range(shape.layers))
@@ -101,14 +107,17 @@ class Half(nn.Module):
         """int64 [B, T] -> [B, T, H]; see `Layer`."""
         real = tokens_BT != PADDING
         places = real.cumsum(dim=1) * real + PADDING
-        x_BTH = self.dropout(self.scale * self.embed_tokens(tokens_BT) + functional.embedding(places, self.positions))
+        x_BTH = self.dropout(
+            self.scale * self.embed_tokens(tokens_BT) + functional.embedding(places, self.positions)
+        )
         for layer in self.layers:
             x_BTH = layer(x_BTH, context_BSH, mask)
         return x_BTH
 
 
 class Transformer(nn.Module):
-    """From tokens to the label-smoothed loss; one table of embeddings for source, target and projection."""
+    """From tokens to the label-smoothed loss; one table of embeddings for source, target and
+    projection."""
 
     def __init__(self, shape: transformer.Shape):
         super().__init__()
@@ -125,13 +134,17 @@ class Transformer(nn.Module):
         target_BT: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Loss, summed over the target's tokens: int64 [B, S], [B, T], [B, T] -> float32 []; for mask see `Layer`."""
+        """Loss, summed over the target's tokens: int64 [B, S], [B, T], [B, T] -> float32 []; for
+        mask see `Layer`."""
         context_BSH = self.encoder(source_BS, None, mask)
         x_BTH = self.decoder(previous_BT, context_BSH, mask)
         logits = functional.linear(x_BTH, self.decoder.embed_tokens.weight)
         return functional.cross_entropy(
-            logits.flatten(0, 1), target_BT.flatten(),
-            ignore_index=PADDING, reduction="sum", label_smoothing=self.label_smoothing,
+            logits.flatten(0, 1),
+            target_BT.flatten(),
+            ignore_index=PADDING,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
 
     def take(self, theirs: dict[str, torch.Tensor]) -> None:
@@ -149,7 +162,9 @@ class Transformer(nn.Module):
 class Side(transformer.Side):
     """A way to train it, from the weights of the sides that are fairseq's."""
 
-    def __init__(self, shape: transformer.Shape, *, autocast: bool = True, backend: str | None = None):
+    def __init__(
+        self, shape: transformer.Shape, *, autocast: bool = True, backend: str | None = None
+    ):
         """Build it.
 
         Args:
@@ -163,10 +178,14 @@ class Side(transformer.Side):
         if backend == "inductor" and shutil.which(compiler) is None:
             raise ImportError(f"torch.compile needs a C++ compiler, and there is no {compiler}")
         self.model = Transformer(shape).train()
-        self.model.take(transformer.build(shape, transformer.parse(shape, transformer.FAIRSEQ))[0].state_dict())
+        self.model.take(
+            transformer.build(shape, transformer.parse(shape, transformer.FAIRSEQ))[0].state_dict()
+        )
         if backend is not None:
             self.model.compile(backend=backend)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-4, betas=(0.9, 0.98), fused=True)
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=5e-4, betas=(0.9, 0.98), fused=True
+        )
         self.autocast = autocast
 
     def loss(self, sample: dict) -> torch.Tensor:
@@ -176,7 +195,13 @@ class Side(transformer.Side):
         mask = None
         if padding.any():
             dtype = torch.bfloat16 if self.autocast else torch.float32
-            mask = torch.zeros(source.shape, dtype=dtype).masked_fill(padding, -math.inf)[:, None, None]
-        context = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+            mask = torch.zeros(source.shape, dtype=dtype).masked_fill(padding, -math.inf)[
+                :, None, None
+            ]
+        context = (
+            torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        )
         with context:
-            return self.model(source, sample["net_input"]["prev_output_tokens"], sample["target"], mask)
+            return self.model(
+                source, sample["net_input"]["prev_output_tokens"], sample["target"], mask
+            )

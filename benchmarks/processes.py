@@ -25,14 +25,19 @@ def run(work: Callable, processes: int, *arguments, threads: int = 1) -> list:
         What the processes returned, by rank.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: `work` failed in one of them; the others are ended.
+        torch.multiprocessing.ProcessRaisedException: `work` failed in one of them; the others are
+        ended.
     """
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_process, (processes, Path(folder), threads, work, arguments), nprocs=processes)
+        multiprocessing.spawn(
+            _process, (processes, Path(folder), threads, work, arguments), nprocs=processes
+        )
         return [pickle.loads(_answer(Path(folder), rank).read_bytes()) for rank in range(processes)]
 
 
-def _process(rank: int, processes: int, folder: Path, threads: int, work: Callable, arguments: tuple) -> None:
+def _process(
+    rank: int, processes: int, folder: Path, threads: int, work: Callable, arguments: tuple
+) -> None:
     torch.set_num_threads(threads)
     join(rank, processes, folder)
     try:
@@ -43,9 +48,12 @@ def _process(rank: int, processes: int, folder: Path, threads: int, work: Callab
 
 
 def join(rank: int, processes: int, folder: Path) -> None:
-    """Make this process number `rank` of the group that meets in `folder`, a folder that all of them see."""
+    """Make this process number `rank` of the group that meets in `folder`, a folder that all of
+    them see."""
     store = distributed.FileStore(str(folder / "store"), processes)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=TIMEOUT)
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=processes, timeout=TIMEOUT
+    )
 
 
 def _answer(folder: Path, rank: int) -> Path:

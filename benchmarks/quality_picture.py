@@ -1,4 +1,5 @@
-"""Draws docs/models-quality.png: losses of the trainings of benchmarks/model_quality.py, from its --json files."""
+"""Draws docs/models-quality.png: losses of the trainings of benchmarks/model_quality.py, from its
+--json files."""
 
 import argparse
 import json
@@ -28,9 +29,14 @@ def main() -> None:
 
 
 def draw(tasks: Mapping[str, list[dict]], path: Path) -> None:
-    """Validation scores of each task: a line for each training, sides by colour. `tasks`: name -> curves."""
+    """Validation scores of each task: a line for each training, sides by colour.
+
+    `tasks`: name -> curves.
+    """
     figure = Figure(figsize=(1 + 4.5 * len(tasks), 4.2), layout="constrained")
-    for axes, (task, curves) in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks.items(), strict=True):
+    for axes, (task, curves) in zip(
+        figure.subplots(1, len(tasks), squeeze=False)[0], tasks.items(), strict=True
+    ):
         panel(axes, task, curves)
     figure.savefig(path, dpi=110)
 
@@ -43,7 +49,9 @@ def panel(axes: Axes, task: str, curves: list[dict]) -> None:
         number = sides.index(curve["side"])
         first = curve is next(one for one in curves if one["side"] == curve["side"])
         label = curve["side"] if first else None
-        axes.plot(*zip(*points, strict=True), color=f"C{number}", linewidth=1, alpha=0.8, label=label)
+        axes.plot(
+            *zip(*points, strict=True), color=f"C{number}", linewidth=1, alpha=0.8, label=label
+        )
     axes.set(xlabel="updates", title=TITLES[task])
     axes.grid(alpha=0.25)
     axes.legend(fontsize="small")

@@ -1,4 +1,5 @@
-"""What benchmarks/model_quality.py trains: small models of transformers, made from configurations, on small data.
+"""What benchmarks/model_quality.py trains: small models of transformers, made from configurations,
+on small data.
 
 B sentences, windows or images, T tokens.
 """
@@ -59,41 +60,63 @@ class Task:
         raise NotImplementedError
 
     def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
-        """Of a model in eval mode, without gradients; `last`: after the last update, with what takes long."""
+        """Of a model in eval mode, without gradients; `last`: after the last update, with what
+        takes long."""
         raise NotImplementedError
 
 
 class Text(Task):
-    """GPT-2 on bytes of a text. Its loss is in bits a byte; the last tenth of the text is for validation."""
+    """GPT-2 on bytes of a text.
+
+    Its loss is in bits a byte; the last tenth of the text is for validation.
+    """
 
     name, metric = "text", "bits"
     WINDOWS = 128
 
     def __init__(self, size: Size, path: Path | None = None):
-        text = "\n".join(topics[name] for name in sorted(topics)) if path is None else path.read_text("utf-8")
+        text = (
+            "\n".join(topics[name] for name in sorted(topics))
+            if path is None
+            else path.read_text("utf-8")
+        )
         found = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self.size, end = size, len(found) * 9 // 10
         self.training, held = found[:end], found[end:]
         if len(held) <= size.length:
-            raise ValueError(f"the text has {len(found)} bytes; it must have more than {10 * size.length}")
+            raise ValueError(
+                f"the text has {len(found)} bytes; it must have more than {10 * size.length}"
+            )
         starts = torch.linspace(0, len(held) - size.length, self.WINDOWS).long()
-        self.validation = torch.stack([held[start : start + size.length] for start in starts]).long()
+        self.validation = torch.stack(
+            [held[start : start + size.length] for start in starts]
+        ).long()
 
     def model(self) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         size = self.size
         config = GPT2Config(
-            vocab_size=BYTES, n_positions=size.length, n_embd=size.hidden, n_layer=size.layers, n_head=size.heads,
-            n_inner=size.feed_forward, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
+            vocab_size=BYTES,
+            n_positions=size.length,
+            n_embd=size.hidden,
+            n_layer=size.layers,
+            n_head=size.heads,
+            n_inner=size.feed_forward,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
         return GPT2LMHeadModel(config).train()
 
     def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
         drawn = torch.Generator().manual_seed(seed)
         while True:
-            starts = torch.randint(len(self.training) - self.size.length, (self.size.batch,), generator=drawn)
-            windows = torch.stack([self.training[start : start + self.size.length] for start in starts]).long()
+            starts = torch.randint(
+                len(self.training) - self.size.length, (self.size.batch,), generator=drawn
+            )
+            windows = torch.stack(
+                [self.training[start : start + self.size.length] for start in starts]
+            ).long()
             yield {"input_ids": windows, "labels": windows}
 
     def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
@@ -103,7 +126,8 @@ class Text(Task):
 
 
 class Llama(Text):
-    """Llama on the same: RMSNorm before blocks, SwiGLU, rotary positions; no dropout, so that masks do not differ."""
+    """Llama on the same: RMSNorm before blocks, SwiGLU, rotary positions; no dropout, so that masks
+    do not differ."""
 
     name = "llama"
 
@@ -112,15 +136,21 @@ class Llama(Text):
 
         size = self.size
         config = LlamaConfig(
-            vocab_size=BYTES, max_position_embeddings=size.length, hidden_size=size.hidden,
-            num_hidden_layers=size.layers, num_attention_heads=size.heads, intermediate_size=size.feed_forward,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
+            vocab_size=BYTES,
+            max_position_embeddings=size.length,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            intermediate_size=size.feed_forward,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
         return LlamaForCausalLM(config).train()
 
 
 class Digits(Task):
-    """ViT on scikit-learn's 1,797 digits of 8 x 8 points, in patches of 2 x 2; 500 of them are for testing."""
+    """ViT on scikit-learn's 1,797 digits of 8 x 8 points, in patches of 2 x 2; 500 of them are for
+    testing."""
 
     name, metric = "digits", "right"
     TEST = 500
@@ -140,10 +170,16 @@ class Digits(Task):
 
         size = self.size
         config = ViTConfig(
-            image_size=8, patch_size=2, num_channels=1, hidden_size=size.hidden, num_hidden_layers=size.layers,
-            num_attention_heads=size.heads, intermediate_size=size.feed_forward, num_labels=10,
+            image_size=8,
+            patch_size=2,
+            num_channels=1,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            intermediate_size=size.feed_forward,
+            num_labels=10,
             hidden_dropout_prob=0.1,
-        )  # fmt: skip
+        )
         return ViTForImageClassification(config).train()
 
     def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
@@ -156,11 +192,16 @@ class Digits(Task):
     def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
         logits = model(pixel_values=self.test_images).logits.float()
         right = (logits.argmax(1) == self.test_labels).float().mean().item()
-        return {"right": 100 * right, "loss": functional.cross_entropy(logits, self.test_labels).item()}
+        return {
+            "right": 100 * right,
+            "loss": functional.cross_entropy(logits, self.test_labels).item(),
+        }
 
 
 class Translation(Task):
-    """Marian on sentence pairs, in subwords of both languages. Its loss is in bits a subword, BLEU of greedy search.
+    """Marian on sentence pairs, in subwords of both languages.
+
+    Its loss is in bits a subword, BLEU of greedy search.
 
     Args:
         size: of the model and its training.
@@ -179,34 +220,54 @@ class Translation(Task):
     """Tokens of a batch in evaluation."""
     PADDING, END = 3, 2
 
-    def __init__(self, size: Size, folder: Path, languages: tuple[str, str], subwords: int, work: Path):
+    def __init__(
+        self, size: Size, folder: Path, languages: tuple[str, str], subwords: int, work: Path
+    ):
         from lsq.text.corpus import Corpus
         from lsq.text.vocabulary import MODEL, learn_vocabulary, load_vocabulary
 
         self.size = size
-        text = {split: [read_items(folder / f"{split}.{language}") for language in languages] for split in self.SPLITS}
+        text = {
+            split: [read_items(folder / f"{split}.{language}") for language in languages]
+            for split in self.SPLITS
+        }
         if not (work / MODEL).exists():
             source, target = (side[: self.LEARNT] for side in text["train"])
             corpus = Corpus(source=source, target=target, lines=list(range(1, len(source) + 1)))
             write_folder(work, lambda new: learn_vocabulary(corpus, new, subwords, 1.0))
         self.subwords = load_vocabulary(work)
-        self.pairs = {split: self._pairs(*text[split])[: self.SPLITS[split]] for split in self.SPLITS}
+        self.pairs = {
+            split: self._pairs(*text[split])[: self.SPLITS[split]] for split in self.SPLITS
+        }
 
     def _pairs(self, source: list[str], target: list[str]) -> list[tuple[list[int], list[int]]]:
         encoded = (self.subwords.encode(side, add_eos=True) for side in (source, target))
-        return [pair for pair in zip(*encoded, strict=True) if max(map(len, pair)) <= self.size.length]
+        return [
+            pair for pair in zip(*encoded, strict=True) if max(map(len, pair)) <= self.size.length
+        ]
 
     def model(self) -> nn.Module:
         from transformers import MarianConfig, MarianMTModel
 
         size, words = self.size, self.subwords.get_piece_size()
         config = MarianConfig(
-            vocab_size=words, d_model=size.hidden, encoder_layers=size.layers, decoder_layers=size.layers,
-            encoder_attention_heads=size.heads, decoder_attention_heads=size.heads, encoder_ffn_dim=size.feed_forward,
-            decoder_ffn_dim=size.feed_forward, max_position_embeddings=max(64, size.length + 1), dropout=0.1,
-            activation_function="swish", pad_token_id=self.PADDING, eos_token_id=self.END,
-            decoder_start_token_id=self.PADDING, forced_eos_token_id=None, scale_embedding=True,
-        )  # fmt: skip
+            vocab_size=words,
+            d_model=size.hidden,
+            encoder_layers=size.layers,
+            decoder_layers=size.layers,
+            encoder_attention_heads=size.heads,
+            decoder_attention_heads=size.heads,
+            encoder_ffn_dim=size.feed_forward,
+            decoder_ffn_dim=size.feed_forward,
+            max_position_embeddings=max(64, size.length + 1),
+            dropout=0.1,
+            activation_function="swish",
+            pad_token_id=self.PADDING,
+            eos_token_id=self.END,
+            decoder_start_token_id=self.PADDING,
+            forced_eos_token_id=None,
+            scale_embedding=True,
+        )
         return MarianMTModel(config).train()
 
     def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
@@ -215,15 +276,22 @@ class Translation(Task):
         while True:
             order = torch.randperm(len(pairs), generator=drawn).tolist()
             for chunk in range(0, len(order), 4096):
-                chosen = sorted(order[chunk : chunk + 4096], key=lambda number: max(map(len, pairs[number])))
+                chosen = sorted(
+                    order[chunk : chunk + 4096], key=lambda number: max(map(len, pairs[number]))
+                )
                 found = list(self._batches([pairs[number] for number in chosen], self.size.batch))
                 for number in torch.randperm(len(found), generator=drawn).tolist():
                     yield found[number]
 
-    def _batches(self, pairs: list[tuple[list[int], list[int]]], tokens: int) -> Iterator[dict[str, Tensor]]:
+    def _batches(
+        self, pairs: list[tuple[list[int], list[int]]], tokens: int
+    ) -> Iterator[dict[str, Tensor]]:
         batch: list[tuple[list[int], list[int]]] = []
         for pair in pairs:
-            if batch and (len(batch) + 1) * max(max(map(len, one)) for one in (*batch, pair)) > tokens:
+            if (
+                batch
+                and (len(batch) + 1) * max(max(map(len, one)) for one in (*batch, pair)) > tokens
+            ):
                 yield self._batch(batch)
                 batch = []
             batch.append(pair)
@@ -233,7 +301,11 @@ class Translation(Task):
     def _batch(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
         source = _padded([pair[0] for pair in pairs], self.PADDING)
         labels = _padded([pair[1] for pair in pairs], IGNORED)
-        return {"input_ids": source, "attention_mask": (source != self.PADDING).long(), "labels": labels}
+        return {
+            "input_ids": source,
+            "attention_mask": (source != self.PADDING).long(),
+            "labels": labels,
+        }
 
     def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
         total = words = 0.0
@@ -251,7 +323,9 @@ class Translation(Task):
         found = []
         for batch in self._batches(pairs, self.EVALUATED):
             given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            words = model.generate(**given, max_new_tokens=self.size.length, num_beams=1, do_sample=False)
+            words = model.generate(
+                **given, max_new_tokens=self.size.length, num_beams=1, do_sample=False
+            )
             found += [self._text(one) for one in words.tolist()]
         return BLEU().corpus_score(found, [[self._text(pair[1]) for pair in pairs]]).score
 
@@ -263,4 +337,6 @@ class Translation(Task):
 
 def _padded(rows: list[list[int]], value: int) -> Tensor:
     """int64 [B, T]."""
-    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+    return nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in rows], batch_first=True, padding_value=value
+    )

@@ -1,6 +1,7 @@
 """Turns results of benchmarks, one JSON object a line, into Markdown or into a short table.
 
-    python benchmarks/results_table.py kernels.jsonl gemm.jsonl step.jsonl [--short] [--output results.md]
+python benchmarks/results_table.py kernels.jsonl gemm.jsonl step.jsonl [--short] [--output
+results.md]
 """
 
 import argparse
@@ -16,7 +17,15 @@ GOAL = 0.85
 """What the kernels of an operation should reach of a copy's bandwidth."""
 LONGEST, MOST = 200, 10
 """Characters of a failure, and failures, in the short table."""
-HEADLINE = ("device", "multiprocessors", "nvidia_smi", "cuda", "copy_gigabytes_per_second", "versions", "baseline")
+HEADLINE = (
+    "device",
+    "multiprocessors",
+    "nvidia_smi",
+    "cuda",
+    "copy_gigabytes_per_second",
+    "versions",
+    "baseline",
+)
 HEADLINE += ("shapes", "shape", "dtypes")
 """Conditions that stand above a table, where there are any."""
 
@@ -32,9 +41,13 @@ def load(paths: Iterable[Path]) -> list[dict]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 result = json.loads(line)
-                found.append({key: result[key] for key in ("benchmark", "conditions", "rows")} | result)
+                found.append(
+                    {key: result[key] for key in ("benchmark", "conditions", "rows")} | result
+                )
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not the JSON object of a benchmark ({error!r})") from error
+                raise ValueError(
+                    f"{path}, line {number}: not the JSON object of a benchmark ({error!r})"
+                ) from error
     return found
 
 
@@ -42,11 +55,15 @@ def markdown(result: Mapping) -> str:
     """Heading, conditions, table, and what failed or was left out."""
     conditions = result["conditions"]
     lines = [f"## {result['benchmark']}, {conditions['device']}", ""]
-    lines += [f"* {key}: {common.plain(conditions[key])}" for key in HEADLINE if conditions.get(key)]
+    lines += [
+        f"* {key}: {common.plain(conditions[key])}" for key in HEADLINE if conditions.get(key)
+    ]
     lines += ["", *markdown_table(result["rows"])]
     if "kernels" in result:
         lines += ["", *markdown_table(result["kernels"])]
-    lines += [f"* failed: {what}: {why.splitlines()[0]}" for what, why in result.get("failed", {}).items()]
+    lines += [
+        f"* failed: {what}: {why.splitlines()[0]}" for what, why in result.get("failed", {}).items()
+    ]
     lines += [f"* left out, no time: {what}" for what in result.get("left_out", ())]
     return "\n".join(lines) + "\n"
 
@@ -66,10 +83,22 @@ def operations(rows: list[Mapping]) -> list[dict]:
         mine = [row for row in rows if row["operation"] == name and row["ratio"] is not None]
         if mine:
             ratios = [row["ratio"] for row in mine]
-            figures = {"worst": min(ratios), "median": statistics.median(ratios), "best": max(ratios)}
+            figures = {
+                "worst": min(ratios),
+                "median": statistics.median(ratios),
+                "best": max(ratios),
+            }
             reached = sum(ratio >= GOAL for ratio in ratios)
             fastest = max(row["gigabytes_per_second"] for row in mine)
-            found.append({"operation": name, "calls": len(mine), f"at_{GOAL}": reached, **figures, "most": fastest})
+            found.append(
+                {
+                    "operation": name,
+                    "calls": len(mine),
+                    f"at_{GOAL}": reached,
+                    **figures,
+                    "most": fastest,
+                }
+            )
     return found
 
 
@@ -78,7 +107,9 @@ def products(rows: list[Mapping]) -> list[dict]:
     keys = ("cublaslt_tops", "best_tops", "int_mm_tops", "bfloat16_tops", "ratio", "best_ratio")
     found = []
     for square, tokens in dict.fromkeys((row["layer"] == "square", row["tokens"]) for row in rows):
-        mine = [row for row in rows if (row["layer"] == "square", row["tokens"]) == (square, tokens)]
+        mine = [
+            row for row in rows if (row["layer"] == "square", row["tokens"]) == (square, tokens)
+        ]
         medians = {key: statistics.median(row[key] for row in mine) for key in keys}
         where = f"{tokens}, square" if square else str(tokens)
         most = max(row["best_tops"] for row in mine)
@@ -88,18 +119,35 @@ def products(rows: list[Mapping]) -> list[dict]:
 
 def steps(rows: list[Mapping]) -> list[dict]:
     """The figures that matter most of each side."""
-    keys = ("side", "model", "tokens", "milliseconds", "tokens_per_second", "peak_gigabytes", "loss", "ratio")
+    keys = (
+        "side",
+        "model",
+        "tokens",
+        "milliseconds",
+        "tokens_per_second",
+        "peak_gigabytes",
+        "loss",
+        "ratio",
+    )
     return [{key: row[key] for key in keys} | {"remark": row["remark"][:40]} for row in rows]
 
 
 def probes(rows: list[Mapping]) -> list[dict]:
     """How many kernels are right, and those that are not."""
-    right = {"kernel": f"{sum(row['state'] == 'ok' for row in rows)} of {len(rows)}", "state": "ok", "why": ""}
+    right = {
+        "kernel": f"{sum(row['state'] == 'ok' for row in rows)} of {len(rows)}",
+        "state": "ok",
+        "why": "",
+    }
     wrong = [row for row in rows if row["state"] != "ok"]
     return [right, *({key: str(row[key])[:LONGEST] for key in right} for row in wrong)]
 
 
-SHORT: dict[str, Callable[[list[Mapping]], list[dict]]] = {"gemm": products, "gpu_step": steps, "probe": probes}
+SHORT: dict[str, Callable[[list[Mapping]], list[dict]]] = {
+    "gemm": products,
+    "gpu_step": steps,
+    "probe": probes,
+}
 """Benchmark -> what is told of its rows; of a benchmark of operations: `operations`."""
 
 
@@ -113,7 +161,11 @@ def short(results: list[Mapping]) -> str:
         rows.setdefault(kind, []).extend(summary(found))
     for result in results:  # of what was measured first
         kernels = result.get("kernels", [])
-        first = [row for row in kernels if all(row[key] == kernels[0][key] for key in ("side", "model", "tokens"))]
+        first = [
+            row
+            for row in kernels
+            if all(row[key] == kernels[0][key] for key in ("side", "model", "tokens"))
+        ]
         rows.setdefault("kernels", []).extend(first)
     parts = [f"{kind}\n{common.table(found)}" for kind, found in rows.items() if found]
     failed = [
@@ -133,8 +185,15 @@ def short(results: list[Mapping]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="lines of JSON")
-    parser.add_argument("--short", action="store_true", help="print a few lines on everything instead of Markdown")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the Markdown to FILE, print nothing of it")
+    parser.add_argument(
+        "--short", action="store_true", help="print a few lines on everything instead of Markdown"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the Markdown to FILE, print nothing of it",
+    )
     options = parser.parse_args(arguments)
     results = load(options.results)
     text = "\n".join(map(markdown, results))

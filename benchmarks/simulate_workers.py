@@ -1,8 +1,10 @@
-"""Up to 1,024 workers in one process: how exact their mean gradient is, and what a training makes of it.
+"""Up to 1,024 workers in one process: how exact their mean gradient is, and what a training makes
+of it.
 
-Each worker's gradient is that of a small language model on a microbatch of its own, and what lsq would send of it is
-made by the code that sends it (simulated_exchange.py). Workers come one after another: of each, the message is kept,
-not the gradient (gcq keeps them, for at most 64 workers). With `--json FILE`, what FILE has already is not made again.
+Each worker's gradient is that of a small language model on a microbatch of its own, and what lsq
+would send of it is made by the code that sends it (simulated_exchange.py). Workers come one after
+another: of each, the message is kept, not the gradient (gcq keeps them, for at most 64 workers).
+    With `--json FILE`, what FILE has already is not made again.
 """
 
 import json
@@ -23,7 +25,8 @@ NODE_SIZE = 8
 MOST_GCQ_WORKERS = 64
 LEARNING_RATE = 2e-3
 PREPARATION = {"steps": 200, "sequences": 32}
-"""The training that leads to the weights whose gradients are compared; it may be stopped before its end."""
+"""The training that leads to the weights whose gradients are compared; it may be stopped before its
+end."""
 EXACT = "exact"
 TEXTS = {"numbers": language_model.make_text, "sentences": language_model.make_sentences}
 SETTING = ("text", "workers", "sequences", "steps", "seed")
@@ -53,10 +56,13 @@ SCHEMES: dict[str, Maker] = {
     "int8_hier": hierarchical,
     "int8_hier, block 64": lambda workers, values: hierarchical(workers, values, block=64),
     "int8_hier, block 256": lambda workers, values: hierarchical(workers, values, block=256),
-    "int4_hier, nodes of 1": lambda workers, values: TwoHop(workers, values, bits=4, stochastic=True),
+    "int4_hier, nodes of 1": lambda workers, values: TwoHop(
+        workers, values, bits=4, stochastic=True
+    ),
     "int4_hier": lambda workers, values: hierarchical(workers, values, bits=4, stochastic=True),
 }
-"""Name -> simulated exchange of N workers with v values, or None where there is nothing to simulate."""
+"""Name -> simulated exchange of N workers with v values, or None where there is nothing to
+simulate."""
 
 
 class Workers:
@@ -66,7 +72,14 @@ class Workers:
         sequences, length: of each worker's microbatch.
     """
 
-    def __init__(self, shape: language_model.Shape, text: language_model.Text, seed: int, sequences: int, length: int):
+    def __init__(
+        self,
+        shape: language_model.Shape,
+        text: language_model.Text,
+        seed: int,
+        sequences: int,
+        length: int,
+    ):
         self.model = language_model.LanguageModel(shape, seed)
         self.text = text
         self.pieces = {"sequences": sequences, "length": length}
@@ -92,7 +105,9 @@ class Workers:
 
     def held_out_loss(self) -> float:
         """See language_model."""
-        return language_model.held_out_loss(self.model, self.text.held_out, sequences=400, length=self.pieces["length"])
+        return language_model.held_out_loss(
+            self.model, self.text.held_out, sequences=400, length=self.pieces["length"]
+        )
 
 
 class Store:
@@ -105,13 +120,18 @@ class Store:
     def __init__(self, path: Path | None, options: dict, conditions: dict):
         self.path = path
         self.content: dict = {
-            "benchmark": "simulated_workers", "conditions": conditions, "options": options,
-            "errors": [], "trainings": [],
+            "benchmark": "simulated_workers",
+            "conditions": conditions,
+            "options": options,
+            "errors": [],
+            "trainings": [],
         }
         if path is not None and path.exists():
             found = json.loads(path.read_text())
             if found["options"] != options:
-                raise ValueError(f"{path} was made with other options, {found['options']}; name another file")
+                raise ValueError(
+                    f"{path} was made with other options, {found['options']}; name another file"
+                )
             self.content.update({key: found[key] for key in self.content})
 
     def find(self, kind: str, **key) -> dict | None:
@@ -130,12 +150,15 @@ class Store:
 
 
 def measure_errors(store: Store, workers: Workers, options: Namespace) -> None:
-    """Relative errors of the mean, after each number of steps of a training, for each number of workers."""
+    """Relative errors of the mean, after each number of steps of a training, for each number of
+    workers."""
     batch = {**workers.pieces, "sequences": PREPARATION["sequences"]}
     done = 0
     for after in sorted(options.after):
         key = {"text": options.text, "after_steps": after}
-        missing = [count for count in options.workers if store.find("errors", **key, workers=count) is None]
+        missing = [
+            count for count in options.workers if store.find("errors", **key, workers=count) is None
+        ]
         while missing and done < after:
             loss = workers.model(language_model.microbatch(workers.text.train, done, **batch))
             gradients = torch.autograd.grad(loss, workers.parameters)
@@ -157,9 +180,12 @@ def measure_errors(store: Store, workers: Workers, options: Namespace) -> None:
 
 
 def train(workers: Workers, scheme: str, count: int, steps: int, seed: int, quiet: bool) -> dict:
-    """Train with `count` workers; the mean loss at every step, and that on held-out text at the end."""
+    """Train with `count` workers; the mean loss at every step, and that on held-out text at the
+    end."""
     losses = []
-    for step in tqdm(range(steps), desc=f"{count} workers, {scheme}", unit=" steps", disable=quiet, leave=False):
+    for step in tqdm(
+        range(steps), desc=f"{count} workers, {scheme}", unit=" steps", disable=quiet, leave=False
+    ):
         side = SCHEMES[scheme](count, workers.values)
         first = (seed * steps + step) * count
         total = 0.0
@@ -174,7 +200,9 @@ def train(workers: Workers, scheme: str, count: int, steps: int, seed: int, quie
 def error_rows(store: Store) -> Iterator[dict]:
     """One row for each state of the weights and each scheme, workers from left to right."""
     found_at: dict[tuple[str, int], list[dict]] = {}
-    for row in sorted(store.content["errors"], key=lambda row: (row["text"], row["after_steps"], row["workers"])):
+    for row in sorted(
+        store.content["errors"], key=lambda row: (row["text"], row["after_steps"], row["workers"])
+    ):
         found_at.setdefault((row["text"], row["after_steps"]), []).append(row)
     for (text, after), found in found_at.items():
         for scheme in SCHEMES:
@@ -202,16 +230,32 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
     numbers = {"type": common.positive, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--workers", **numbers, default=[2**power for power in range(1, 11)], help="for the errors")
     parser.add_argument(
-        "--after", type=int, nargs="*", default=[0, 60, 200], metavar="STEPS",
+        "--workers", **numbers, default=[2**power for power in range(1, 11)], help="for the errors"
+    )
+    parser.add_argument(
+        "--after",
+        type=int,
+        nargs="*",
+        default=[0, 60, 200],
+        metavar="STEPS",
         help=f"steps of training, at most {PREPARATION['steps']}, before errors are measured",
     )
-    parser.add_argument("--train", nargs="*", choices=SCHEMES, default=[], metavar="SCHEME", help="train with these")
-    parser.add_argument("--train-workers", type=common.positive, default=32, metavar="N", help="in trainings")
-    parser.add_argument("--train-sequences", type=common.positive, default=4, metavar="N", help="of each worker")
-    parser.add_argument("--steps", type=common.positive, default=200, metavar="N", help="of trainings")
-    parser.add_argument("--seeds", **{**numbers, "metavar": "SEED"}, default=[1], help="of trainings")
+    parser.add_argument(
+        "--train", nargs="*", choices=SCHEMES, default=[], metavar="SCHEME", help="train with these"
+    )
+    parser.add_argument(
+        "--train-workers", type=common.positive, default=32, metavar="N", help="in trainings"
+    )
+    parser.add_argument(
+        "--train-sequences", type=common.positive, default=4, metavar="N", help="of each worker"
+    )
+    parser.add_argument(
+        "--steps", type=common.positive, default=200, metavar="N", help="of trainings"
+    )
+    parser.add_argument(
+        "--seeds", **{**numbers, "metavar": "SEED"}, default=[1], help="of trainings"
+    )
     parser.add_argument("--text", choices=TEXTS, default="numbers", help="what is read")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     options = common.parse(parser)
@@ -223,20 +267,35 @@ def main() -> None:
         options.workers, options.after, options.steps = [2, 16], [1], 2
         options.train_workers, options.train_sequences = 2, 1
     sequences = 1 if options.quick else 8
-    kept = {"hidden": shape.hidden, "layers": shape.layers, "length": length, "sequences": sequences}
+    kept = {
+        "hidden": shape.hidden,
+        "layers": shape.layers,
+        "length": length,
+        "sequences": sequences,
+    }
     try:
-        store = Store(options.json, kept, common.conditions(options, baseline=EXACT, node_size=NODE_SIZE))
+        store = Store(
+            options.json, kept, common.conditions(options, baseline=EXACT, node_size=NODE_SIZE)
+        )
     except ValueError as error:
         parser.error(str(error))
     text = make_text(options.text, options.quick)
     measure_errors(store, Workers(shape, text, 1, sequences, length), options)
     for seed in options.seeds:
         for scheme in dict.fromkeys([EXACT, *options.train] if options.train else []):
-            setting = (options.text, options.train_workers, options.train_sequences, options.steps, seed)
+            setting = (
+                options.text,
+                options.train_workers,
+                options.train_sequences,
+                options.steps,
+                seed,
+            )
             key = {**dict(zip(SETTING, setting, strict=True)), "scheme": scheme}
             if store.find("trainings", **key) is None:
                 workers = Workers(shape, text, seed, options.train_sequences, length)
-                done = train(workers, scheme, options.train_workers, options.steps, seed, options.quiet)
+                done = train(
+                    workers, scheme, options.train_workers, options.steps, seed, options.quiet
+                )
                 store.add("trainings", {**key, **done})
     common.show(store.content["conditions"])
     for table in (list(error_rows(store)), list(training_rows(store))):

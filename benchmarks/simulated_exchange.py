@@ -1,7 +1,8 @@
-"""The exchanges of lsq.dist with all workers in one process: the same rounding and sums, without a network.
+"""The exchanges of lsq.dist with all workers in one process: the same rounding and sums, without a
+network.
 
-Workers hand in their gradients one after another; what is kept of each is what it would send. Letters: N workers,
-v values.
+Workers hand in their gradients one after another; what is kept of each is what it would send.
+Letters: N workers, v values.
 """
 
 import torch
@@ -38,7 +39,8 @@ class Exact:
 
 
 class Noisy(Exact):
-    """The mean, and noise of the size of one rounding of int8: what any error of that size makes of a training."""
+    """The mean, and noise of the size of one rounding of int8: what any error of that size makes of
+    a training."""
 
     def mean(self) -> Tensor:
         """See Exact."""
@@ -49,7 +51,8 @@ class Noisy(Exact):
 
 
 class Ring:
-    """PyTorch's bf16 hook: gradients are rounded to `dtype`, divided by N, and every partial sum is rounded.
+    """PyTorch's bf16 hook: gradients are rounded to `dtype`, divided by N, and every partial sum is
+    rounded.
 
     Sums run in the order of ranks here; in a ring each piece begins at another rank.
     """
@@ -80,7 +83,13 @@ class TwoHop:
     """
 
     def __init__(
-        self, workers: int, values: int, *, node_size: int = 1, bits: int = 8, stochastic: bool = False,
+        self,
+        workers: int,
+        values: int,
+        *,
+        node_size: int = 1,
+        bits: int = 8,
+        stochastic: bool = False,
         block: int = BLOCK,
     ):
         self.workers, self.values, self.nodes = workers, values, workers // node_size
@@ -100,7 +109,9 @@ class TwoHop:
             return
         for place, (start, length) in enumerate(self.pieces):
             summands = torch.stack([waiting[start : start + length] for waiting in self.waiting])
-            self._codec(self.packed, place).pack(summands, self.layout, self.sent[place, self.packed])
+            self._codec(self.packed, place).pack(
+                summands, self.layout, self.sent[place, self.packed]
+            )
         self.waiting.clear()
         self.packed += 1
 
@@ -112,7 +123,9 @@ class TwoHop:
             result = torch.empty(self.nodes, second.message_bytes, dtype=torch.uint8)
             for owner in range(self.nodes):
                 received = self.sent[place, :, owner].contiguous()
-                self._codec(owner, place).sum(received, self.layout, result[owner], 1 / self.workers)
+                self._codec(owner, place).sum(
+                    received, self.layout, result[owner], 1 / self.workers
+                )
             self._codec(0, place).unpack(result, self.layout, out[start : start + length])
         return out
 
@@ -121,7 +134,9 @@ class TwoHop:
 
 
 class GCQ:
-    """Mode gcq. What workers send depends on the clips of all, so that their gradients are kept until the end.
+    """Mode gcq.
+
+    What workers send depends on the clips of all, so that their gradients are kept until the end.
 
     Args:
         workers, values: as for Exact.
@@ -140,7 +155,9 @@ class GCQ:
 
     def add(self, gradient: Tensor) -> None:
         """See Exact."""
-        self.rows.append(torch.nn.functional.pad(gradient, (0, -self.values % self.ROW)).view(-1, self.ROW))
+        self.rows.append(
+            torch.nn.functional.pad(gradient, (0, -self.values % self.ROW)).view(-1, self.ROW)
+        )
 
     def mean(self) -> Tensor:
         """See Exact."""

@@ -2,10 +2,11 @@
 
     python benchmarks/sparse_training.py TEXT [--dense 400] [--sparse 150] [--seeds 2]
 
-Trains a model of bytes on TEXT (a file, which may be compressed by xz), and goes on with a copy of it in each way:
-dense; with masks that stay, by magnitude or by output; with masks that are refreshed, under plain straight-through
-gradients and under SR-STE with several decays. Prints the loss of held-out text, in nats a byte, after pruning and
-after retraining, and the share of values that the last refresh exchanged; the last line is a JSON object.
+Trains a model of bytes on TEXT (a file, which may be compressed by xz), and goes on with a copy of
+it in each way: dense; with masks that stay, by magnitude or by output; with masks that are
+refreshed, under plain straight-through gradients and under SR-STE with several decays. Prints the
+loss of held-out text, in nats a byte, after pruning and after retraining, and the share of values
+that the last refresh exchanged; the last line is a JSON object.
 Shape letters: B sequences, T bytes of a sequence.
 """
 
@@ -81,7 +82,12 @@ def loss_of(model: TransformerLanguageModel, text: Tensor) -> float:
 
 
 def train(
-    model: TransformerLanguageModel, text: Tensor, updates: int, rate: float, seed: int, sparsity=None
+    model: TransformerLanguageModel,
+    text: Tensor,
+    updates: int,
+    rate: float,
+    seed: int,
+    sparsity=None,
 ) -> None:
     """Under a learning rate that falls to zero; `sparsity` follows the optimizer."""
     optimizer, generator = Adam(model.parameters(), lr=rate), torch.Generator().manual_seed(seed)
@@ -112,7 +118,9 @@ def compare(text: Tensor, held_out: Tensor, dense: int, sparse: int, seed: int) 
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("text", type=Path, help="a text file, or one compressed by xz")
     options.add_argument("--dense", type=int, default=400, help="updates before pruning")
     options.add_argument("--sparse", type=int, default=150, help="updates after it")
@@ -120,10 +128,16 @@ def main() -> None:
     given = options.parse_args()
     text, held_out = read(given.text)
     rows = [
-        row for seed in range(1, given.seeds + 1) for row in compare(text, held_out, given.dense, given.sparse, seed)
+        row
+        for seed in range(1, given.seeds + 1)
+        for row in compare(text, held_out, given.dense, given.sparse, seed)
     ]
     print("\n".join(markdown_table(rows)))
-    print(json.dumps({"dense": given.dense, "sparse": given.sparse, "torch": torch.__version__, "rows": rows}))
+    print(
+        json.dumps(
+            {"dense": given.dense, "sparse": given.sparse, "torch": torch.__version__, "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Draws where the time of a training step on a CPU goes, beside what its processor and memory allow and other sides.
+"""Draws where the time of a training step on a CPU goes, beside what its processor and memory allow
+and other sides.
 
     python benchmarks/step_picture.py benchmarks/results/step_cpu_xeon_amx_2cores.json docs/step.png
 
@@ -25,7 +26,10 @@ LEAST_LABELLED = 0.03
 
 
 def draw(
-    rows: Sequence[Mapping], parts: Mapping[str, Mapping[str, float]], limits: Mapping | None, output: Path
+    rows: Sequence[Mapping],
+    parts: Mapping[str, Mapping[str, float]],
+    limits: Mapping | None,
+    output: Path,
 ) -> None:
     """Two panels: steps of all sides, and lsq's in parts beside what is allowed.
 
@@ -40,7 +44,8 @@ def draw(
     """
     if SIDE not in parts or limits is None:
         raise ValueError(
-            f"a picture needs the side {SIDE!r} and the limits of a processor with VNNI or AMX; measure again with "
+            f"a picture needs the side {SIDE!r} and the limits of a processor with VNNI or AMX;"
+            " measure again with "
             "bench_step.py on such a one"
         )
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -67,25 +72,41 @@ def draw(
     figure.savefig(output, dpi=110)
 
 
-def _stack(axes: Axes, place: int, parts: Mapping[str, float], labelled: float | None = None) -> None:
+def _stack(
+    axes: Axes, place: int, parts: Mapping[str, float], labelled: float | None = None
+) -> None:
     """One bar; with figures in those parts of it that take at least `labelled` seconds."""
     bottom = 0.0
     for part, colour in COLOURS.items():
         axes.bar(place, parts[part], bottom=bottom, color=colour, width=0.7, label=part)
         if labelled is not None and parts[part] >= labelled:
             middle = bottom + parts[part] / 2
-            axes.text(place, middle, f"{parts[part]:.3f}", ha="center", va="center", fontsize="small", color="white")
+            axes.text(
+                place,
+                middle,
+                f"{parts[part]:.3f}",
+                ha="center",
+                va="center",
+                fontsize="small",
+                color="white",
+            )
         bottom += parts[part]
 
 
 def _in_lines(name: str) -> str:
     """The name of a side, a word or two a line."""
-    return name.replace(", ", ",\n").replace(" bfloat16 ", "\nbfloat16\n").replace("fairseq ", "fairseq\n")
+    return (
+        name.replace(", ", ",\n")
+        .replace(" bfloat16 ", "\nbfloat16\n")
+        .replace("fairseq ", "fairseq\n")
+    )
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("figures", type=Path, metavar="FILE.json", help="what bench_step.py --json wrote")
+    options.add_argument(
+        "figures", type=Path, metavar="FILE.json", help="what bench_step.py --json wrote"
+    )
     options.add_argument("picture", type=Path, metavar="FILE.png", help="what to draw")
     given = options.parse_args()
     figures = json.loads(given.figures.read_text())

@@ -25,6 +25,10 @@ def stub_device(folder: Path) -> tuple[Device, ctypes.CDLL]:
     stub = ctypes.CDLL(str(path))
     stub.stub_launches.restype = ctypes.c_long
     device = Device(
-        name="stub", driver=Driver(str(path)), compile=lambda kernel: b"code", products=None, place=torch.device("cpu")
+        name="stub",
+        driver=Driver(str(path)),
+        compile=lambda kernel: b"code",
+        products=None,
+        place=torch.device("cpu"),
     )
     return device, stub

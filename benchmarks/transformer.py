@@ -1,4 +1,5 @@
-"""What the benchmarks of training steps train: fairseq's translation models and batches, made without data files."""
+"""What the benchmarks of training steps train: fairseq's translation models and batches, made
+without data files."""
 
 import contextlib
 import logging
@@ -19,7 +20,8 @@ from lsq.fairseq.memory import made_up_dictionary
 from lsq.fairseq.model import LSQModel
 from lsq.optim import Adam
 
-logging.getLogger().setLevel(logging.WARNING)  # a task of fairseq's lets every library say everything
+# a task of fairseq's lets every library say everything
+logging.getLogger().setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,8 @@ def batch(shape: Shape, *, padded: bool, seed: int) -> dict:
     """Random sentences, put together by fairseq's own collater.
 
     Args:
-        padded: draw each length between half of `shape.length` and all of it, instead of filling every place.
+        padded: draw each length between half of `shape.length` and all of it, instead of filling
+            every place.
         seed: of the tokens and lengths.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +63,9 @@ def batch(shape: Shape, *, padded: bool, seed: int) -> dict:
     def sentence(first: bool) -> torch.Tensor:
         shortest = shape.length // 2 if padded and not first else shape.length
         length = int(torch.randint(shortest, shape.length + 1, (), generator=generator))
-        words = torch.randint(symbols.nspecial, shape.vocabulary, (length - 1,), generator=generator)
+        words = torch.randint(
+            symbols.nspecial, shape.vocabulary, (length - 1,), generator=generator
+        )
         return torch.cat([words, torch.tensor([symbols.eos()])])
 
     samples = [
@@ -74,7 +79,12 @@ class Side:
     """One way to train: a model, its criterion, its optimizer."""
 
     def __init__(
-        self, shape: Shape, *, arguments: list[str], autocast: bool = False, change: Callable | None = None
+        self,
+        shape: Shape,
+        *,
+        arguments: list[str],
+        autocast: bool = False,
+        change: Callable | None = None,
     ):
         """Build it.
 
@@ -86,13 +96,16 @@ class Side:
         self.model, self.criterion = build(shape, parse(shape, arguments))
         if change is not None:
             change(self.model)
-        adam = Adam if isinstance(self.model, LSQModel) else FairseqAdam  # each as `lsq train` takes it by itself
+        # each as `lsq train` takes it by itself
+        adam = Adam if isinstance(self.model, LSQModel) else FairseqAdam
         self.optimizer = adam(self.model.parameters(), lr=5e-4, betas=(0.9, 0.98))
         self.autocast = autocast
 
     def loss(self, sample: dict) -> torch.Tensor:
         """Label-smoothed loss, summed over the target's tokens."""
-        context = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        context = (
+            torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        )
         with context:
             return self.criterion(self.model, sample)[0]
 
@@ -126,12 +139,33 @@ def parse(shape: Shape, arguments: list[str]) -> Namespace:
     given = [
         "unused-data-folder",
         *arguments,
-        *("--encoder-embed-dim", str(shape.hidden), "--encoder-ffn-embed-dim", str(shape.feed_forward)),
-        *("--decoder-embed-dim", str(shape.hidden), "--decoder-ffn-embed-dim", str(shape.feed_forward)),
+        *(
+            "--encoder-embed-dim",
+            str(shape.hidden),
+            "--encoder-ffn-embed-dim",
+            str(shape.feed_forward),
+        ),
+        *(
+            "--decoder-embed-dim",
+            str(shape.hidden),
+            "--decoder-ffn-embed-dim",
+            str(shape.feed_forward),
+        ),
         *("--encoder-layers", str(shape.layers), "--decoder-layers", str(shape.layers)),
-        *("--encoder-attention-heads", str(shape.heads), "--decoder-attention-heads", str(shape.heads)),
+        *(
+            "--encoder-attention-heads",
+            str(shape.heads),
+            "--decoder-attention-heads",
+            str(shape.heads),
+        ),
         *("--dropout", str(shape.dropout), "--label-smoothing", str(shape.label_smoothing)),
-        *("--share-all-embeddings", "--max-source-positions", positions, "--max-target-positions", positions),
+        *(
+            "--share-all-embeddings",
+            "--max-source-positions",
+            positions,
+            "--max-target-positions",
+            positions,
+        ),
     ]
     return options.parse_args_and_arch(options.get_training_parser(), given)
 
@@ -139,7 +173,8 @@ def parse(shape: Shape, arguments: list[str]) -> Namespace:
 def torchao_int8(model: torch.nn.Module) -> None:
     """Make every linear layer torchao's: int8 products forward and backward, scales from each row.
 
-    torchao takes views of a layer's input and gradient, which fairseq does not always make contiguous.
+    torchao takes views of a layer's input and gradient, which fairseq does not always make
+    contiguous.
 
     Raises:
         ImportError: torchao is not installed, or does not fit this torch.
@@ -161,7 +196,8 @@ def _contiguous_gradient(module: torch.nn.Module, inputs: tuple, output: torch.T
 
 
 def call_projections(model: torch.nn.Module) -> None:
-    """Let fairseq's attention call its linear layers, instead of passing bare weights to torch, past torchao."""
+    """Let fairseq's attention call its linear layers, instead of passing bare weights to torch,
+    past torchao."""
     for module in model.modules():
         if hasattr(module, "_set_skip_embed_dim_check"):
             module._set_skip_embed_dim_check()

@@ -1,8 +1,11 @@
-"""FSDP2: the GPT of train_gpt.py in shards over several processes, in int8, with a checkpoint that it goes on from.
+"""FSDP2: the GPT of train_gpt.py in shards over several processes, in int8, with a checkpoint that
+it goes on from.
 
-    torchrun --standalone --nproc-per-node 2 examples/fsdp.py
-    torchrun --standalone --nproc-per-node 2 examples/fsdp.py --gradients --checkpoint run   # again: it goes on
-    torchrun --standalone --nproc-per-node 2 examples/fsdp.py --float                        # and bfloat16 beside it
+torchrun --standalone --nproc-per-node 2 examples/fsdp.py
+torchrun --standalone --nproc-per-node 2 examples/fsdp.py --gradients --checkpoint run   # again: it
+goes on
+torchrun --standalone --nproc-per-node 2 examples/fsdp.py --float                        # and
+bfloat16 beside it
 """
 
 import argparse
@@ -27,7 +30,9 @@ def train(side: str, given: argparse.Namespace) -> tuple[float, float]:
     rank = distributed.get_rank()
     torch.manual_seed(given.seed)  # the same weights in every process
     letters, text = read(given.text)
-    model = GPT(len(letters), context=given.context, hidden=given.hidden, heads=4, layers=given.layers)
+    model = GPT(
+        len(letters), context=given.context, hidden=given.hidden, heads=4, layers=given.layers
+    )
     if side == "int8":
         report = lsq.convert(model)  # before fully_shard
         if rank == 0:
@@ -42,7 +47,9 @@ def train(side: str, given: argparse.Namespace) -> tuple[float, float]:
     if given.checkpoint and (given.checkpoint / side).exists():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         checkpoint.load(state, checkpoint_id=given.checkpoint / side)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     torch.manual_seed(given.seed + rank)  # batches of its own
     losses, began = [], time.perf_counter()
     with tqdm(range(given.steps), desc=side, unit=" steps", disable=rank > 0) as bar:
@@ -64,16 +71,35 @@ def train(side: str, given: argparse.Namespace) -> tuple[float, float]:
 
 def main(words: list[str] | None = None) -> None:
     """Train in shards."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", nargs="?", type=Path, help="a text file; default: lsq's own documentation")
-    parser.add_argument("--float", action="store_true", help="train without int8 as well, and compare")
-    parser.add_argument("--gradients", action="store_true", help="let gradients travel in int8, too")
-    parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, if it is there, and to save to")
-    for name, default in {"steps": 200, "rows": 8, "context": 128, "hidden": 256, "layers": 4, "seed": 1}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "text", nargs="?", type=Path, help="a text file; default: lsq's own documentation"
+    )
+    parser.add_argument(
+        "--float", action="store_true", help="train without int8 as well, and compare"
+    )
+    parser.add_argument(
+        "--gradients", action="store_true", help="let gradients travel in int8, too"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder to go on from, if it is there, and to save to"
+    )
+    for name, default in {
+        "steps": 200,
+        "rows": 8,
+        "context": 128,
+        "hidden": 256,
+        "layers": 4,
+        "seed": 1,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     given = parser.parse_args(words)
     distributed.init_process_group("gloo")
-    results = {side: train(side, given) for side in (("bfloat16", "int8") if given.float else ("int8",))}
+    results = {
+        side: train(side, given) for side in (("bfloat16", "int8") if given.float else ("int8",))
+    }
     if distributed.get_rank() == 0:
         for side, (loss, seconds) in results.items():
             print(f"{side:8} loss {loss:.3f}, {1000 * seconds:.0f} ms a step")

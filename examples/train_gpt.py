@@ -1,7 +1,10 @@
-"""A small GPT in plain PyTorch learns to write by letters, in int8: one line, lsq.convert, makes the difference.
+"""A small GPT in plain PyTorch learns to write by letters, in int8: one line, lsq.convert, makes
+the difference.
 
-    python examples/train_gpt.py                        # lsq's own documentation, some minutes on two cores
-    python examples/train_gpt.py novel.txt --float      # your text; the same once more in bfloat16, for comparison
+    python examples/train_gpt.py                        # lsq's own documentation, some minutes on
+    two cores
+    python examples/train_gpt.py novel.txt --float      # your text; the same once more in bfloat16,
+    for comparison
 
 After Andrej Karpathy's nanoGPT.
 """
@@ -30,7 +33,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm, self.feed_forward_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.queries_keys_values, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.queries_keys_values, self.out = (
+            nn.Linear(hidden, 3 * hidden),
+            nn.Linear(hidden, hidden),
+        )
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +54,9 @@ class GPT(nn.Module):
         super().__init__()
         self.context = context
         self.letters, self.places = nn.Embedding(letters, hidden), nn.Embedding(context, hidden)
-        self.blocks = nn.Sequential(*(Block(hidden, heads) for _ in range(layers)), nn.LayerNorm(hidden))
+        self.blocks = nn.Sequential(
+            *(Block(hidden, heads) for _ in range(layers)), nn.LayerNorm(hidden)
+        )
         self.head = nn.Linear(hidden, letters)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
@@ -65,7 +73,8 @@ class GPT(nn.Module):
 
 
 def read(file: Path | None) -> tuple[str, torch.Tensor]:
-    """(the letters of a text, the text by their numbers int64 [L]); None: lsq's own documentation."""
+    """(the letters of a text, the text by their numbers int64 [L]); None: lsq's own
+    documentation."""
     files = [file] if file else [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     letters = "".join(sorted(set(text)))
@@ -74,7 +83,10 @@ def read(file: Path | None) -> tuple[str, torch.Tensor]:
 
 
 def loss_of(model: GPT, text: torch.Tensor, rows: int) -> torch.Tensor:
-    """Mean cross-entropy, in nats, on so many places of a text, drawn at random. What is not int8 is bfloat16."""
+    """Mean cross-entropy, in nats, on so many places of a text, drawn at random.
+
+    What is not int8 is bfloat16.
+    """
     starts = torch.randint(len(text) - model.context, (rows, 1))
     letters = text[starts + torch.arange(model.context + 1)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -82,7 +94,9 @@ def loss_of(model: GPT, text: torch.Tensor, rows: int) -> torch.Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), letters[:, 1:].flatten())
 
 
-def train(model: GPT, text: torch.Tensor, given: argparse.Namespace, side: str) -> tuple[float, float]:
+def train(
+    model: GPT, text: torch.Tensor, given: argparse.Namespace, side: str
+) -> tuple[float, float]:
     """(loss on the end of the text, seconds a step)."""
     torch.manual_seed(given.seed)  # the same batches for both sides
     border = int(len(text) * (1 - HELD_OUT))
@@ -103,16 +117,32 @@ def train(model: GPT, text: torch.Tensor, given: argparse.Namespace, side: str) 
     model.eval()
     torch.manual_seed(given.seed)
     with torch.no_grad():
-        held_out = torch.stack([loss_of(model, text[border:], given.rows) for _ in range(10)]).mean()
+        held_out = torch.stack(
+            [loss_of(model, text[border:], given.rows) for _ in range(10)]
+        ).mean()
     return held_out.item(), seconds / given.steps
 
 
 def main(words: list[str] | None = None) -> dict[str, float]:
     """Train and write; the loss on the end of the text by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", nargs="?", type=Path, help="a text file; default: lsq's own documentation")
-    parser.add_argument("--float", action="store_true", help="train without int8 as well, and compare")
-    numbers = {"steps": 500, "rows": 16, "context": 128, "hidden": 256, "heads": 4, "layers": 4, "seed": 1}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "text", nargs="?", type=Path, help="a text file; default: lsq's own documentation"
+    )
+    parser.add_argument(
+        "--float", action="store_true", help="train without int8 as well, and compare"
+    )
+    numbers = {
+        "steps": 500,
+        "rows": 16,
+        "context": 128,
+        "hidden": 256,
+        "heads": 4,
+        "layers": 4,
+        "seed": 1,
+    }
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--lr", type=float, default=1e-3, help="default: 0.001")
@@ -120,18 +150,27 @@ def main(words: list[str] | None = None) -> dict[str, float]:
 
     letters, text = read(given.text)
     if len(text) * HELD_OUT <= given.context + 1:
-        parser.error(f"the text has {len(text)} letters; --context {given.context} needs ten times as many and more")
+        parser.error(
+            f"the text has {len(text)} letters; --context {given.context} needs ten times as many"
+            " and more"
+        )
 
     results = {}
     for side in ("bfloat16", "int8") if given.float else ("int8",):
         torch.manual_seed(given.seed)
         model = GPT(
-            len(letters), context=given.context, hidden=given.hidden, heads=given.heads, layers=given.layers
+            len(letters),
+            context=given.context,
+            hidden=given.hidden,
+            heads=given.heads,
+            layers=given.layers,
         )
         if side == "int8":
             print(lsq.convert(model))
         results[side] = train(model, text, given, side)
-    print("letters that it writes:", "".join(letters[number] for number in model.write(text[:1], 200)))
+    print(
+        "letters that it writes:", "".join(letters[number] for number in model.write(text[:1], 200))
+    )
     for side, (loss, seconds) in results.items():
         print(f"{side:8}  loss on the end of the text {loss:.3f}, {1000 * seconds:.0f} ms a step")
     return {side: loss for side, (loss, _) in results.items()}

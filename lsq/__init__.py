@@ -14,15 +14,20 @@ __all__ = ["QuantConfig", "Translator", "convert", "freeze", "monitor", "plan_me
 __version__ = "0.1.0"
 
 _HOMES = {
-    "QuantConfig": "lsq.config", "Translator": "lsq.translate", "convert": "lsq.conversion",
-    "freeze": "lsq.conversion", "monitor": "lsq.monitoring", "plan_memory": "lsq.layers.memory",
+    "QuantConfig": "lsq.config",
+    "Translator": "lsq.translate",
+    "convert": "lsq.conversion",
+    "freeze": "lsq.conversion",
+    "monitor": "lsq.monitoring",
+    "plan_memory": "lsq.layers.memory",
     "revert": "lsq.conversion",
-}  # fmt: skip
+}
 _PACKAGES = ("dist", "huggingface", "optim")
 
 
 def __getattr__(name: str) -> object:
-    """`lsq.convert`, `lsq.optim` and the others, imported when they are used first: PyTorch takes a second."""
+    """`lsq.convert`, `lsq.optim` and the others, imported when they are used first: PyTorch takes a
+    second."""
     if name in _PACKAGES:
         return import_module(f"lsq.{name}")
     if name in _HOMES:

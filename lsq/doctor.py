@@ -1,4 +1,5 @@
-"""`lsq doctor`: what this machine can do, which int8 path will run here, and what to install for more."""
+"""`lsq doctor`: what this machine can do, which int8 path will run here, and what to install for
+more."""
 
 import dataclasses
 import json
@@ -36,13 +37,24 @@ EXTRAS = {
     "ctranslate2": ("`lsq export --to ctranslate2`", ("ctranslate2",)),
     "cuda13": ("kernels on a GPU", ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")),
     "serve": ("translations over HTTP, `lsq serve`", ("uvicorn", "starlette", "prometheus-client")),
-    "dev": ("tests of lsq", ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "uv", "peft", "trl")),
+    "dev": (
+        "tests of lsq",
+        ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "uv", "peft", "trl"),
+    ),
 }
-"""Name of an extra of this package -> (what it is for, the packages that it installs, beside those of other extras)."""
+"""Name of an extra of this package -> (what it is for, the packages that it installs, beside those
+of other extras)."""
 OPTIONAL = tuple(package for _, packages in EXTRAS.values() for package in packages)
 
-INT8_FEATURES = {"AVX-VNNI", "AVX-512 VNNI", "AMX int8", "Arm dot product", "Arm int8 matrix multiply"}
-"""The features that multiply int8 faster than floats; without any, int8 works but is hardly faster."""
+INT8_FEATURES = {
+    "AVX-VNNI",
+    "AVX-512 VNNI",
+    "AMX int8",
+    "Arm dot product",
+    "Arm int8 matrix multiply",
+}
+"""The features that multiply int8 faster than floats; without any, int8 works but is hardly faster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +62,8 @@ class ProductCheck:
     """One int8 product, compared with exact arithmetic and timed against float32."""
 
     exact: bool
-    """Whether every int32 sum equals exact arithmetic, on codes so large that float32 sums would round."""
+    """Whether every int32 sum equals exact arithmetic, on codes so large that float32 sums would
+    round."""
     shape: tuple[int, int, int]
     """(M, N, K): [M, K] times [N, K] transposed."""
     int8_milliseconds: float
@@ -76,7 +89,8 @@ class Report:
     threads: int
     """Threads that torch uses."""
     cpu_features: tuple[str, ...]
-    """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell."""
+    """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell.
+    """
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
     cuda: str | None
@@ -93,8 +107,11 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether training works: exact int8 products, no unusable library, every required package installed."""
-        return self.product.exact and not self.faults and all(self.packages[name] for name in REQUIRED)
+        """Whether training works: exact int8 products, no unusable library, every required package
+        installed."""
+        return (
+            self.product.exact and not self.faults and all(self.packages[name] for name in REQUIRED)
+        )
 
     @property
     def on_gpu(self) -> bool:
@@ -103,11 +120,13 @@ class Report:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What the user can do about what was found, most important first; empty when there is nothing to do."""
+        """What the user can do about what was found, most important first; empty when there is
+        nothing to do."""
         advice = []
         if not self.product.exact:
             advice.append(
-                "int8 products are wrong on this machine: do not train in int8 here. Another version of torch "
+                "int8 products are wrong on this machine: do not train in int8 here. Another"
+                " version of torch "
                 "may be right; please report the CPU and the versions above."
             )
         advice += [f"The {name} cannot be used: {fault}" for name, fault in self.faults.items()]
@@ -118,19 +137,25 @@ class Report:
             advice.append(f"The GPU cannot be used: {self.gpu_fault}")
         if self.host_library is None:
             advice.append(
-                "The C++ library is missing, so plain torch runs the fused loops, slower. Install a C++17 "
-                "compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) and install "
+                "The C++ library is missing, so plain torch runs the fused loops, slower. Install a"
+                " C++17 "
+                "compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install"
+                " gcc-c++) and install "
                 "lsq again (in a clone: make library)."
             )
         if self.cpu_features and not INT8_FEATURES.intersection(self.cpu_features):
             advice.append(
-                "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with AVX-512 "
-                "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than float32."
+                "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with"
+                " AVX-512 "
+                "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than"
+                " float32."
             )
         elif self.product.speedup < 1 and not self.on_gpu:
             advice.append(
-                f"int8 products take {1 / self.product.speedup:.1f} times as long as those of float32 here: `lsq tune` "
-                "may find faster ones. Run this again when nothing else runs; if it stays so, train in floats here."
+                f"int8 products take {1 / self.product.speedup:.1f} times as long as those of"
+                " float32 here: `lsq tune` "
+                "may find faster ones. Run this again when nothing else runs; if it stays so, train"
+                " in floats here."
             )
         return tuple(advice)
 
@@ -146,8 +171,9 @@ def installed_version(package: str) -> str | None:
 def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int = 5) -> ProductCheck:
     """Multiply int8 matrices as the layers do, compare with exact arithmetic and time it.
 
-    The codes lie near +127 and -127: their sums pass 2^24, where float32 rounds, and the instructions of CPUs
-    without int8 dot products (pairs of unsigned times signed, added in 16 bits) saturate on them.
+    The codes lie near +127 and -127: their sums pass 2^24, where float32 rounds, and the
+    instructions of CPUs without int8 dot products (pairs of unsigned times signed, added in 16
+    bits) saturate on them.
     """
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +206,8 @@ def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int =
 
 
 def library_faults() -> dict[str, str]:
-    """Each library of lsq's that was built but cannot be used, and why; one that was not built is no fault."""
+    """Each library of lsq's that was built but cannot be used, and why; one that was not built is
+    no fault."""
     loads = {"C++ library": loader.library}
     if runtime.LIBRARY.exists():
         loads["launcher"] = runtime.library
@@ -203,14 +230,25 @@ def report() -> Report:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         cpu=processor.cpu_model(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         cpu_features=tuple(
-            name for flag, name in processor.CPU_FEATURES.items() if flag in processor.cpu_features()
+            name
+            for flag, name in processor.CPU_FEATURES.items()
+            if flag in processor.cpu_features()
         ),
         cuda=torch.version.cuda,
-        gpus=tuple(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus),
-        host_library="UNUSABLE (see below)" if not usable else loader.description() if loader.available() else None,
+        gpus=tuple(
+            f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+            for gpu in gpus
+        ),
+        host_library="UNUSABLE (see below)"
+        if not usable
+        else loader.description()
+        if loader.available()
+        else None,
         gpu_fault=gpu_fault(),
         faults=faults,
         packages={name: installed_version(name) for name in (*REQUIRED, *OPTIONAL)},
@@ -232,7 +270,10 @@ def text(found: Report) -> str:
     m, n, k = found.product.shape
     seen = "; ".join(found.gpus)
     loops = "the C++ library" if found.host_library else "plain torch"
-    gpu = f"none that torch can use (it is built for {f'CUDA {found.cuda}' if found.cuda else 'the CPU alone'})"
+    gpu = (
+        "none that torch can use (it is built for"
+        f" {f'CUDA {found.cuda}' if found.cuda else 'the CPU alone'})"
+    )
     if seen:
         gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})"
     path = f"CPU: matrix products by {kernel_name()}, the loops between them by {loops}"
@@ -240,7 +281,10 @@ def text(found: Report) -> str:
         path = f"GPU: matrix products by cuBLASLt and kernels of lsq, which do all else; {path}"
     rows = [
         ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
-        ("CPU", f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}"),
+        (
+            "CPU",
+            f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}",
+        ),
         ("CPU features", ", ".join(found.cpu_features) or "unknown"),
         ("GPU", gpu),
         ("C++ library", found.host_library or "none (plain PyTorch)"),
@@ -248,14 +292,20 @@ def text(found: Report) -> str:
         (
             "int8 product",
             f"{'exact' if found.product.exact else 'WRONG'}; {m} x {n} x {k} in "
-            f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast as float32",
+            f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast"
+            " as float32",
         ),
         *((name, found.packages[name] or "MISSING") for name in REQUIRED),
-        *((f"extra {extra}", f"{_of_extra(found, packages)} (for {use})") for extra, (use, packages) in EXTRAS.items()),
+        *(
+            (f"extra {extra}", f"{_of_extra(found, packages)} (for {use})")
+            for extra, (use, packages) in EXTRAS.items()
+        ),
     ]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" for name, value in rows]
-    lines += ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
+    lines += (
+        ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
+    )
     return "\n".join(lines)
 
 
@@ -271,10 +321,15 @@ def _count(number: int, noun: str) -> str:
 
 
 def run(*, as_json: bool = False) -> int:
-    """Print the report, as text or as one JSON object; the exit status: 0 if training works here, else 1."""
+    """Print the report, as text or as one JSON object; the exit status: 0 if training works here,
+    else 1."""
     found = report()
     if as_json:
-        print(json.dumps(dataclasses.asdict(found) | {"advice": found.advice, "healthy": found.healthy}))
+        print(
+            json.dumps(
+                dataclasses.asdict(found) | {"advice": found.advice, "healthy": found.healthy}
+            )
+        )
     else:
         print(text(found))
     return 0 if found.healthy else 1

@@ -1,7 +1,9 @@
-"""Runs every CUDA operation in the emulator and compares it with its reference: `lsq doctor --emulate`.
+"""Runs every CUDA operation in the emulator and compares it with its reference: `lsq doctor
+--emulate`.
 
-Takes a C++ compiler and no GPU. What it shows: the kernels, the launcher and the calls of products compute what they
-should on this machine's compiler. What it cannot show: how fast a GPU is, or that its driver works.
+Takes a C++ compiler and no GPU. What it shows: the kernels, the launcher and the calls of products
+compute what they should on this machine's compiler. What it cannot show: how fast a GPU is, or that
+its driver works.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,8 @@ from lsq.program.tensor import VirtualTensor
 FLOAT_LIMIT = 1e-4
 """Largest difference of floats, relative to the largest magnitude."""
 CODE_LIMIT = 2e-3
-"""Largest share of codes that may differ by one, where a float sum in another order came before the rounding."""
+"""Largest share of codes that may differ by one, where a float sum in another order came before the
+rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class OperationCheck:
     program: str
     operation: str
     floats: float
-    """Largest difference of float results, relative to the largest magnitude; infinity where other places are NaN."""
+    """Largest difference of float results, relative to the largest magnitude; infinity where other
+    places are NaN."""
     integers: float
     """Share of codes and bits that differ; infinity where codes differ by more than one."""
 
@@ -52,19 +56,34 @@ def trained() -> list[Program]:
         (QuantConfig(mode="float"), "relu", "layer"),
     ):
         config = LayerConfig(
-            hidden=48, heads=3, feed_forward=112, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
-            activation=activation, norm=norm, quant=quant,
-        )  # fmt: skip
+            hidden=48,
+            heads=3,
+            feed_forward=112,
+            dropout=0.1,
+            attention_dropout=0.1,
+            activation_dropout=0.1,
+            activation=activation,
+            norm=norm,
+            quant=quant,
+        )
         mode = Mode(training=True, backward=True, backend=backend("emulated"))
         words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
         table = Table(
-            vocabulary=11, hidden=config.hidden, positions=9, padding=1, scale=2.0, dropout=0.1, learned=True
+            vocabulary=11,
+            hidden=config.hidden,
+            positions=9,
+            padding=1,
+            scale=2.0,
+            dropout=0.1,
+            learned=True,
         )
         gated = replace(config, activation="silu", gated=True, bias=False)
         found += [
             programs.feed_forward(gated, 21, mode),
             programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
-            programs.decoder_layer(config, Sentences(rows=21, count=3), Sentences(rows=27, count=3), mode),
+            programs.decoder_layer(
+                config, Sentences(rows=21, count=3), Sentences(rows=27, count=3), mode
+            ),
             programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
         ]
@@ -73,9 +92,14 @@ def trained() -> list[Program]:
 
 
 def turning(config: LayerConfig) -> LayerConfig:
-    """The same with grouped queries, norms of heads, rotary embeddings, a window and biases by distance."""
+    """The same with grouped queries, norms of heads, rotary embeddings, a window and biases by
+    distance."""
     return replace(
-        config, key_heads=1, rotary=Rotary(places=9), head_norm=1e-6, window=5,
+        config,
+        key_heads=1,
+        rotary=Rotary(places=9),
+        head_norm=1e-6,
+        window=5,
         relative_bias=RelativeBias(buckets=8, farthest=6),
     )
 
@@ -88,8 +112,14 @@ def checks() -> Iterator[OperationCheck]:
     """
     for program in trained():
         values = border_tensors(program)
-        weights = [RoundWeight(weight=weight) for weight in program.weights.values() if weight.codes is not None]
-        finishing = [operation for operation in program.operations if isinstance(operation, FinishSums)]
+        weights = [
+            RoundWeight(weight=weight)
+            for weight in program.weights.values()
+            if weight.codes is not None
+        ]
+        finishing = [
+            operation for operation in program.operations if isinstance(operation, FinishSums)
+        ]
         sums = {one.parts: one for operation in finishing for one in operation.found}
         for operation in (*weights, *program.operations):
             expected, found = (_run(name, operation, values) for name in ("reference", "emulated"))
@@ -98,7 +128,8 @@ def checks() -> Iterator[OperationCheck]:
             floats = [pair for pair in pairs if pair[1].dtype.is_floating_point]
             integers = [pair for pair in pairs if not pair[1].dtype.is_floating_point]
             yield OperationCheck(
-                program=program.name, operation=operation.name,
+                program=program.name,
+                operation=operation.name,
                 floats=max((_of_floats(*pair) for pair in floats), default=0.0),
                 integers=max((_of_integers(*pair) for pair in integers), default=0.0),
             )
@@ -107,9 +138,12 @@ def checks() -> Iterator[OperationCheck]:
 def _run(
     name: str, operation: Operation, values: dict[VirtualTensor, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """What an operation writes on the backend of that name, in memory of its own, over what is written there before."""
+    """What an operation writes on the backend of that name, in memory of its own, over what is
+    written there before."""
     made = {
-        tensor: values[tensor].clone() if tensor in values else torch.full(tensor.shape, 85, dtype=tensor.dtype)
+        tensor: values[tensor].clone()
+        if tensor in values
+        else torch.full(tensor.shape, 85, dtype=tensor.dtype)
         for tensor in operation.outputs
     }
     bound = operation.bind(lambda tensor: made[tensor] if tensor in made else values[tensor])
@@ -118,7 +152,9 @@ def _run(
 
 
 def _comparable(
-    tensors: Sequence[VirtualTensor], found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor],
+    tensors: Sequence[VirtualTensor],
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
     sums: Mapping[VirtualTensor, PartialSums],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs that are to be equal: of sums over rows that are left in parts, the totals."""

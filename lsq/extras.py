@@ -15,11 +15,13 @@ OF_MODULES = {
     "ctranslate2": "ctranslate2",
     **dict.fromkeys(("cuda", "nvidia"), "cuda13"),
 }
-"""Modules -> the extra of lsq (pyproject.toml) that installs them; others are packages of the same name."""
+"""Modules -> the extra of lsq (pyproject.toml) that installs them; others are packages of the same
+name."""
 
 
 def command(extra: str) -> str:
-    """The line that adds `extra` to what was installed: a checkout, one that is editable, or a wheel.
+    """The line that adds `extra` to what was installed: a checkout, one that is editable, or a
+    wheel.
 
     Without a record of that it names the current folder, which is to be the checkout then.
     """
@@ -43,5 +45,7 @@ def _origin() -> dict:
 
     A checkout that is on the path has metadata of its own, without a record.
     """
-    records = (found.read_text("direct_url.json") for found in metadata.distributions(name=DISTRIBUTION))
+    records = (
+        found.read_text("direct_url.json") for found in metadata.distributions(name=DISTRIBUTION)
+    )
     return json.loads(next(filter(None, records), "{}"))

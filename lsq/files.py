@@ -13,10 +13,11 @@ PARTIAL = ".partial"
 
 
 def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> None:
-    """Let `make` write into a temporary file beside `path`, then rename it: all of the new file or all of the old.
+    """Let `make` write into a temporary file beside `path`, then rename it: all of the new file or
+    all of the old.
 
-    `mark` is part of the temporary name: another for each writer, where several may write this file at once. Without,
-    what a killed process left is written over and does not pile up.
+    `mark` is part of the temporary name: another for each writer, where several may write this file
+    at once. Without, what a killed process left is written over and does not pile up.
 
     Raises:
         OSError: it cannot be written.
@@ -64,17 +65,19 @@ def loading_fault(error: Exception) -> str:
 def write_text(path: Path, text: str) -> None:
     """`write` a UTF-8 file, which others may be writing, too.
 
-    What is no text, as in names of files that are not UTF-8, is escaped: "\\udcff", which JSON reads as it was.
+    What is no text, as in names of files that are not UTF-8, is escaped: "\\udcff", which JSON
+    reads as it was.
     """
     content = text.encode(errors="backslashreplace")
     write(path, lambda file: file.write(content), mark=f".{uuid.uuid4().hex}")
 
 
 def write_folder(path: Path, make: Callable[[Path], object]) -> None:
-    """Let `make` write into an empty folder beside `path`, then rename it; a folder that was there is replaced.
+    """Let `make` write into an empty folder beside `path`, then rename it; a folder that was there
+    is replaced.
 
-    For an instant between two renames neither is there; of a process that is killed then, the next one puts the old
-    folder back. A link to a folder is replaced, and what it names stays.
+    For an instant between two renames neither is there; of a process that is killed then, the next
+    one puts the old folder back. A link to a folder is replaced, and what it names stays.
 
     Raises:
         OSError: it cannot be written.

@@ -35,7 +35,8 @@ class Busy(OSError):
 def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Iterator[None]:
     """Let nobody else hold the lock `path` within this context.
 
-    The file says who holds it, and is removed at the end. One that a killed process left is taken over.
+    The file says who holds it, and is removed at the end. One that a killed process left is taken
+    over.
 
     Args:
         path: the lock, a file of its own; its folder is made where it is missing.
@@ -45,7 +46,8 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
 
     Raises:
         Busy: somebody holds it still; names the process.
-        OSError: the folder cannot be written, or a file of somebody else, or a link, has the name of the lock.
+        OSError: the folder cannot be written, or a file of somebody else, or a link, has the name
+            of the lock.
     """
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     lock, since, taken = FileLock(path, timeout=0, fallback_to_soft=False), time.monotonic(), False
@@ -57,12 +59,17 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
                 raise Busy(f"{_text(path)} is writing into {what}; wait for it, or {remedy}")
             if not taken:
                 time.sleep(_PAUSE)
-        _write(path, f"{_BEGINS}{os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S},\n")
+        _write(
+            path,
+            f"{_BEGINS}{os.getpid()} on {platform.node()}, since"
+            f" {datetime.now():%Y-%m-%d %H:%M:%S},\n",
+        )
         yield
     finally:
         with _uninterrupted():
             if taken:
-                path.unlink(missing_ok=True)  # before the lock falls: whoever opened it meanwhile looks again
+                # before the lock falls: whoever opened it meanwhile looks again
+                path.unlink(missing_ok=True)
             lock.release()
             for folder in made:
                 with contextlib.suppress(OSError):  # it holds something
@@ -70,7 +77,10 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
 
 
 def _take(lock: FileLock, path: Path) -> bool:
-    """Whether the lock is this process's now, or nobody's since the file system has none. Raises as `locked` does."""
+    """Whether the lock is this process's now, or nobody's since the file system has none.
+
+    Raises as `locked` does.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not _text(path).startswith(("another", _BEGINS)):
         raise FileExistsError(f"{path} is no lock of lsq's and would be written over; move it away")
@@ -87,7 +97,8 @@ def _take(lock: FileLock, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Signals that Python handles, as Ctrl-C, wait for the end of this context: no lock is half taken or released."""
+    """Signals that Python handles, as Ctrl-C, wait for the end of this context: no lock is half
+    taken or released."""
     came: list[int] = []
     held = True
 
@@ -97,7 +108,8 @@ def _uninterrupted() -> Iterator[None]:
         else:  # a signal came while handlers were put back, and this one was not yet
             handlers[number](number, frame)
 
-    numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # the others never see one
+    # the others never see one
+    numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.getsignal(number) for number in numbers}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
@@ -112,7 +124,9 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def locked_folder(folder: Path, remedy: str, *, seconds: float = 0.0) -> contextlib.AbstractContextManager[None]:
+def locked_folder(
+    folder: Path, remedy: str, *, seconds: float = 0.0
+) -> contextlib.AbstractContextManager[None]:
     """`locked` for all that is in a folder."""
     return locked(folder / NAME, str(folder), remedy, seconds=seconds)
 
@@ -126,7 +140,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file
+        raise OSError(
+            error.errno, error.strerror, str(path)
+        ) from error  # a full disk names no file
 
 
 def _text(path: Path) -> str:
@@ -139,4 +155,6 @@ def _text(path: Path) -> str:
 
 @functools.cache  # once a folder
 def _say_unsupported(folder: Path, reason: str) -> None:
-    logger.warning("%s cannot be locked (%s): do not let two processes write there at a time", folder, reason)
+    logger.warning(
+        "%s cannot be locked (%s): do not let two processes write there at a time", folder, reason
+    )

@@ -11,10 +11,16 @@ STEPS = ((None, None), (None, 10), (20, 10), (12, 10))
 
 
 def fitted(
-    rows: Sequence[Sequence[str]], head: Sequence[str], sides: Sequence[str], *, style: str = "simple", keys: int = 1,
+    rows: Sequence[Sequence[str]],
+    head: Sequence[str],
+    sides: Sequence[str],
+    *,
+    style: str = "simple",
+    keys: int = 1,
     width: int | None = None,
-) -> str:  # fmt: skip
-    """A table as wide as the terminal at most: text wraps, and if need be, columns go on in another table below.
+) -> str:
+    """A table as wide as the terminal at most: text wraps, and if need be, columns go on in another
+    table below.
 
     Args:
         rows: of cells.
@@ -22,14 +28,20 @@ def fitted(
         sides: "left" or "right" for each; what is on the right are numbers.
         style: of tabulate.
         keys: how many columns each table begins with, since they name its rows.
-        width: None: that of the terminal, or COLUMNS of the environment; what is written to a file may be any.
+        width: None: that of the terminal, or COLUMNS of the environment; what is written to a file
+            may be any.
     """
     width = width or shutil.get_terminal_size((UNLIMITED, 0)).columns
     for text, title in STEPS:
         made = tabulate(
-            rows, head, tablefmt=style, disable_numparse=True, colalign=sides, maxheadercolwidths=title,
+            rows,
+            head,
+            tablefmt=style,
+            disable_numparse=True,
+            colalign=sides,
+            maxheadercolwidths=title,
             maxcolwidths=[text if side == "left" else None for side in sides],
-        )  # fmt: skip
+        )
         if max(map(len, made.splitlines())) <= width:
             return made
     if len(head) <= keys + 1:

@@ -1,10 +1,11 @@
 """Plain sentence pairs from the archives of public translation tasks, or toy text for dry runs.
 
     python recipes/extract.py iwslt14 RAW TEXT     RAW holds the unpacked de-en.tgz
-    python recipes/extract.py wmt14 RAW TEXT       RAW holds the unpacked archives that wmt14_en_de/prepare.sh names
-    python recipes/extract.py toy TEXT
+    python recipes/extract.py wmt14 RAW TEXT       RAW holds the unpacked archives that
+    wmt14_en_de/prepare.sh names python recipes/extract.py toy TEXT
 
-writes TEXT/{train,valid,test}.{de,en}, one sentence a line; line i of one language translates line i of the other.
+writes TEXT/{train,valid,test}.{de,en}, one sentence a line; line i of one language translates line
+i of the other.
 """
 
 import argparse
@@ -24,7 +25,8 @@ Pair = tuple[str, str]
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a text file, without white space around them; U+2028 and the like do not end lines."""
+    """The lines of a text file, without white space around them; U+2028 and the like do not end
+    lines."""
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}; see --download of prepare.sh")
     return [" ".join(line.split()) for line in path.read_text(encoding="utf-8").split("\n")]
@@ -45,7 +47,8 @@ def segments(path: Path) -> list[str]:
 
 
 def acceptable(pair: Pair, longest: int, ratio: float = 1.5) -> bool:
-    """Whether both sides have 1 to `longest` words, and neither more than `ratio` times those of the other."""
+    """Whether both sides have 1 to `longest` words, and neither more than `ratio` times those of
+    the other."""
     counts = sorted(len(side.split()) for side in pair)
     return 1 <= counts[0] and counts[1] <= min(longest, ratio * counts[0])
 
@@ -68,11 +71,18 @@ def every(pairs: list[Pair], step: int) -> tuple[list[Pair], list[Pair]]:
 
 
 def iwslt14(raw: Path, text: Path) -> None:
-    """Talks: train and valid (every 23rd pair) from the tagged file, test from five earlier evaluations."""
+    """Talks: train and valid (every 23rd pair) from the tagged file, test from five earlier
+    evaluations."""
     sides = []
     for language in LANGUAGES:
         tagged = lines(raw / "de-en" / f"train.tags.de-en.{language}")
-        sides.append([re.sub(r"</?(title|description)>", "", line).strip() for line in tagged if not _metadata(line)])
+        sides.append(
+            [
+                re.sub(r"</?(title|description)>", "", line).strip()
+                for line in tagged
+                if not _metadata(line)
+            ]
+        )
     train, valid = every([pair for pair in paired(sides) if acceptable(pair, longest=175)], 23)
     test = [pair for name in IWSLT_TESTS for pair in paired(_evaluation(raw / "de-en", name))]
     for split, pairs in (("train", train), ("valid", valid), ("test", test)):
@@ -80,7 +90,9 @@ def iwslt14(raw: Path, text: Path) -> None:
 
 
 def _metadata(line: str) -> bool:
-    return line.startswith(("<url>", "<talkid>", "<keywords>", "<speaker>", "<reviewer", "<translator"))
+    return line.startswith(
+        ("<url>", "<talkid>", "<keywords>", "<speaker>", "<reviewer", "<translator")
+    )
 
 
 def _evaluation(folder: Path, name: str) -> list[list[str]]:
@@ -94,7 +106,10 @@ def wmt14(raw: Path, text: Path) -> None:
         found = paired([lines(raw / f"{corpus}.de-en.{language}") for language in LANGUAGES])
         pairs += [pair for pair in found if acceptable(pair, longest=250)]
     train, valid = every(pairs, 1000)
-    test = [segments(raw / "test-full" / f"newstest2014-deen-{kind}.sgm") for kind in ("ref.de", "src.en")]
+    test = [
+        segments(raw / "test-full" / f"newstest2014-deen-{kind}.sgm")
+        for kind in ("ref.de", "src.en")
+    ]
     for split, split_pairs in (("train", train), ("valid", valid), ("test", paired(test))):
         write(text, split, split_pairs)
 
@@ -108,7 +123,10 @@ def toy(text: Path) -> None:
     def sentences(count: int) -> Iterator[Pair]:
         for _ in range(count):
             words = chance.choices(range(10), k=chance.randint(2, 8))
-            yield " ".join(german[word] for word in reversed(words)), " ".join(english[word] for word in words)
+            yield (
+                " ".join(german[word] for word in reversed(words)),
+                " ".join(english[word] for word in words),
+            )
 
     for split, count in (("train", 300), ("valid", 20), ("test", 10)):
         write(text, split, sentences(count))
@@ -116,7 +134,9 @@ def toy(text: Path) -> None:
 
 def main() -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("task", choices=("iwslt14", "wmt14", "toy"))
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     given = parser.parse_args()

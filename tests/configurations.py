@@ -1,8 +1,9 @@
 """fairseq's configuration of a training, made in a tenth of the time.
 
-fairseq gives Hydra about 280 values of options, one by one as text, and Hydra reads its folders anew each time. That
-takes as long as the smallest training of these tests. Here it reads them once for each choice of parts (criterion,
-optimizer ...), and each text once. tests/fairseq/test_configurations.py compares.
+fairseq gives Hydra about 280 values of options, one by one as text, and Hydra reads its folders
+anew each time. That takes as long as the smallest training of these tests. Here it reads them once
+for each choice of parts (criterion, optimizer ...), and each text once.
+tests/fairseq/test_configurations.py compares.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ def quick_configurations() -> None:
 
 
 def compose(name: str, overrides: list[str], strict: bool) -> DictConfig:
-    """As Hydra's: the configuration `name` with "part=choice" and "part.option=value" in `overrides`."""
+    """As Hydra's: the configuration `name` with "part=choice" and "part.option=value" in
+    `overrides`."""
     parsed = [_parsed(override) for override in overrides]
     parts = tuple(override.input_line for override in parsed if "." not in override.key_or_group)
     config = copy.deepcopy(_of_parts(name, parts))
@@ -41,7 +43,9 @@ def compose(name: str, overrides: list[str], strict: bool) -> DictConfig:
 
 @functools.cache
 def _of_parts(name: str, parts: tuple[str, ...]) -> DictConfig:
-    with hydra.initialize_config_dir(str(Path(fairseq.__file__).parent / "config"), version_base="1.1"):
+    with hydra.initialize_config_dir(
+        str(Path(fairseq.__file__).parent / "config"), version_base="1.1"
+    ):
         return hydra.compose(name, overrides=list(parts))
 
 

@@ -1,4 +1,5 @@
-"""What every test shares: few threads, fixed seeds, what a run leaves out, and where kernels run."""
+"""What every test shares: few threads, fixed seeds, what a run leaves out, and where kernels
+run."""
 
 import os
 import random
@@ -13,14 +14,18 @@ import torch
 from tests import sampling
 from tests.ops import cuda
 
-# A shell's background job ignores SIGINT and passes that on; tests of interruption need it as at a terminal.
+# A shell's background job ignores SIGINT and passes that on; tests of interruption need it as at a
+# terminal.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Processes of pytest-xdist, and those that tests start, share the cores: threads that wait for one spin.
+# Processes of pytest-xdist, and those that tests start, share the cores: threads that wait for one
+# spin.
 cores = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 os.environ.setdefault("OMP_NUM_THREADS", str(cores))
-os.environ["CT2_USE_MKL"] = "1"  # read once: CTranslate2's sums of int8 saturate by oneDNN on AMD without VNNI
+os.environ["CT2_USE_MKL"] = (
+    "1"  # read once: CTranslate2's sums of int8 saturate by oneDNN on AMD without VNNI
+)
 torch.set_num_threads(min(2, cores, torch.get_num_threads()))
 
 os.environ.pop("COLUMNS", None)  # of processes of pytest-xdist; tables are as wide as in a file
@@ -34,7 +39,8 @@ LOST = 77
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell failures as they come, but for processes of pytest-xdist, which hand theirs to another."""
+    """Tell failures as they come, but for processes of pytest-xdist, which hand theirs to
+    another."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failures(config))
 
@@ -59,22 +65,29 @@ def _reason(report: pytest.TestReport) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """After a failure on a GPU, end the process if a kernel's fault has lost it: all later tests would fail."""
+    """After a failure on a GPU, end the process if a kernel's fault has lost it: all later tests
+    would fail."""
     report = yield
     if report.failed and item.get_closest_marker("gpu") and (why := cuda.lost_gpu()):
-        print(f"lost the GPU: {item.nodeid}: {_reason(report)}: {why}", file=sys.__stderr__, flush=True)
+        print(
+            f"lost the GPU: {item.nodeid}: {_reason(report)}: {why}",
+            file=sys.__stderr__,
+            flush=True,
+        )
         os._exit(LOST)
     return report
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse a run of all tests in which a folder has none; leave out what tests/sampling.py says."""
+    """Refuse a run of all tests in which a folder has none; leave out what tests/sampling.py
+    says."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         sampling.check_folders([config.rootpath / path for path in config.args], items)
     sampling.mark_rest(items)
     config.stash[LEFT_OUT] = sampling.leave_out(items, config)
-    if hasattr(config, "workeroutput"):  # of pytest-xdist: this process runs a part of the tests for another
+    # of pytest-xdist: this process runs a part of the tests for another
+    if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = config.stash[LEFT_OUT]
 
 
@@ -87,12 +100,17 @@ def pytest_testnodedown(node) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many tests were left out, and why."""
     for reason, count in terminalreporter.config.stash.get(LEFT_OUT, {}).items():
-        terminalreporter.write_line(f"left out: {count:,} {'test' if count == 1 else 'tests'} {reason}")
+        terminalreporter.write_line(
+            f"left out: {count:,} {'test' if count == 1 else 'tests'} {reason}"
+        )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests named ..._on_cuda, and those in files named ..._cuda.py, run kernels: in the emulator and on a GPU."""
-    if metafunc.function.__name__.endswith("_on_cuda") or metafunc.module.__name__.endswith("_cuda"):
+    """Tests named ..._on_cuda, and those in files named ..._cuda.py, run kernels: in the emulator
+    and on a GPU."""
+    if metafunc.function.__name__.endswith("_on_cuda") or metafunc.module.__name__.endswith(
+        "_cuda"
+    ):
         metafunc.fixturenames.append("kernels_run_on")
         places = ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
         metafunc.parametrize("kernels_run_on", places, indirect=True)

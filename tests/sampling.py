@@ -1,7 +1,8 @@
 """Which tests a run leaves out.
 
-Few faults need more than two options to show, and where three or more options are multiplied out, a small part of the
-combinations holds every pair of their values. `make test` runs such a part; the rest is marked `thorough`.
+Few faults need more than two options to show, and where three or more options are multiplied out, a
+small part of the combinations holds every pair of their values. `make test` runs such a part; the
+rest is marked `thorough`.
 """
 
 from collections import defaultdict
@@ -18,9 +19,11 @@ SLOW = "marked slow (`pytest -m slow`, or by name)"
 
 
 def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
-    """A small part of the combinations of options `given` that holds every pair of values that any of them holds.
+    """A small part of the combinations of options `given` that holds every pair of values that any
+    of them holds.
 
-    Greedy: the combination with most pairs that are still missing is next, of several the first; nothing is by chance.
+    Greedy: the combination with most pairs that are still missing is next, of several the first;
+        nothing is by chance.
 
     Args:
         given: name of each option -> its value, for each combination.
@@ -39,8 +42,9 @@ def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
 
 
 def in_turn(several: Sequence, few: Sequence, times: int) -> list:
-    """Parameters (one of `several`, one of `few`): `times` of the few for each of the several, in turn; the other pairs
-    are marked `thorough`. For two options that have little to do with each other, and take long.
+    """Parameters (one of `several`, one of `few`): `times` of the few for each of the several, in
+    turn; the other pairs are marked `thorough`. For two options that have little to do with each
+    other, and take long.
     """
     found = []
     for turn, (number, one) in product(range(len(several)), enumerate(few)):
@@ -50,11 +54,16 @@ def in_turn(several: Sequence, few: Sequence, times: int) -> list:
 
 
 def first(several: Iterable, count: int) -> list:
-    """Parameters: the first `count` as they are, the others marked `thorough`. For tests that take seconds each, of
-    things that are tested elsewhere, too. A tuple is the values of several arguments.
+    """Parameters: the first `count` as they are, the others marked `thorough`.
+
+    For tests that take seconds each, of things that are tested elsewhere, too. A tuple is the
+    values of several arguments.
     """
     return [
-        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if number < count else pytest.mark.thorough)
+        pytest.param(
+            *(one if isinstance(one, tuple) else (one,)),
+            marks=() if number < count else pytest.mark.thorough,
+        )
         for number, one in enumerate(several)
     ]
 
@@ -67,19 +76,22 @@ def check_folders(paths: Iterable[Path], items: Sequence[pytest.Item]) -> None:
         items: what was found, before anything is left out.
 
     Raises:
-        pytest.UsageError: there is such a folder; pytest passes over some names by default (norecursedirs).
+        pytest.UsageError: there is such a folder; pytest passes over some names by default
+        (norecursedirs).
     """
     folders = {file.parent for path in paths for file in path.rglob("test_*.py")}
     silent = sorted(map(str, folders - {item.path.parent for item in items}))
     if silent:
-        raise pytest.UsageError(f"no test was collected in {', '.join(silent)}; does norecursedirs pass over it?")
+        raise pytest.UsageError(
+            f"no test was collected in {', '.join(silent)}; does norecursedirs pass over it?"
+        )
 
 
 def mark_rest(items: Sequence[pytest.Item]) -> None:
     """Mark as `thorough` what no pair of option values needs, for each test function in `items`.
 
-    What one `parametrize` lists is one option, however many arguments it names. What runs on a GPU is sampled apart
-    from what does not.
+    What one `parametrize` lists is one option, however many arguments it names. What runs on a GPU
+    is sampled apart from what does not.
     """
     tests = defaultdict(list)
     for item in items:
@@ -93,7 +105,8 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
 
 
 def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]:
-    """Take from `items` what needs a GPU where torch sees none, and what is `thorough` or `slow` and not asked for.
+    """Take from `items` what needs a GPU where torch sees none, and what is `thorough` or `slow`
+    and not asked for.
 
     To ask is to give -m, or to name a test with `::`.
 
@@ -105,7 +118,11 @@ def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]
     for item in items:
         if _marked(item, "gpu") and not torch.cuda.is_available():
             left_out[NO_GPU].append(item)
-        elif _marked(item, "thorough", "slow") and not config.option.markexpr and not _named(item, config):
+        elif (
+            _marked(item, "thorough", "slow")
+            and not config.option.markexpr
+            and not _named(item, config)
+        ):
             left_out[SLOW if _marked(item, "slow") else THOROUGH].append(item)
         else:
             kept.append(item)
@@ -117,7 +134,9 @@ def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]
 
 def _pairs(combination: Mapping[str, Hashable]) -> frozenset[tuple]:
     """Every two options with their values, and every option alone."""
-    return frozenset(combinations_with_replacement(sorted(combination.items(), key=lambda option: option[0]), 2))
+    return frozenset(
+        combinations_with_replacement(sorted(combination.items(), key=lambda option: option[0]), 2)
+    )
 
 
 def _options(item: pytest.Item) -> dict[str, tuple | int]:
@@ -126,7 +145,11 @@ def _options(item: pytest.Item) -> dict[str, tuple | int]:
     found = {}
     for mark in item.iter_markers("parametrize"):
         arguments = mark.args[0] if mark.args else mark.kwargs["argnames"]
-        names = [name.strip() for name in arguments.split(",")] if isinstance(arguments, str) else arguments
+        names = (
+            [name.strip() for name in arguments.split(",")]
+            if isinstance(arguments, str)
+            else arguments
+        )
         found[",".join(names)] = tuple(values.pop(name) for name in names)
     return found | values
 
@@ -140,6 +163,8 @@ def _named(item: pytest.Item, config: pytest.Config) -> bool:
     arguments = [argument.partition("::") for argument in config.args]
     name = item.nodeid.partition("::")[2]
     return any(
-        test and name.startswith(test) and (config.invocation_params.dir / path).resolve() == item.path.resolve()
+        test
+        and name.startswith(test)
+        and (config.invocation_params.dir / path).resolve() == item.path.resolve()
         for path, _, test in arguments
     )

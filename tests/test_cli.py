@@ -41,7 +41,9 @@ def test_help_lists_every_command(capsys):
 
 
 def test_python_m_lsq():
-    assert subprocess.run([sys.executable, "-m", "lsq", "--version"], capture_output=True).stdout.startswith(b"lsq ")
+    assert subprocess.run(
+        [sys.executable, "-m", "lsq", "--version"], capture_output=True
+    ).stdout.startswith(b"lsq ")
 
 
 def test_version(capsys):
@@ -55,23 +57,38 @@ def test_names_of_files_need_not_be_text(tmp_path):
     name = os.fsencode(tmp_path) + b"/\xff.csv"
     with open(name, "wb") as file:
         file.write(b"id,lower,upper,size\na,0,1,2\n")
-    code = "import sys; from lsq import cli; sys.exit(cli.main(sys.argv[1:]) or print(sys.argv[-1]))"
+    code = (
+        "import sys; from lsq import cli; sys.exit(cli.main(sys.argv[1:]) or print(sys.argv[-1]))"
+    )
     given = [sys.executable, "-c", code, "plan", "--output", name[:-3] + b"json", name]
     done = subprocess.run(given, capture_output=True, check=True)
-    assert done.stdout.endswith(name + b"\n") and b"peak         2 bytes" in done.stdout and not done.stderr
+    assert (
+        done.stdout.endswith(name + b"\n")
+        and b"peak         2 bytes" in done.stdout
+        and not done.stderr
+    )
     assert os.path.exists(name[:-3] + b"json")
     done = subprocess.run([*given[:4], b"no\xfffile"], capture_output=True)
-    assert (done.returncode, done.stderr) == (2, b"lsq plan: error: no\\udcfffile is not there; check the path\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        b"lsq plan: error: no\\udcfffile is not there; check the path\n",
+    )
 
 
-@pytest.mark.parametrize("arguments", [["user-dir"], ["user-dir", "--help"], ["--help"], ["plan", "FILE"]])
+@pytest.mark.parametrize(
+    "arguments", [["user-dir"], ["user-dir", "--help"], ["--help"], ["plan", "FILE"]]
+)
 def test_a_reader_that_has_gone_ends_a_command_silently(arguments, tmp_path):
-    (tmp_path / "FILE").write_text("id,lower,upper,size\n" + "".join(f"{n},0,1,2\n" for n in range(9)))
+    (tmp_path / "FILE").write_text(
+        "id,lower,upper,size\n" + "".join(f"{n},0,1,2\n" for n in range(9))
+    )
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "lsq", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
@@ -84,7 +101,10 @@ def test_other_pipes_that_break_are_told(command, capsys):
 
 def test_help_is_quick():
     """It imports neither torch nor fairseq."""
-    code = "import sys, lsq.cli; lsq.cli.parser(); assert not {'torch', 'fairseq'} & sys.modules.keys()"
+    code = (
+        "import sys, lsq.cli; lsq.cli.parser(); assert not {'torch', 'fairseq'} &"
+        " sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -120,15 +140,27 @@ def test_every_command_has_help_without_what_an_extra_brings():
 
 
 def test_what_is_missing_is_named_with_a_remedy(command, capsys):
-    needed = {"fairseq_cli.train": "fairseq", "omegaconf": "fairseq", "hydra.core": "fairseq", "uvicorn": "serve",
-              "transformers": "huggingface", "ctranslate2": "ctranslate2", "nvidia.cu13": "cuda13"}  # fmt: skip
+    needed = {
+        "fairseq_cli.train": "fairseq",
+        "omegaconf": "fairseq",
+        "hydra.core": "fairseq",
+        "uvicorn": "serve",
+        "transformers": "huggingface",
+        "ctranslate2": "ctranslate2",
+        "nvidia.cu13": "cuda13",
+    }
     for module, extra in needed.items():
         command(raising(ModuleNotFoundError(f"No module named {module!r}", name=module)))
         assert cli.main(["user-dir"]) == 2
-        assert capsys.readouterr().err.endswith(f", which is not installed: {extras.command(extra)}\n")
+        assert capsys.readouterr().err.endswith(
+            f", which is not installed: {extras.command(extra)}\n"
+        )
     command(raising(ModuleNotFoundError("No module named 'tqdm.auto'", name="tqdm.auto")))
     assert cli.main(["user-dir"]) == 2
-    assert capsys.readouterr().err == "lsq user-dir: error: this needs tqdm, which is not installed: pip install tqdm\n"
+    assert (
+        capsys.readouterr().err
+        == "lsq user-dir: error: this needs tqdm, which is not installed: pip install tqdm\n"
+    )
     command(raising(ModuleNotFoundError("No module named 'lsq.no'", name="lsq.no")))
     with pytest.raises(ModuleNotFoundError):  # a fault of lsq's
         cli.main(["user-dir"])
@@ -146,7 +178,11 @@ def test_commands_that_need_fairseq_say_so():
 
 
 def test_a_mistaken_command_is_told_what_there_is(capsys):
-    for given, meant in (("sparsify", "."), ("text-train", "; did you mean train-text?"), ("trian", "; did you mean")):
+    for given, meant in (
+        ("sparsify", "."),
+        ("text-train", "; did you mean train-text?"),
+        ("trian", "; did you mean"),
+    ):
         with pytest.raises(SystemExit):
             cli.main([given])
         printed = capsys.readouterr().err
@@ -159,7 +195,9 @@ def test_user_dir(capsys):
     folder = user_dir()
     assert capsys.readouterr().out == f"{folder}\n"
     assert (folder / "__init__.py").exists()
-    assert [path.name for path in folder.parent.iterdir() if path.name != "__pycache__"] == ["lsq_fairseq"]
+    assert [path.name for path in folder.parent.iterdir() if path.name != "__pycache__"] == [
+        "lsq_fairseq"
+    ]
 
 
 def test_doctor(capsys):
@@ -180,17 +218,41 @@ def test_arguments_reach_the_command(command):
         (ValueError("3 is\nodd"), 2, "error: 3 is odd"),
         (ValueError("x" * 5000), 2, "error: " + "x" * 666 + " ... " + "x" * 334 + "\n"),
         (FileNotFoundError("there is no file x"), 2, "error: there is no file x"),
-        (FileNotFoundError(2, "No such file or directory", "x"), 2, "error: x is not there; check the path"),
-        (PermissionError(13, "Permission denied", "x"), 2, "error: x may not be read or written by this user; change"),
+        (
+            FileNotFoundError(2, "No such file or directory", "x"),
+            2,
+            "error: x is not there; check the path",
+        ),
+        (
+            PermissionError(13, "Permission denied", "x"),
+            2,
+            "error: x may not be read or written by this user; change",
+        ),
         (CheckpointNotWritten("could not write x"), 1, "error: could not write x"),
         (FloatingPointError("a weight holds NaN"), 1, "error: a weight holds NaN"),
         (Exception("Could not infer language pair"), 2, "error: Could not infer language pair"),
-        (Interrupted(15, "stopped by SIGTERM after 3 updates; wrote x"), 143, "stopped by SIGTERM after 3 updates"),
+        (
+            Interrupted(15, "stopped by SIGTERM after 3 updates; wrote x"),
+            143,
+            "stopped by SIGTERM after 3 updates",
+        ),
         (RankLost("rank 2 no longer answers:\ngloo"), 1, "error: rank 2 no longer answers: gloo"),
-        (LibraryError("libcpu_v3.so is damaged; build it again"), 1, "error: libcpu_v3.so is damaged; build it again"),
-        (RuntimeError("[enforce fail] can't allocate memory: 9 bytes"), 1, "error: not enough memory ([enforce"),
+        (
+            LibraryError("libcpu_v3.so is damaged; build it again"),
+            1,
+            "error: libcpu_v3.so is damaged; build it again",
+        ),
+        (
+            RuntimeError("[enforce fail] can't allocate memory: 9 bytes"),
+            1,
+            "error: not enough memory ([enforce",
+        ),
         (MemoryError(), 1, "error: not enough memory"),
-        (ModuleNotFoundError("No module", name="fairseq.tasks"), 2, "error: this needs fairseq, which is"),
+        (
+            ModuleNotFoundError("No module", name="fairseq.tasks"),
+            2,
+            "error: this needs fairseq, which is",
+        ),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C (SIGINT)"),
     ],
 )
@@ -230,11 +292,23 @@ def test_traceback_on_demand(command):
 @pytest.mark.parametrize(
     ("statement", "status", "message"),
     [
-        ("assert 1 > 2, '--temperature must be greater than 0'", 2, "error: --temperature must be greater than 0"),
+        (
+            "assert 1 > 2, '--temperature must be greater than 0'",
+            2,
+            "error: --temperature must be greater than 0",
+        ),
         ("raise ImportError('Please install apex')", 2, "error: Please install apex"),
         ("raise NotImplementedError('Unknown option: x')", 2, "error: Unknown option: x"),
-        ("raise KeyError('history')", 1, "error: fairseq failed (KeyError: 'history'); check the options"),
-        ("import ast; ast.literal_eval('(1,')", 1, "error: fairseq failed (SyntaxError: '(' was never closed"),
+        (
+            "raise KeyError('history')",
+            1,
+            "error: fairseq failed (KeyError: 'history'); check the options",
+        ),
+        (
+            "import ast; ast.literal_eval('(1,')",
+            1,
+            "error: fairseq failed (SyntaxError: '(' was never closed",
+        ),
         ("1 / 0", 1, "error: fairseq failed (ZeroDivisionError: division by zero); check"),
     ],
 )

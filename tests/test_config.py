@@ -1,11 +1,19 @@
-"""Configurations are checked when they are made, and every error names the value and what is allowed."""
+"""Configurations are checked when they are made, and every error names the value and what is
+allowed."""
 
 import dataclasses
 import re
 
 import pytest
 
-from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary, check_dimension, documentation
+from lsq.config import (
+    LayerConfig,
+    QuantConfig,
+    RelativeBias,
+    Rotary,
+    check_dimension,
+    documentation,
+)
 
 LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 
@@ -13,72 +21,93 @@ LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 def test_defaults():
     config = QuantConfig()
     assert config.quantized and config.bits == 8
-    assert (config.weight_init, config.activation_init, config.weight_granularity) == ("mse", "mse", "channel")
+    assert (config.weight_init, config.activation_init, config.weight_granularity) == (
+        "mse",
+        "mse",
+        "channel",
+    )
     assert (config.clip_gradient, config.backward) == ("pact", "int8")
     assert LayerConfig(**LAYER).quant == config
     assert not QuantConfig(mode="float").quantized
 
 
-@pytest.mark.parametrize("given, said", [
-    ({}, "in int8"),
-    ({"mode": "float"}, "in floats"),
-    ({"backward": "float"}, "with weights in int8, activations in int8, gradients in floats"),
-    ({"bits": 4}, "with weights in int8 of 4 bits, activations in int8 of 4 bits, gradients in int8"),
-    ({"weight_format": "int4"}, "with weights in int4, activations in int8, gradients in int8"),
-    (
-        {"bits": 6, "weight_format": "int8,*fc2*=nvfp4,*fc1*=int8"},
-        "with weights in int8 of 6 bits,*fc2*=nvfp4,*fc1*=int8 of 6 bits, activations in int8 of 6 bits, "
-        "gradients in int8",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({}, "in int8"),
+        ({"mode": "float"}, "in floats"),
+        ({"backward": "float"}, "with weights in int8, activations in int8, gradients in floats"),
+        (
+            {"bits": 4},
+            "with weights in int8 of 4 bits, activations in int8 of 4 bits, gradients in int8",
+        ),
+        ({"weight_format": "int4"}, "with weights in int4, activations in int8, gradients in int8"),
+        (
+            {"bits": 6, "weight_format": "int8,*fc2*=nvfp4,*fc1*=int8"},
+            "with weights in int8 of 6 bits,*fc2*=nvfp4,*fc1*=int8 of 6 bits, activations in int8"
+            " of 6 bits, "
+            "gradients in int8",
+        ),
+    ],
+)
 def test_widths_are_told(given, said):
     assert QuantConfig(**given).told == said
 
 
-@pytest.mark.parametrize("name, value, allowed", [
-    ("mode", "int4", "'float', 'int8'"),
-    ("weight_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),
-    ("activation_init", "", "'fixed', 'absmax', 'percentile', 'mse'"),
-    ("weight_granularity", "row", "'tensor', 'channel'"),
-    ("clip_gradient", "ste", "'pact', 'lsq'"),
-    ("backward", "int4", "'float', 'int8'"),
-    ("backward_dtype", "float64", "'float32', 'bfloat16'"),
-    ("bits", 1, "from 2 to 8"),
-    ("bits", 9, "from 2 to 8"),
-    ("bits", 8.0, "from 2 to 8"),
-    ("weight_clip", 0.0, "above 0"),
-    ("weight_clip", float("nan"), "above 0"),
-    ("activation_clip", -1.0, "above 0"),
-    ("activation_clip", float("inf"), "above 0"),
-    ("activation_clip", "16", "above 0"),
-    ("sparsity", "1:4", "'2:4'"),
-    ("percentile", 0.0, "above 0 and at most 100"),
-    ("percentile", 100.1, "above 0 and at most 100"),
-    ("percentile", float("nan"), "above 0 and at most 100"),
-])
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("mode", "int4", "'float', 'int8'"),
+        ("weight_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),
+        ("activation_init", "", "'fixed', 'absmax', 'percentile', 'mse'"),
+        ("weight_granularity", "row", "'tensor', 'channel'"),
+        ("clip_gradient", "ste", "'pact', 'lsq'"),
+        ("backward", "int4", "'float', 'int8'"),
+        ("backward_dtype", "float64", "'float32', 'bfloat16'"),
+        ("bits", 1, "from 2 to 8"),
+        ("bits", 9, "from 2 to 8"),
+        ("bits", 8.0, "from 2 to 8"),
+        ("weight_clip", 0.0, "above 0"),
+        ("weight_clip", float("nan"), "above 0"),
+        ("activation_clip", -1.0, "above 0"),
+        ("activation_clip", float("inf"), "above 0"),
+        ("activation_clip", "16", "above 0"),
+        ("sparsity", "1:4", "'2:4'"),
+        ("percentile", 0.0, "above 0 and at most 100"),
+        ("percentile", 100.1, "above 0 and at most 100"),
+        ("percentile", float("nan"), "above 0 and at most 100"),
+    ],
+)
 def test_quantisers_refuse(name, value, allowed):
-    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)
+    ):
         QuantConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name, value, allowed", [
-    ("hidden", 0, "whole number above 0"),
-    ("heads", -1, "whole number above 0"),
-    ("feed_forward", 112.0, "whole number above 0"),
-    ("dropout", 1.0, "at least 0 and below 1"),
-    ("attention_dropout", -0.1, "at least 0 and below 1"),
-    ("activation_dropout", float("nan"), "at least 0 and below 1"),
-    ("activation", "swish", "'relu', 'gelu', 'gelu_tanh', 'silu', 'squared_relu'"),
-    ("norm", "batch", "'layer', 'rms'"),
-    ("layer_norm_epsilon", 0.0, "above 0"),
-    ("key_heads", 0, "whole number above 0"),
-    ("head_width", 8.0, "whole number above 0"),
-    ("window", 0, "whole number above 0"),
-    ("head_norm", 1e-6, "give `rotary`"),
-    ("score_factor", 0.0, "above 0"),
-])
+@pytest.mark.parametrize(
+    "name, value, allowed",
+    [
+        ("hidden", 0, "whole number above 0"),
+        ("heads", -1, "whole number above 0"),
+        ("feed_forward", 112.0, "whole number above 0"),
+        ("dropout", 1.0, "at least 0 and below 1"),
+        ("attention_dropout", -0.1, "at least 0 and below 1"),
+        ("activation_dropout", float("nan"), "at least 0 and below 1"),
+        ("activation", "swish", "'relu', 'gelu', 'gelu_tanh', 'silu', 'squared_relu'"),
+        ("norm", "batch", "'layer', 'rms'"),
+        ("layer_norm_epsilon", 0.0, "above 0"),
+        ("key_heads", 0, "whole number above 0"),
+        ("head_width", 8.0, "whole number above 0"),
+        ("window", 0, "whole number above 0"),
+        ("head_norm", 1e-6, "give `rotary`"),
+        ("score_factor", 0.0, "above 0"),
+    ],
+)
 def test_layers_refuse(name, value, allowed):
-    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)
+    ):
         LayerConfig(**LAYER | {name: value})
 
 
@@ -94,7 +123,12 @@ def test_heads_of_keys_divide_those_of_queries():
 
 def test_widths_of_attention():
     config = LayerConfig(hidden=64, heads=8, key_heads=2, head_width=20, feed_forward=64)
-    assert (config.of_keys, config.head_columns, config.query_columns, config.key_columns) == (2, 20, 160, 40)
+    assert (config.of_keys, config.head_columns, config.query_columns, config.key_columns) == (
+        2,
+        20,
+        160,
+        40,
+    )
     assert LayerConfig(**LAYER).query_columns == LayerConfig(**LAYER).key_columns == 48
     with pytest.raises(ValueError, match="the width of all heads of queries is 60.*use 64"):
         LayerConfig(**LAYER | {"head_width": 20})
@@ -102,17 +136,25 @@ def test_widths_of_attention():
 
 @pytest.mark.parametrize("given", [{"buckets": 30}, {"farthest": 16}])
 def test_biases_refuse(given):
-    with pytest.raises(ValueError, match="buckets is .* and farthest .*; buckets must be a multiple of 4"):
+    with pytest.raises(
+        ValueError, match="buckets is .* and farthest .*; buckets must be a multiple of 4"
+    ):
         RelativeBias(**given)
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"places": 0}, "places is 0; it must be a whole number above 0"),
-    ({"base": -1.0}, "base is -1.0.*above 0"),
-    ({"width": 3}, "width is 3; it must be an even number above 0, or None"),
-    ({"width": 18}, "18 columns of a head cannot turn; give an even number up to its width, 16"),
-    ({"frequencies": (1.0, 0.1)}, "2 frequencies are given; 16 columns need 8"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"places": 0}, "places is 0; it must be a whole number above 0"),
+        ({"base": -1.0}, "base is -1.0.*above 0"),
+        ({"width": 3}, "width is 3; it must be an even number above 0, or None"),
+        (
+            {"width": 18},
+            "18 columns of a head cannot turn; give an even number up to its width, 16",
+        ),
+        ({"frequencies": (1.0, 0.1)}, "2 frequencies are given; 16 columns need 8"),
+    ],
+)
 def test_rotary_refuses(given, message):
     with pytest.raises(ValueError, match=message):
         LayerConfig(**LAYER, rotary=Rotary(**{"places": 64} | given))
@@ -161,4 +203,8 @@ def test_documentation_is_the_text_under_each_field():
         third: int = 0
         "About the third."
 
-    assert documentation(Example) == {"first": "About the\nfirst.", "second": "", "third": "About the third."}
+    assert documentation(Example) == {
+        "first": "About the\nfirst.",
+        "second": "",
+        "third": "About the third.",
+    }

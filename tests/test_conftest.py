@@ -1,4 +1,5 @@
-"""Failures are told at once, and a process whose GPU is lost ends by the name of the test that lost it."""
+"""Failures are told at once, and a process whose GPU is lost ends by the name of the test that lost
+it."""
 
 import os
 from types import SimpleNamespace
@@ -12,14 +13,22 @@ from tests import conftest
 def failed(**more) -> SimpleNamespace:
     crash = SimpleNamespace(message="AssertionError: codes differ\nand more")
     longrepr = SimpleNamespace(reprcrash=crash)
-    return SimpleNamespace(failed=True, nodeid="test_some.py::test_it", **{"longrepr": longrepr, **more})
+    return SimpleNamespace(
+        failed=True, nodeid="test_some.py::test_it", **{"longrepr": longrepr, **more}
+    )
 
 
-@pytest.mark.parametrize("report, told", [
-    (failed(), ["failed: test_some.py::test_it: AssertionError: codes differ"]),
-    (failed(longrepr="worker 'gw1' crashed"), ["failed: test_some.py::test_it: worker 'gw1' crashed"]),
-    (SimpleNamespace(failed=False), []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "report, told",
+    [
+        (failed(), ["failed: test_some.py::test_it: AssertionError: codes differ"]),
+        (
+            failed(longrepr="worker 'gw1' crashed"),
+            ["failed: test_some.py::test_it: worker 'gw1' crashed"],
+        ),
+        (SimpleNamespace(failed=False), []),
+    ],
+)
 def test_a_failure_is_told_at_once(report, told):
     lines = []
     reporter = SimpleNamespace(ensure_newline=lambda: None, write_line=lines.append)
@@ -28,7 +37,9 @@ def test_a_failure_is_told_at_once(report, told):
     assert lines == told
 
 
-@pytest.mark.parametrize("gpu, fault, ended", [(True, True, [77]), (True, False, []), (False, True, [])])
+@pytest.mark.parametrize(
+    "gpu, fault, ended", [(True, True, [77]), (True, False, []), (False, True, [])]
+)
 def test_a_lost_gpu_ends_the_process(monkeypatch, gpu, fault, ended):
     def synchronize():
         if fault:

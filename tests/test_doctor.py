@@ -15,7 +15,9 @@ from lsq import doctor
 GOOD_PACKAGES = dict.fromkeys(doctor.REQUIRED, "1.0") | dict.fromkeys(doctor.OPTIONAL)
 
 
-SLOW = doctor.ProductCheck(exact=True, shape=(1, 1, 1), int8_milliseconds=3.0, float32_milliseconds=2.0)
+SLOW = doctor.ProductCheck(
+    exact=True, shape=(1, 1, 1), int8_milliseconds=3.0, float32_milliseconds=2.0
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +40,16 @@ def test_cpu_features_have_names(monkeypatch, flags, names):
 
 def test_packages_are_those_of_pyproject():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert tuple(re.match(r"[\w-]+", line)[0] for line in project["dependencies"]) == doctor.REQUIRED
+    assert (
+        tuple(re.match(r"[\w-]+", line)[0] for line in project["dependencies"]) == doctor.REQUIRED
+    )
     extras = {
         name: [re.match(r"[\w-]+", line)[0] for line in lines]
         for name, lines in project["optional-dependencies"].items()
     }
-    others = {one for name, packages in extras.items() if name != "dev" for one in packages} | {"lsq-int8"}
+    others = {one for name, packages in extras.items() if name != "dev" for one in packages} | {
+        "lsq-int8"
+    }
     extras["dev"] = [one for one in extras["dev"] if one not in others]
     assert {name: list(packages) for name, (_, packages) in doctor.EXTRAS.items()} == extras
 
@@ -59,12 +65,15 @@ def test_product_is_exact_here():
 
 
 def test_product_check_notices_float32_sums(monkeypatch):
-    monkeypatch.setattr(doctor.gemm, "untuned_product", lambda a, b: (a.float() @ b.float().t()).int())
+    monkeypatch.setattr(
+        doctor.gemm, "untuned_product", lambda a, b: (a.float() @ b.float().t()).int()
+    )
     assert not doctor.check_product((48, 48, 2048), repeats=1).exact
 
 
 def test_product_check_notices_saturation(monkeypatch):
-    """CPUs without int8 dot products shift one side to unsigned and add pairs of products in 16 bits."""
+    """CPUs without int8 dot products shift one side to unsigned and add pairs of products in 16
+    bits."""
 
     def saturating(a, b):
         shifted, signed = a.int()[:, None] + 128, b.int()[None]
@@ -76,7 +85,8 @@ def test_product_check_notices_saturation(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("usable", "named"), [((), "oneDNN"), (("plain",), "tiles (plain)"), (("amx", "plain"), "tiles (amx)")]
+    ("usable", "named"),
+    [((), "oneDNN"), (("plain",), "tiles (plain)"), (("amx", "plain"), "tiles (amx)")],
 )
 def test_what_multiplies_is_named(usable, named, found, monkeypatch):
     monkeypatch.setattr(doctor.tiles, "usable", lambda: usable)
@@ -86,22 +96,35 @@ def test_what_multiplies_is_named(usable, named, found, monkeypatch):
 def test_report_of_this_machine(found):
     assert found.version == lsq.__version__
     assert found.cores >= 1 and found.threads >= 1
-    assert torch.__version__.startswith(found.packages["torch"])  # which may say +cu130 where the package does not
+    # which may say +cu130 where the package does not
+    assert torch.__version__.startswith(found.packages["torch"])
     assert found.healthy == all(found.packages[name] for name in doctor.REQUIRED)
 
 
 def test_text_names_everything(found):
     shown = doctor.text(found)
     library = found.host_library or "plain"
-    for part in (found.cpu, library, doctor.kernel_name(), found.packages["torch"], *doctor.REQUIRED):
+    for part in (
+        found.cpu,
+        library,
+        doctor.kernel_name(),
+        found.packages["torch"],
+        *doctor.REQUIRED,
+    ):
         assert part in shown
 
 
-@pytest.mark.parametrize("fault, said, path", [
-    (None, "(used)", "GPU: matrix products by cuBLASLt"), ("it is too old", "(NOT USED, see below)", "CPU: matrix"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, said, path",
+    [
+        (None, "(used)", "GPU: matrix products by cuBLASLt"),
+        ("it is too old", "(NOT USED, see below)", "CPU: matrix"),
+    ],
+)
 def test_text_says_whether_a_gpu_is_used(found, fault, said, path):
-    shown = doctor.text(dataclasses.replace(found, gpus=("Example GPU, sm_90, 80 GiB",), gpu_fault=fault))
+    shown = doctor.text(
+        dataclasses.replace(found, gpus=("Example GPU, sm_90, 80 GiB",), gpu_fault=fault)
+    )
     assert f"Example GPU, sm_90, 80 GiB {said}" in shown and re.search(rf"int8 path +{path}", shown)
     assert ("* The GPU cannot be used: it is too old" in shown) is (fault is not None)
 
@@ -110,9 +133,15 @@ def test_text_says_whether_a_gpu_is_used(found, fault, said, path):
 def sound(found) -> doctor.Report:
     """A report that leaves nothing to be done."""
     return dataclasses.replace(
-        found, product=dataclasses.replace(found.product, exact=True, int8_milliseconds=1.0, float32_milliseconds=4.0),
-        gpus=(), host_library="C++ host library, AVX2",
-        packages=GOOD_PACKAGES, cpu_features=("AVX2", "AVX-512 VNNI"), faults={},
+        found,
+        product=dataclasses.replace(
+            found.product, exact=True, int8_milliseconds=1.0, float32_milliseconds=4.0
+        ),
+        gpus=(),
+        host_library="C++ host library, AVX2",
+        packages=GOOD_PACKAGES,
+        cpu_features=("AVX2", "AVX-512 VNNI"),
+        faults={},
     )
 
 
@@ -127,8 +156,14 @@ def test_advice_is_empty_when_all_is_well(sound):
         ({"host_library": None}, "apt install g++"),
         ({"packages": GOOD_PACKAGES | {"sacrebleu": None}}, "pip install sacrebleu"),
         ({"cpu_features": ("AVX2",)}, "no int8 dot-product instructions"),
-        ({"product": SLOW}, "int8 products take 1.5 times as long as those of float32 here: `lsq tune` may"),
-        ({"faults": {"launcher": "libruntime.so is damaged"}}, "The launcher cannot be used: libruntime.so is damaged"),
+        (
+            {"product": SLOW},
+            "int8 products take 1.5 times as long as those of float32 here: `lsq tune` may",
+        ),
+        (
+            {"faults": {"launcher": "libruntime.so is damaged"}},
+            "The launcher cannot be used: libruntime.so is damaged",
+        ),
     ],
 )
 def test_advice(sound, change, words):
@@ -137,16 +172,25 @@ def test_advice(sound, change, words):
 
 
 def test_how_fast_the_cpu_is_does_not_matter_beside_a_gpu(sound):
-    assert dataclasses.replace(sound, product=SLOW, gpus=("Example GPU",), gpu_fault=None).advice == ()
+    assert (
+        dataclasses.replace(sound, product=SLOW, gpus=("Example GPU",), gpu_fault=None).advice == ()
+    )
 
 
 def test_extras_are_listed(sound):
-    packages = GOOD_PACKAGES | {"transformers": "5.1", "uvicorn": "0.30", "starlette": "1.0", "prometheus-client": "2"}
+    packages = GOOD_PACKAGES | {
+        "transformers": "5.1",
+        "uvicorn": "0.30",
+        "starlette": "1.0",
+        "prometheus-client": "2",
+    }
     shown = doctor.text(dataclasses.replace(sound, packages=packages))
     for line in (
         r"extra fairseq +not installed: fairseq-fixed \(for training in fairseq\)",
-        r"extra huggingface +transformers 5.1; not installed: accelerate \(for models of Hugging Face\)",
-        r"extra serve +uvicorn 0.30, starlette 1.0, prometheus-client 2 \(for translations over HTTP, `lsq serve`\)",
+        r"extra huggingface +transformers 5.1; not installed: accelerate \(for models of Hugging"
+        r" Face\)",
+        r"extra serve +uvicorn 0.30, starlette 1.0, prometheus-client 2 \(for translations over"
+        r" HTTP, `lsq serve`\)",
     ):
         assert re.search(f"^{line}$", shown, re.MULTILINE), shown
 
@@ -158,10 +202,14 @@ def test_wrong_products_come_first_and_fail(sound):
     assert not broken.healthy
 
 
-@pytest.mark.parametrize("cuda, words", [("13.0", "built for CUDA 13.0"), (None, "built for the CPU alone")])
+@pytest.mark.parametrize(
+    "cuda, words", [("13.0", "built for CUDA 13.0"), (None, "built for the CPU alone")]
+)
 def test_without_a_gpu_it_says_what_torch_is_built_for(found, cuda, words):
     without = dataclasses.replace(found, gpus=(), cuda=cuda)
-    assert re.search(rf"^GPU +none that torch can use .*{words}", doctor.text(without), re.MULTILINE)
+    assert re.search(
+        rf"^GPU +none that torch can use .*{words}", doctor.text(without), re.MULTILINE
+    )
 
 
 def test_run_prints_text_or_json(found, monkeypatch, capsys):
@@ -196,7 +244,9 @@ def test_a_stale_library_is_reported_with_its_remedy(stale, capsys):
     assert doctor.run() == 1
     printed = capsys.readouterr().out
     assert re.search(r"C\+\+ library +UNUSABLE", printed)
-    assert re.search(r"\* The C\+\+ library cannot be used: .* was built from other .*make library", printed)
+    assert re.search(
+        r"\* The C\+\+ library cannot be used: .* was built from other .*make library", printed
+    )
     assert "The C++ library is missing" not in printed
 
 
@@ -206,4 +256,6 @@ def test_names_and_values_stand_apart(found):
     for name in doctor.REQUIRED:
         assert re.search(rf"^{name} +13\.5\.37$", shown, re.MULTILINE)
     assert ", 1 core, 1 torch thread\n" in shown
-    assert ", 2 cores, 3 torch threads\n" in doctor.text(dataclasses.replace(found, cores=2, threads=3))
+    assert ", 2 cores, 3 torch threads\n" in doctor.text(
+        dataclasses.replace(found, cores=2, threads=3)
+    )

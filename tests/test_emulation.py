@@ -1,4 +1,5 @@
-"""`lsq doctor --emulate`: every CUDA operation of training against its reference, and what is said of a wrong one."""
+"""`lsq doctor --emulate`: every CUDA operation of training against its reference, and what is said
+of a wrong one."""
 
 import shutil
 
@@ -19,7 +20,14 @@ def test_every_operation_agrees(capsys):
     assert main(["doctor", "--emulate"]) == 0
     shown = capsys.readouterr().out
     names = {operation.name for program in emulation.trained() for operation in program.operations}
-    assert names >= {"Project", "ProjectWeightGradient", "Attention", "AttentionGradient", "Embed", "RoundGradient"}
+    assert names >= {
+        "Project",
+        "ProjectWeightGradient",
+        "Attention",
+        "AttentionGradient",
+        "Embed",
+        "RoundGradient",
+    }
     assert names >= {"Rotate", "RotateGradient", "Gated", "GatedGradient"}
     assert names >= {"StartScales", "FinishSums"}, "the programs are those of a GPU"
     names.add("RoundWeight")
@@ -28,7 +36,9 @@ def test_every_operation_agrees(capsys):
 
 
 def test_one_that_is_wrong_is_named(monkeypatch, capsys):
-    program = next(found for found in emulation.trained() if any(o.name == "Round" for o in found.operations))
+    program = next(
+        found for found in emulation.trained() if any(o.name == "Round" for o in found.operations)
+    )
     monkeypatch.setattr(Round, "cuda", lambda self: [])
     monkeypatch.setattr(emulation, "trained", lambda: [program])
     assert main(["doctor", "--emulate"]) == 1
@@ -45,14 +55,22 @@ def test_of_sums_that_are_left_in_parts_totals_are_compared():
         assert one.shape == (4,) and torch.allclose(one, other) == same
 
 
-@pytest.mark.parametrize("found, wanted, floats, integers", [
-    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), 0.0, None),
-    (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 0.25, None),
-    (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0]), float("inf"), None),
-    (torch.tensor([1, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8), None, 0.0),
-    (torch.tensor([2, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8), None, 1.0),
-    (torch.tensor([1, 1], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8), None, float("inf")),
-])
+@pytest.mark.parametrize(
+    "found, wanted, floats, integers",
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), 0.0, None),
+        (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 0.25, None),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0]), float("inf"), None),
+        (torch.tensor([1, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8), None, 0.0),
+        (torch.tensor([2, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8), None, 1.0),
+        (
+            torch.tensor([1, 1], dtype=torch.int8),
+            torch.tensor([1, 3], dtype=torch.int8),
+            None,
+            float("inf"),
+        ),
+    ],
+)
 def test_differences(found, wanted, floats, integers):
     if floats is not None:
         assert emulation._of_floats(found, wanted) == floats
@@ -67,6 +85,8 @@ def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
         cached.cache_clear()
     assert main(["doctor", "--emulate"]) == 1
     said = capsys.readouterr().err.strip()
-    assert said.startswith("lsq doctor: the C++ compiler '/nonexistent/compiler'") and "\n" not in said
+    assert (
+        said.startswith("lsq doctor: the C++ compiler '/nonexistent/compiler'") and "\n" not in said
+    )
     for cached in caches:
         cached.cache_clear()

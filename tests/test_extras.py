@@ -21,7 +21,11 @@ TEXTS = {".py", ".md", ".toml", ".sh", ".txt", ".html", ".cpp", ".h", ".cu", ".c
 def texts() -> dict[Path, str]:
     """What is written in the repository, without what was built."""
     paths = [*ROOT.glob("*"), *(path for place in PLACES for path in (ROOT / place).rglob("*"))]
-    return {path: path.read_text(encoding="utf-8") for path in paths if path.is_file() and path.suffix in TEXTS}
+    return {
+        path: path.read_text(encoding="utf-8")
+        for path in paths
+        if path.is_file() and path.suffix in TEXTS
+    }
 
 
 @pytest.mark.parametrize(
@@ -32,12 +36,18 @@ def texts() -> dict[Path, str]:
             {"url": "file:///src", "dir_info": {"editable": True}},
             "pip install --no-build-isolation --editable '/src[serve]'",
         ),
-        ({"url": "file:///a/lsq_int8-1-py3.whl", "archive_info": {}}, "pip install '/a/lsq_int8-1-py3.whl[serve]'"),
+        (
+            {"url": "file:///a/lsq_int8-1-py3.whl", "archive_info": {}},
+            "pip install '/a/lsq_int8-1-py3.whl[serve]'",
+        ),
         (None, "pip install '.[serve]'"),
     ],
 )
 def test_the_command_installs_again_what_was_installed(monkeypatch, record, command):
-    found = [SimpleNamespace(read_text=lambda name, text=text: text) for text in (None, record and json.dumps(record))]
+    found = [
+        SimpleNamespace(read_text=lambda name, text=text: text)
+        for text in (None, record and json.dumps(record))
+    ]
     monkeypatch.setattr(metadata, "distributions", lambda name: found)
     assert extras.command("serve") == command
 
@@ -49,12 +59,20 @@ def test_without_an_installation_it_is_for_the_checkout(monkeypatch):
 
 def test_the_name_is_the_projects():
     assert PROJECT["name"] == extras.DISTRIBUTION
-    [itself] = [one for one in PROJECT["optional-dependencies"]["dev"] if one.startswith(extras.DISTRIBUTION)]
+    [itself] = [
+        one
+        for one in PROJECT["optional-dependencies"]["dev"]
+        if one.startswith(extras.DISTRIBUTION)
+    ]
     assert set(re.findall(r"\w+", itself.removeprefix(extras.DISTRIBUTION))) <= EXTRAS
 
 
 def test_nothing_installs_the_package_that_has_lsqs_name_on_pypi():
-    found = [str(path) for path, text in texts().items() if re.search(r"\blsq\[\w|pip install (-\S+ )*'?lsq\b", text)]
+    found = [
+        str(path)
+        for path, text in texts().items()
+        if re.search(r"\blsq\[\w|pip install (-\S+ )*'?lsq\b", text)
+    ]
     assert not found
 
 

@@ -29,7 +29,9 @@ def test_what_is_no_text_is_escaped(tmp_path):
 
 def test_a_name_that_other_libraries_cannot_open_is_refused():
     files.check_name("caf\xe9")
-    with pytest.raises(ValueError, match=r"the name .*\udcff is not UTF-8, and PyTorch and sent.*; rename it"):
+    with pytest.raises(
+        ValueError, match=r"the name .*\udcff is not UTF-8, and PyTorch and sent.*; rename it"
+    ):
         files.check_name(Path(os.fsdecode(b"runs/\xff")))
 
 
@@ -62,7 +64,11 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, mo
 
 def contents(folder):
     """Every file in a folder, hidden ones as well."""
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path):

@@ -30,7 +30,10 @@ ALLOWED = {
     "optim": {"csrc", "program", "ops", "backends"},
     "text": {"config", "files"},
 }
-"""What each folder or module may import of lsq. One that is not listed here may import anything of lsq."""
+"""What each folder or module may import of lsq.
+
+One that is not listed here may import anything of lsq.
+"""
 
 FAIRSEQ_USERS = {"fairseq", "user_dir", "cli", "commands", "text"}
 FOREIGN = {"ctypes", "cuda", "cupy"}
@@ -64,19 +67,35 @@ COLLECTIVES = {
     "send",
 }
 TORCH = {
-    "_C", "__future__", "_disable_dynamo", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_", "_foreach_mul",
-    "_foreach_norm", "_int_mm", "_nested_tensor_from_mask",
-}  # fmt: skip
-"""Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has them, too."""
+    "_C",
+    "__future__",
+    "_disable_dynamo",
+    "_foreach_copy_",
+    "_foreach_maximum_",
+    "_foreach_minimum_",
+    "_foreach_mul",
+    "_foreach_norm",
+    "_int_mm",
+    "_nested_tensor_from_mask",
+}
+"""Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has
+them, too."""
 
 
-def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, tuple[str, str], int]]:
-    """Yield (full dotted name, (name that it gives in the file, what that name stands for), line)."""
+def imports(
+    tree: ast.AST, module: str, is_package: bool
+) -> Iterator[tuple[str, tuple[str, str], int]]:
+    """Yield (full dotted name, (name that it gives in the file, what that name stands for),
+    line)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
-                yield alias.name, (alias.asname, alias.name) if alias.asname else (top, top), node.lineno
+                yield (
+                    alias.name,
+                    (alias.asname, alias.name) if alias.asname else (top, top),
+                    node.lineno,
+                )
         elif isinstance(node, ast.ImportFrom):
             parts = module.split(".")
             base = parts[: len(parts) + is_package - node.level] if node.level else []
@@ -112,7 +131,9 @@ def violations(path: str, source: str) -> list[str]:
         if root == "lsq" and area in ALLOWED and target != area and target not in ALLOWED[area]:
             found.append(f"{path}:{line}: {area} may not import {name}")
         if root == "fairseq" and area not in FAIRSEQ_USERS:
-            found.append(f"{path}:{line}: only {', '.join(sorted(FAIRSEQ_USERS))} may import fairseq")
+            found.append(
+                f"{path}:{line}: only {', '.join(sorted(FAIRSEQ_USERS))} may import fairseq"
+            )
         if root in FOREIGN and area != "csrc":
             found.append(f"{path}:{line}: only csrc may import {root}")
     uses = dotted_uses(tree, dict(given for _, given, _ in imported))
@@ -120,8 +141,14 @@ def violations(path: str, source: str) -> list[str]:
         origin, _, last = name.rpartition(".")
         if origin.startswith("torch.distributed") and last in COLLECTIVES and area != "dist":
             found.append(f"{path}:{line}: only dist may call {name}")
-        if origin == "torch" and last.startswith("_") and last not in {*TORCH, "__config__", "__version__"}:
-            found.append(f"{path}:{line}: look whether the oldest PyTorch has {name}, and add it to TORCH")
+        if (
+            origin == "torch"
+            and last.startswith("_")
+            and last not in {*TORCH, "__config__", "__version__"}
+        ):
+            found.append(
+                f"{path}:{line}: look whether the oldest PyTorch has {name}, and add it to TORCH"
+            )
     return found
 
 
@@ -141,14 +168,22 @@ def test_rules_are_needed():
         if parts[0] in ALLOWED:
             module, is_package = ".".join(("lsq", *parts)), parts[-1] == "__init__"
             names = [name for name, *_ in imports(ast.parse(path.read_text()), module, is_package)]
-            used[parts[0]] |= {name.split(".")[1] for name in names if name.startswith("lsq.")} - {parts[0]}
-    assert {area: allowed - used[area] for area, allowed in ALLOWED.items() if allowed - used[area]} == {}
+            used[parts[0]] |= {name.split(".")[1] for name in names if name.startswith("lsq.")} - {
+                parts[0]
+            }
+    assert {
+        area: allowed - used[area] for area, allowed in ALLOWED.items() if allowed - used[area]
+    } == {}
 
 
 def test_rules_hold():
     files = sorted(PACKAGE.rglob("*.py"))
     assert files
-    broken = [line for path in files for line in violations(str(path.relative_to(PACKAGE)), path.read_text())]
+    broken = [
+        line
+        for path in files
+        for line in violations(str(path.relative_to(PACKAGE)), path.read_text())
+    ]
     assert not broken, "\n".join(broken)
 
 
@@ -194,14 +229,20 @@ def test_planted_violation_is_found(path, source):
     ("path", "source"),
     [
         ("config.py", "from lsq.quant import Format\nimport torch"),
-        ("ops/linear.py", "from lsq.program import operation\nfrom . import rounding\nfrom ..gemm import product"),
+        (
+            "ops/linear.py",
+            "from lsq.program import operation\nfrom . import rounding\nfrom ..gemm import product",
+        ),
         ("csrc/loader.py", "import ctypes"),
         ("csrc/compiler.py", "from cuda.bindings import nvrtc"),
         ("dist/hooks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("fairseq/task.py", "import fairseq\nfrom lsq.layers import Embedding"),
         ("cli.py", "import torch.distributed\ntorch.distributed.init_process_group('gloo')"),
         ("ops/linear.py", "import torch\ntorch._int_mm(x, y)\ntorch.__config__.show()"),
-        ("ops/linear.py", "import torch\ntorch.gather(x, 0, i)\nx.scatter(0, i, y)\ntorch.distributed"),
+        (
+            "ops/linear.py",
+            "import torch\ntorch.gather(x, 0, i)\nx.scatter(0, i, y)\ntorch.distributed",
+        ),
     ],
 )
 def test_allowed_import_passes(path, source):

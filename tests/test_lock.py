@@ -16,7 +16,10 @@ from lsq.lock import NAME, Busy, locked, locked_file, locked_folder
 def test_the_second_one_is_told_who_holds_it(tmp_path):
     folder = tmp_path / "runs"
     with locked_folder(folder, "choose another --output"):
-        with pytest.raises(Busy, match=rf"process {os.getpid()} on .*, since .* is writing into {folder}; wait for it"):
+        with pytest.raises(
+            Busy,
+            match=rf"process {os.getpid()} on .*, since .* is writing into {folder}; wait for it",
+        ):
             with locked_folder(folder, "choose another --output"):
                 pass
         with locked_file(folder / "plan.json", "x"):  # another lock of the same folder
@@ -47,7 +50,10 @@ def test_the_lock_falls_with_its_process(tmp_path):
     other.start()
     try:
         assert ready.wait(20)
-        with pytest.raises(Busy, match=f"process {other.pid} on"), locked_folder(tmp_path, "x", seconds=0.1):
+        with (
+            pytest.raises(Busy, match=f"process {other.pid} on"),
+            locked_folder(tmp_path, "x", seconds=0.1),
+        ):
             pass
     finally:
         other.kill()
@@ -58,7 +64,8 @@ def test_the_lock_falls_with_its_process(tmp_path):
 
 
 def test_a_lock_that_is_removed_while_it_is_waited_for_does_not_count(tmp_path, monkeypatch):
-    """Its holder removes the file after this process opened it: the lock of the old file locks nothing."""
+    """Its holder removes the file after this process opened it: the lock of the old file locks
+    nothing."""
     path, flock, turns = tmp_path / "lock", fcntl.flock, []
 
     def remove_first(file, operation):
@@ -84,7 +91,8 @@ def test_a_file_system_without_locks_is_told_once(tmp_path, monkeypatch, caplog)
             with locked_folder(tmp_path, "x"):
                 pass
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path} cannot be locked (No locks available): do not let two processes write there at a time"
+        f"{tmp_path} cannot be locked (No locks available): do not let two processes write there at"
+        " a time"
     ]
 
 
@@ -95,7 +103,10 @@ def test_links_and_files_of_somebody_else_stay(tmp_path):
     with pytest.raises(OSError), locked_folder(tmp_path, "x"):
         pass
     (tmp_path / "poetry.lock").write_text("precious")
-    with pytest.raises(FileExistsError, match="poetry.lock is no lock of lsq's"), locked_file(tmp_path / "poetry", "x"):
+    with (
+        pytest.raises(FileExistsError, match="poetry.lock is no lock of lsq's"),
+        locked_file(tmp_path / "poetry", "x"),
+    ):
         pass
     assert theirs.read_text() == (tmp_path / "poetry.lock").read_text() == "precious"
 
@@ -133,7 +144,8 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step", ["acquire", "release"])
 def test_a_signal_leaves_no_lock(tmp_path, monkeypatch, step):
-    """Ctrl-C comes while the lock is taken, or while it falls: between two of Python's steps, the worst of places."""
+    """Ctrl-C comes while the lock is taken, or while it falls: between two of Python's steps, the
+    worst of places."""
     whole = getattr(FileLock, step)
 
     def interrupted(self, *arguments, **options):

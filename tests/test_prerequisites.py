@@ -1,4 +1,5 @@
-"""What `make venv` needs: found missing before anything is downloaded, and named alike in all files."""
+"""What `make venv` needs: found missing before anything is downloaded, and named alike in all
+files."""
 
 import os
 import re
@@ -22,7 +23,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 @pytest.mark.parametrize("version", [(3, 10, 13), (3, 14, 0), (4, 0)])
 def test_other_pythons_are_refused(version):
     said = prerequisites.unsuitable(version)
-    assert f"is Python {'.'.join(map(str, version))}, but lsq runs in 3.11, 3.12 and 3.13 alone" in said
+    assert (
+        f"is Python {'.'.join(map(str, version))}, but lsq runs in 3.11, 3.12 and 3.13 alone"
+        in said
+    )
     assert "make PYTHON=" in said and "\n" not in said
 
 
@@ -52,7 +56,9 @@ def test_everything_missing_is_named_with_one_command(monkeypatch, tmp_path, cap
     assert prerequisites.main() == 1
     said = capsys.readouterr().err.splitlines()
     python = "python{}.{}".format(*sys.version_info)
-    assert all(word in line for word, line in zip(("g++", "ensurepip", "Python.h"), said[1:4], strict=True))
+    assert all(
+        word in line for word, line in zip(("g++", "ensurepip", "Python.h"), said[1:4], strict=True)
+    )
     assert said[4:] == [f"Debian, Ubuntu: sudo apt install g++ {python}-venv {python}-dev"]
 
 
@@ -67,9 +73,18 @@ def test_nothing_is_said_where_all_is_there(monkeypatch, tmp_path, capsys):
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_stops_before_it_downloads(tmp_path):
     done = subprocess.run(
-        ["make", "venv", f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}", "PIP_OPTIONS=--no-index"],
-        cwd=ROOT, env=os.environ | {"CXX": "/nonexistent/g++"}, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            "make",
+            "venv",
+            f"PYTHON={sys.executable}",
+            f"VENV={tmp_path / 'venv'}",
+            "PIP_OPTIONS=--no-index",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"CXX": "/nonexistent/g++"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "apt install g++" in done.stderr
     assert not (tmp_path / "venv").exists()
 
@@ -78,12 +93,18 @@ def test_make_stops_before_it_downloads(tmp_path):
 def test_make_takes_no_python_that_was_not_tried(tmp_path):
     """The check says what is wrong with python3, where there is one."""
     command = [shutil.which("make"), "venv", f"VENV={tmp_path / 'venv'}"]
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 2 and "No python3 was found. Debian, Ubuntu: apt install" in done.stderr
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2 and "No python3 was found. Debian, Ubuntu: apt install" in done.stderr
+    )
     other = tmp_path / "python3"
     other.write_text('#!/bin/sh\n[ "$1" = prerequisites.py ] && echo asked >&2\nexit 1\n')
     other.chmod(0o755)
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "asked" in done.stderr.splitlines()
     assert not (tmp_path / "venv").exists()
 
@@ -96,9 +117,19 @@ def test_make_clears_no_environment_of_somebody_else(tmp_path):
     theirs.parent.mkdir(parents=True)
     theirs.write_text("#!/bin/sh\nexit 1\n")
     theirs.chmod(0o755)
-    command = ["make", "venv", f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}", "PIP_OPTIONS=--no-index"]
+    command = [
+        "make",
+        "venv",
+        f"PYTHON={sys.executable}",
+        f"VENV={tmp_path / 'venv'}",
+        "PIP_OPTIONS=--no-index",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "is not of this make" in done.stderr and "move it away" in done.stderr
+    assert (
+        done.returncode == 2
+        and "is not of this make" in done.stderr
+        and "move it away" in done.stderr
+    )
     assert theirs.exists()
 
 
@@ -114,7 +145,8 @@ def test_all_files_name_the_same():
 
 
 def test_nothing_that_torch_requires_exactly_is_constrained():
-    """PyTorch's standard build pins NVIDIA's packages and triton; its builds for the CPU do not say so."""
+    """PyTorch's standard build pins NVIDIA's packages and triton; its builds for the CPU do not say
+    so."""
     names = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert "torch" in names
     assert not [name for name in names if name.startswith(("nvidia-", "cuda-")) or name == "triton"]

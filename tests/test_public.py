@@ -11,7 +11,8 @@ from lsq.layers.statistics import quantized_tensors
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("optim", "Adam"), ("dist", "GradientConfig"), ("huggingface", "save_clips")]
+    ("package", "name"),
+    [("optim", "Adam"), ("dist", "GradientConfig"), ("huggingface", "save_clips")],
 )
 def test_packages_are_imported_when_they_are_used_first(package, name):
     """By `__getattr__`, which Python asks for what nobody has imported yet."""
@@ -26,16 +27,34 @@ class Trainer:
         self.model = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("function", [
-    lsq.convert, lsq.revert, lsq.monitor, lambda model: lsq.plan_memory(model, None), release_memory,
-    conversion.float_state_dict, lambda model: huggingface.save_clips(model, "nowhere"), sparsity.sparsify,
-    sparsity.sparsity_of, dist.compress_gradients, lambda model: list(quantized_tensors(model)),
-    lambda model: sensitivity(model, None, [1]), lambda model: measure(model, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lsq.convert,
+        lsq.revert,
+        lsq.monitor,
+        lambda model: lsq.plan_memory(model, None),
+        release_memory,
+        conversion.float_state_dict,
+        lambda model: huggingface.save_clips(model, "nowhere"),
+        sparsity.sparsify,
+        sparsity.sparsity_of,
+        dist.compress_gradients,
+        lambda model: list(quantized_tensors(model)),
+        lambda model: sensitivity(model, None, [1]),
+        lambda model: measure(model, None),
+    ],
+)
 def test_what_is_no_model_is_refused(function):
-    with pytest.raises(TypeError, match=r"^model is 'gpt2', a str; give a torch.nn.Module, such as what from_pretrai"):
+    with pytest.raises(
+        TypeError,
+        match=r"^model is 'gpt2', a str; give a torch.nn.Module, such as what from_pretrai",
+    ):
         function("gpt2")
-    with pytest.raises(TypeError, match=r"^model is a Trainer; give the model in it, its .model, before the Trainer"):
+    with pytest.raises(
+        TypeError,
+        match=r"^model is a Trainer; give the model in it, its .model, before the Trainer",
+    ):
         function(Trainer())
 
 

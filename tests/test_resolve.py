@@ -1,4 +1,5 @@
-"""The check that the requirements resolve with PyTorch's standard build: it fails where it cannot tell."""
+"""The check that the requirements resolve with PyTorch's standard build: it fails where it cannot
+tell."""
 
 import importlib.util
 import subprocess
@@ -23,7 +24,8 @@ def resolve(monkeypatch):
 
 @pytest.fixture
 def answers(monkeypatch, resolve):
-    """answers(lines, status): what uv says from now on; returns the list of the commands that it is given."""
+    """answers(lines, status): what uv says from now on; returns the list of the commands that it is
+    given."""
 
     def answers(lines: str, status: int = 0) -> list[list[str]]:
         given = []
@@ -44,7 +46,9 @@ def test_every_python_is_resolved(resolve, answers, capsys):
     assert resolve.main() == 0
     versions = ["{}.{}".format(*version) for version in TRIED]
     assert [command[command.index("--python-version") + 1] for command in given] == versions
-    assert capsys.readouterr().out.splitlines() == [f"Python {version}: 2 packages" for version in versions]
+    assert capsys.readouterr().out.splitlines() == [
+        f"Python {version}: 2 packages" for version in versions
+    ]
 
 
 def test_a_cpu_build_tells_nothing(resolve, answers, capsys):

@@ -19,7 +19,9 @@ import pytest
 def test_multiplied(a, b, c, d, e):
     pass
 
-@pytest.mark.parametrize("a, b, c", [(a, b, c) for a in range(2) for b in range(2) for c in range(2)])
+TWO = range(2)
+
+@pytest.mark.parametrize("a, b, c", [(a, b, c) for a in TWO for b in TWO for c in TWO])
 def test_listed(a, b, c):
     pass
 
@@ -60,13 +62,17 @@ def test_every_pair_is_in_the_sample(sizes):
     assert chosen == sorted(chosen) == sampling.pairwise(given)
 
 
-@pytest.mark.parametrize("several, few, times", [(12, 5, 2), (21, 7, 3), (4, 2, 1), (5, 2, 1), (3, 1, 2), (2, 3, 3)])
+@pytest.mark.parametrize(
+    "several, few, times", [(12, 5, 2), (21, 7, 3), (4, 2, 1), (5, 2, 1), (3, 1, 2), (2, 3, 3)]
+)
 def test_all_of_two_options_are_run_in_turn(several, few, times):
     found = sampling.in_turn(range(several), range(few), times)
     assert [one.values for one in found] == [(a, b) for a in range(several) for b in range(few)]
     chosen = [one.values for one in found if not one.marks]
     assert len(chosen) == several * min(times, few)
-    assert {a for a, _ in chosen} == set(range(several)) and {b for _, b in chosen} == set(range(few))
+    assert {a for a, _ in chosen} == set(range(several)) and {b for _, b in chosen} == set(
+        range(few)
+    )
 
 
 def test_one_or_two_options_are_run_whole():
@@ -76,16 +82,21 @@ def test_one_or_two_options_are_run_whole():
 
 
 def test_combinations_that_are_left_out_of_a_product_are_not_missed():
-    given = [{"a": a, "b": b, "c": c} for a in range(3) for b in range(3) for c in range(3) if a != b]
+    given = [
+        {"a": a, "b": b, "c": c} for a in range(3) for b in range(3) for c in range(3) if a != b
+    ]
     chosen = sampling.pairwise(given)
-    assert set().union(*(pairs(given[number]) for number in chosen)) == set().union(*map(pairs, given))
+    assert set().union(*(pairs(given[number]) for number in chosen)) == set().union(
+        *map(pairs, given)
+    )
 
 
 def test_a_run_leaves_out_what_it_says(suite):
     result = suite()
     passed = result.parseoutcomes()["passed"]
     left_out = MULTIPLIED + 8 + 1 - passed
-    assert 8 + 1 + 9 <= passed < 8 + 1 + 14  # those listed, the emulator's, and nine or a few more of three by three
+    # those listed, the emulator's, and nine or a few more of three by three
+    assert 8 + 1 + 9 <= passed < 8 + 1 + 14
     result.stdout.fnmatch_lines([f"left out: {left_out} tests for `make test-thorough`"])
     result.stdout.fnmatch_lines(["left out: 1 test marked slow (`pytest -m slow`, or by name)"])
     result.stdout.fnmatch_lines(["left out: 1 test for a CUDA GPU (torch sees none here)"])
@@ -100,7 +111,12 @@ def test_the_rest_runs_where_it_is_asked_for(suite):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("test_multiplied", MULTIPLIED), ("test_slow", 1), ("test_multiplied[1-1-1.0-y-3]", 1), ("test_twice", 1)],
+    [
+        ("test_multiplied", MULTIPLIED),
+        ("test_slow", 1),
+        ("test_multiplied[1-1-1.0-y-3]", 1),
+        ("test_twice", 1),
+    ],
 )
 def test_what_is_named_runs(suite, pytester, name, count):
     assert suite(f"test_it.py::{name}").parseoutcomes()["passed"] == count

@@ -1,4 +1,5 @@
-"""The C++ build: what it makes, what it rebuilds, and that an installation survives a missing compiler."""
+"""The C++ build: what it makes, what it rebuilds, and that an installation survives a missing
+compiler."""
 
 import ctypes
 import importlib.util
@@ -49,7 +50,8 @@ def test_library_is_loadable(build, source, tmp_path):
 
 @pytest.fixture
 def checkout(build, tmp_path, monkeypatch):
-    """A folder of two sources and a header, from which build_library makes libanswer.so; returns that call."""
+    """A folder of two sources and a header, from which build_library makes libanswer.so; returns
+    that call."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -63,7 +65,8 @@ def checkout(build, tmp_path, monkeypatch):
 
 
 def made() -> tuple[int, int, int]:
-    """When the library and the only objects of answer.cpp and other.cpp in this folder were made."""
+    """When the library and the only objects of answer.cpp and other.cpp in this folder were
+    made."""
     [answer], [other] = Path("objects").glob("answer.*"), Path("objects").glob("other.*")
     return tuple(path.stat().st_mtime_ns for path in (Path("libanswer.so"), answer, other))
 
@@ -106,7 +109,8 @@ def test_other_flags_and_another_compiler_rebuild(checkout, monkeypatch):
 
 @needs_compiler
 def test_what_was_copied_is_taken_for_what_it_is(checkout, monkeypatch):
-    """Newer objects and a newer library of another checkout are made anew where its sources were others, else kept."""
+    """Newer objects and a newer library of another checkout are made anew where its sources were
+    others, else kept."""
     checkout()
     shutil.copytree(Path(), "../same")
     shutil.copytree(Path(), "../copy")

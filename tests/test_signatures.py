@@ -8,7 +8,8 @@ MOST = 9
 
 
 def wide(source: str) -> list[tuple[str, int]]:
-    """(name, parameters) of the functions in a source that take more than MOST; *args and **options are no names."""
+    """(name, parameters) of the functions in a source that take more than MOST; *args and **options
+    are no names."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -20,11 +21,16 @@ def wide(source: str) -> list[tuple[str, int]]:
 
 
 def test_all_functions_are_narrow():
-    found = {str(path): wide(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    found = {
+        str(path): wide(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))
+    }
     assert not {path: functions for path, functions in found.items() if functions}
 
 
 def test_wide_functions_are_seen():
     names = ", ".join(f"a{number}" for number in range(MOST))
     assert not wide(f"def f({names}, *rest, **options): pass")
-    assert wide(f"class A:\n  def g(self, {names}): pass\nasync def h({names}, *, b): pass") == [("h", 10), ("g", 10)]
+    assert wide(f"class A:\n  def g(self, {names}): pass\nasync def h({names}, *, b): pass") == [
+        ("h", 10),
+        ("g", 10),
+    ]

@@ -25,13 +25,20 @@ def test_a_table_fits(width, style, monkeypatch):
 
 def test_a_table_that_fits_is_as_it_was():
     lines = fitted(ROWS, HEAD, SIDES, width=120).splitlines()
-    assert len(lines) == 4 and lines[0].split("  ")[0] == "format" and "to Gaussian's limit, dB" in lines[0]
+    assert (
+        len(lines) == 4
+        and lines[0].split("  ")[0] == "format"
+        and "to Gaussian's limit, dB" in lines[0]
+    )
     assert lines == fitted(ROWS, HEAD, SIDES, width=len(lines[0])).splitlines()
 
 
 def test_each_part_begins_with_the_keys():
     cells = ("a", "1", "2" * 10, "3" * 10)
-    made = fitted([cells], ("x", "y", "z", "w"), ("left", *("right",) * 3), style="plain", keys=2, width=22)
+    made = fitted(
+        [cells], ("x", "y", "z", "w"), ("left", *("right",) * 3), style="plain", keys=2, width=22
+    )
     assert [part.split() for part in made.split("\n\n")] == [
-        ["x", "y", "z", "a", "1", "2" * 10], ["x", "y", "w", "a", "1", "3" * 10]
+        ["x", "y", "z", "a", "1", "2" * 10],
+        ["x", "y", "w", "a", "1", "3" * 10],
     ]

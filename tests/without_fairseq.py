@@ -1,4 +1,5 @@
-"""The command line where fairseq is not installed; what works here does not wait for its import either."""
+"""The command line where fairseq is not installed; what works here does not wait for its import
+either."""
 
 import json
 import os
@@ -14,7 +15,8 @@ sys.modules.update(dict.fromkeys(missing))  # an import of what is None there fi
 from lsq import cli
 found = []
 for words in lines:
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = cli.main(words)
         except SystemExit as stopped:
@@ -24,7 +26,9 @@ print(json.dumps(found))
 """
 
 
-def run_lsq(lines: list[list[str]], missing: tuple[str, ...] = OF_FAIRSEQ) -> list[tuple[int, str, str]]:
+def run_lsq(
+    lines: list[list[str]], missing: tuple[str, ...] = OF_FAIRSEQ
+) -> list[tuple[int, str, str]]:
     """Run `lsq` with each of these command lines, in a process that cannot import some modules.
 
     Returns:

@@ -1,1 +1,2 @@
-"""Layers of Hugging Face transformers as fused ones, an architecture a file; `lsq.convert` puts them in."""
+"""Layers of Hugging Face transformers as fused ones, an architecture a file; `lsq.convert` puts
+them in."""

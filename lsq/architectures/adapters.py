@@ -1,4 +1,5 @@
-"""LoRA adapters of PEFT in a fused layer (Hu et al. 2022): its program adds them to int8 products."""
+"""LoRA adapters of PEFT in a fused layer (Hu et al. 2022): its program adds them to int8
+products."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted
 
 
 def block_matrix(parts: Sequence[torch.Tensor], blocks: Sequence[Block], rows: int) -> torch.Tensor:
-    """[rows, sum of ranks] with each of `parts` [outputs, rank] times its scaling in its place, else 0."""
+    """[rows, sum of ranks] with each of `parts` [outputs, rank] times its scaling in its place,
+    else 0."""
     return torch.cat(
         [
             functional.pad(part * at.scaling, (0, 0, at.first, rows - at.first - len(part)))

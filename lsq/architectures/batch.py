@@ -1,6 +1,7 @@
 """What all layers of a model see of a batch: which tokens are there, and how far each turns.
 
-B sentences, T time, D columns of a head. Models make both once for all layers, so it is looked at once.
+B sentences, T time, D columns of a head. Models make both once for all layers, so it is looked at
+once.
 """
 
 import threading
@@ -19,15 +20,19 @@ _local = threading.local()
 HIDDEN = -1e4
 """What is added to a score, or less, leaves nothing of a probability."""
 KEPT = 4
-"""Results of the last so many masks and rotations: an encoder's and a decoder's, while one calls another."""
+"""Results of the last so many masks and rotations: an encoder's and a decoder's, while one calls
+another."""
 
 
-def packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, **options) -> Packing | None:
+def packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, **options
+) -> Packing | None:
     """How the tokens that `mask` leaves are packed.
 
     Args:
-        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of what is there; or of which query sees
-            which key [B or 1, 1, T or 1, T], bool or with 0 where it does, or a BlockMask of FlexAttention.
+        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of what is there; or
+            of which query sees which key [B or 1, 1, T or 1, T], bool or with 0 where it does, or a
+            BlockMask of FlexAttention.
         shape: (B, T).
         seen: present bool [B, T] -> bool [B, T, T], what the layer lets queries see.
         options: of Packing.
@@ -39,12 +44,14 @@ def packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable
     return remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
 
 
-def memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], **options) -> Packing | None:
+def memory_packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], **options
+) -> Packing | None:
     """How the tokens of an encoder's output are packed that `mask` lets a decoder see.
 
     Args:
-        mask: None; bool or 0 and 1 [B, S] of what is there; or of which query sees which key [B or 1, 1, T or 1, S],
-            bool or with 0 where it does, or a BlockMask of FlexAttention.
+        mask: None; bool or 0 and 1 [B, S] of what is there; or of which query sees which key [B or
+            1, 1, T or 1, S], bool or with 0 where it does, or a BlockMask of FlexAttention.
         shape: (B, S).
         options: of Packing.
 
@@ -55,8 +62,11 @@ def memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], **optio
     return remembered("memory", (mask,), key, lambda: _memory_packing_of(mask, shape, options))
 
 
-def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
-    """cosine, sine [B or 1, T, D] of models whose heads turn in halves -> (table float32 [P, D], places int64 [R]).
+def rotation_of(
+    cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cosine, sine [B or 1, T, D] of models whose heads turn in halves -> (table float32 [P, D],
+    places int64 [R]).
 
     P is filled up to a power of two, so that programs are made for few of them.
     """
@@ -65,7 +75,9 @@ def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> t
     return remembered("rotation", objects, versions, lambda: _rotation_of(*objects), exact=False)
 
 
-def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict) -> Packing | None:
+def _packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict
+) -> Packing | None:
     if mask is None:
         return Packing(shape=shape, **options)
     mask = _dense(mask)
@@ -83,7 +95,9 @@ def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callabl
     return Packing(None if present.all() else ~present, shape=shape, **options)
 
 
-def _memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], options: dict) -> Packing | None:
+def _memory_packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], options: dict
+) -> Packing | None:
     if mask is None:
         return Packing(shape=shape, **options)
     mask = _dense(mask)
@@ -105,12 +119,19 @@ def _dense(mask: object) -> torch.Tensor:
     if isinstance(mask, torch.Tensor):
         return mask
     if type(mask).__name__ != "BlockMask":
-        raise ValueError(f"the attention mask is a {type(mask).__name__}; it must be a tensor, a BlockMask or None")
-    from torch.nn.attention.flex_attention import create_mask  # which made the mask, and has been imported
+        raise ValueError(
+            f"the attention mask is a {type(mask).__name__}; it must be a tensor, a BlockMask or"
+            " None"
+        )
+    # which made the mask, and has been imported
+    from torch.nn.attention.flex_attention import (
+        create_mask,
+    )
 
     queries, keys = mask.seq_lengths
     every = create_mask(mask.mask_mod, *mask.shape[:2], queries, keys, mask.kv_num_blocks.device)
-    blocks = mask.to_dense().bool()  # a block that is left out is hidden, whatever the function says
+    # a block that is left out is hidden, whatever the function says
+    blocks = mask.to_dense().bool()
     for dim, size in zip((2, 3), mask.BLOCK_SIZE, strict=True):
         blocks = blocks.repeat_interleave(size, dim)
     return every & blocks[:, :, :queries, :keys]
@@ -129,16 +150,21 @@ def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
     return sees.expand(batch, *sees.shape[1:])[:, 0]
 
 
-def _rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotation_of(
+    cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, time), half = packing.shape, cosine.shape[2] // 2
     table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
-    places = torch.arange(len(table), device=table.device).view(len(cosine), time).expand(batch, time)
+    places = (
+        torch.arange(len(table), device=table.device).view(len(cosine), time).expand(batch, time)
+    )
     filled = 2 ** (len(table) - 1).bit_length()
     return torch.nn.functional.pad(table, (0, 0, 0, filled - len(table))), packing.pack(places)
 
 
 def causal(window: int | None, present: torch.Tensor) -> torch.Tensor:
-    """present bool [B, T] -> [B, T, T]: each query sees the last `window` keys up to its own, or all of these."""
+    """present bool [B, T] -> [B, T, T]: each query sees the last `window` keys up to its own, or
+    all of these."""
     time = present.shape[1]
     distance = torch.arange(time, device=present.device)
     distance = distance[:, None] - distance
@@ -172,5 +198,8 @@ def remembered(
 
 
 def _is_still(reference: weakref.ref | None, one: object) -> bool:
-    """Return whether `reference` refers to `one`. A dead reference matches nothing, None included."""
+    """Return whether `reference` refers to `one`.
+
+    A dead reference matches nothing, None included.
+    """
     return reference is None if one is None else reference is not None and reference() is one

@@ -4,7 +4,13 @@ import torch
 from torch import nn
 
 from lsq.architectures.fused_layer import FusedLayer, cache_of
-from lsq.architectures.reading import activation_of, biases, dropout_of, layer_norm_epsilon, plain_linears
+from lsq.architectures.reading import (
+    activation_of,
+    biases,
+    dropout_of,
+    layer_norm_epsilon,
+    plain_linears,
+)
 from lsq.config import LayerConfig, QuantConfig
 
 HEADS = ("query", "key", "value")
@@ -15,9 +21,12 @@ class BertLayer(FusedLayer):
 
     causal = False
     PARTS = {
-        "attention": "Attention", "attention.self": "SelfAttention", "attention.output": "SelfOutput",
-        "intermediate": "Intermediate", "output": "Output",
-    }  # fmt: skip
+        "attention": "Attention",
+        "attention.self": "SelfAttention",
+        "attention.output": "SelfOutput",
+        "intermediate": "Intermediate",
+        "output": "Output",
+    }
     SOURCES = {
         "self_attn.qkv_weight": tuple(f"attention.self.{part}.weight" for part in HEADS),
         "self_attn.qkv_bias": tuple(f"attention.self.{part}.bias" for part in HEADS),
@@ -41,34 +50,46 @@ class BertLayer(FusedLayer):
         (first,) = plain_linears(layer.intermediate, "dense")
         (second,) = plain_linears(layer.output, "dense")
         return LayerConfig(
-            hidden=q.in_features, heads=attention.num_attention_heads, head_width=attention.attention_head_size,
-            feed_forward=first.out_features, activation=activation_of(layer.intermediate.intermediate_act_fn),
-            bias=biases(out, first, second), head_bias=biases(q, k, v), quant=quantization,
+            hidden=q.in_features,
+            heads=attention.num_attention_heads,
+            head_width=attention.attention_head_size,
+            feed_forward=first.out_features,
+            activation=activation_of(layer.intermediate.intermediate_act_fn),
+            bias=biases(out, first, second),
+            head_bias=biases(q, k, v),
+            quant=quantization,
             **BertLayer.settings(layer),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def settings(layer: nn.Module) -> dict[str, object]:
         attention, after = layer.attention.self, layer.attention.output
         return {
-            "score_factor": attention.scaling, "attention_dropout": attention.dropout.p,
+            "score_factor": attention.scaling,
+            "attention_dropout": attention.dropout.p,
             "dropout": dropout_of(after.dropout, layer.output.dropout),
             "layer_norm_epsilon": layer_norm_epsilon(after.LayerNorm, layer.output.LayerNorm),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attention.self]
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         **options,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         packing = self.packing(hidden_states, attention_mask, options, cache_of(options))
         if packing is not None:
             return self.fused(hidden_states, packing)
         return self.own_pass(
-            hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask=encoder_attention_mask,
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
             **options,
-        )  # fmt: skip
+        )

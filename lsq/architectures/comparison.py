@@ -1,6 +1,7 @@
 """A fused layer beside the code of its class, once: both in floats, on the first tokens that come.
 
-It draws no random numbers, nothing that a pass keeps is touched, and modes of PyTorch's functions do not see it.
+It draws no random numbers, nothing that a pass keeps is touched, and modes of PyTorch's functions
+do not see it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ def compare(layer: FusedLayer, x: torch.Tensor, others: Others) -> bool:
     if later or tokens < 2 or type(x) is not torch.Tensor or x.is_meta:
         return False
     device = x.device.type
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _evaluating(layer), _autocast_alone(device):
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+        _evaluating(layer),
+        _autocast_alone(device),
+    ):
         x, others = x[:1, :tokens].detach(), others.first(tokens, layer.target)
         expected = layer.original(x, _mask(layer, x), others).float()
         found = _in_floats(layer, x, others).view_as(expected)

@@ -11,8 +11,13 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 PLAIN = (
-    nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm, nn.Dropout, nn.Embedding, nn.ModuleList,
-)  # fmt: skip
+    nn.Linear,
+    NonDynamicallyQuantizableLinear,
+    nn.LayerNorm,
+    nn.Dropout,
+    nn.Embedding,
+    nn.ModuleList,
+)
 OTHERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
 """Where activations and Conv1D are defined."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -114,7 +119,8 @@ def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def hooked_everywhere() -> str | None:
-    """Return which hook all modules of this process have, in words (register_module_forward_hook)."""
+    """Return which hook all modules of this process have, in words
+    (register_module_forward_hook)."""
     hooks = vars(torch_module)
     return next((f"a hook of all modules ({name})" for name in GLOBAL_HOOKS if hooks[name]), None)
 

@@ -1,4 +1,5 @@
-"""Whole layers of other models as one program each, in the place of the layers, whose parameters stay theirs."""
+"""Whole layers of other models as one program each, in the place of the layers, whose parameters
+stay theirs."""
 
 import dataclasses
 import sys
@@ -50,15 +51,24 @@ from lsq.program.program import Program
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
-READ = frozenset({
-    "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "position_bias", "s_aux",
-    "sliding_window", "softcap",
-})  # fmt: skip
+READ = frozenset(
+    {
+        "block_table",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "position_bias",
+        "s_aux",
+        "sliding_window",
+        "softcap",
+    }
+)
 """Options of a pass by which attention of transformers gives another result."""
 
 ATTENTIONS = frozenset({"attentions", "cross_attentions"})
 UNDIFFERENTIATED = (
-    b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole sequence to one "
+    b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole"
+    b" sequence to one "
     b"pass, decode under torch.no_grad(), or convert with fused=False"
 )
 _unfilled: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
@@ -92,9 +102,13 @@ class Others:
         memory = self.memory
         if memory is not None:
             states = memory.states[:1, :tokens].detach()
-            memory = EncoderOutput(states=states, packing=Packing(shape=tuple(states.shape[:2]), backend=target))
+            memory = EncoderOutput(
+                states=states, packing=Packing(shape=tuple(states.shape[:2]), backend=target)
+            )
         return Others(
-            rotation=self.rotation and tuple(one[:1, :tokens] for one in self.rotation), memory=memory, bias=self.bias,
+            rotation=self.rotation and tuple(one[:1, :tokens] for one in self.rotation),
+            memory=memory,
+            bias=self.bias,
             pairs=None if self.pairs is None else self.pairs[:1, :, :tokens, :tokens].detach(),
         )
 
@@ -102,19 +116,32 @@ class Others:
 class FusedLayer(InPlace):
     """A layer of another model that runs as one program of lsq's.
 
-    The modules inside it hold its parameters and are not called in training: state dicts, optimizers and checkpoints
-    find everything where it was. Clips are parameters of the layer itself. Where a program has one parameter of
-    several, such as queries, keys and values, it gets them joined.
+    The modules inside it hold its parameters and are not called in training: state dicts,
+    optimizers and checkpoints find everything where it was. Clips are parameters of the layer
+    itself. Where a program has one parameter of several, such as queries, keys and values, it gets
+    them joined.
 
-    A pass that needs what the program does not give, such as a step of decoding with a cache, is the other layer's own,
-    on weights as the program rounds them. So is every pass while something in the layer is not what its class says.
+    A pass that needs what the program does not give, such as a step of decoding with a cache, is
+    the other layer's own, on weights as the program rounds them. So is every pass while something
+    in the layer is not what its class says.
     """
 
-    STATE = (*ProgramModule.STATE, "config", "rounded", "joined", "kinds", "departed", "compared", "adapted")
+    STATE = (
+        *ProgramModule.STATE,
+        "config",
+        "rounded",
+        "joined",
+        "kinds",
+        "departed",
+        "compared",
+        "adapted",
+    )
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Names of the program's parameters -> those of the layer that they are made of, one after another."""
+    """Names of the program's parameters -> those of the layer that they are made of, one after
+    another."""
     PARTS: ClassVar[Mapping[str, str]]
-    """Paths of the modules inside whose classes are of the layer's file -> how the names of these end."""
+    """Paths of the modules inside whose classes are of the layer's file -> how the names of these
+    end."""
     INPUTS: ClassVar[tuple[str, ...]] = ()
     """Other parameters of the layer, which programs get as inputs."""
     causal: bool
@@ -142,7 +169,8 @@ class FusedLayer(InPlace):
 
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
-        """The modules that attend: to the layer's input, which knows the layer's number, and to an encoder's output."""
+        """The modules that attend: to the layer's input, which knows the layer's number, and to an
+        encoder's output."""
         raise NotImplementedError
 
     @property
@@ -160,7 +188,11 @@ class FusedLayer(InPlace):
         adapted(layer, cls.SOURCES)  # which refuses some
         for dtype in {parameter.dtype for parameter in layer.parameters()} - set(FLOATS):
             raise ValueError(f"it has parameters of {dtype}")
-        check_exact(layer, cls.PARTS, {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)})
+        check_exact(
+            layer,
+            cls.PARTS,
+            {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)},
+        )
         cls._check_attention(layer)
 
     @classmethod
@@ -174,7 +206,9 @@ class FusedLayer(InPlace):
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.config = self.config_of(self, quant)
-        trained = any(one.requires_grad for name, one in self.named_parameters() if not is_adapter(name))
+        trained = any(
+            one.requires_grad for name, one in self.named_parameters() if not is_adapter(name)
+        )
         self._take_adapters(adapted(self, self.SOURCES))
         self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
         one = Sentences(rows=1, count=1)
@@ -189,7 +223,10 @@ class FusedLayer(InPlace):
     def extra_repr(self) -> str:
         if self.departed:
             return f"its own code, since {self.departed}"
-        return f"one program in {'int8' if self.quant.quantized and not self.schedule.fallen else 'floats'}"
+        return (
+            "one program in"
+            f" {'int8' if self.quant.quantized and not self.schedule.fallen else 'floats'}"
+        )
 
     # Parameters, which others hold
 
@@ -213,7 +250,8 @@ class FusedLayer(InPlace):
         return name in self.SOURCES or name in self.adapted.sources
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Of each parameter that one of the program's is made of: its path, its module, its name there."""
+        """Of each parameter that one of the program's is made of: its path, its module, its name
+        there."""
         paths = self.SOURCES.get(name)
         for path in paths or self.adapted.sources[name]:
             *modules, last = path.split(".")
@@ -233,8 +271,10 @@ class FusedLayer(InPlace):
         for path, holder, last in self.holders(name):
             if holder._parameters.get(last) is None:
                 raise ValueError(
-                    f"{path} of this {type(self).__name__} is gone: adapters, pruning or a parametrization have taken "
-                    f"its place in a {type(holder).__name__}. Put them in before lsq.convert, convert with "
+                    f"{path} of this {type(self).__name__} is gone: adapters, pruning or a"
+                    " parametrization have taken "
+                    f"its place in a {type(holder).__name__}. Put them in before lsq.convert,"
+                    " convert with "
                     "fused=False, or call lsq.revert(model)"
                 )
             found.append(holder._parameters[last])
@@ -284,9 +324,14 @@ class FusedLayer(InPlace):
     # Passes
 
     def program(
-        self, sentences: Sentences, mode: Mode, *, source: Sentences | None = None, places: int | None = None,
+        self,
+        sentences: Sentences,
+        mode: Mode,
+        *,
+        source: Sentences | None = None,
+        places: int | None = None,
         heads: bool = False,
-    ) -> Program:  # fmt: skip
+    ) -> Program:
         """The layer's, for packed sentences, and for those of an encoder's output."""
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
@@ -295,21 +340,25 @@ class FusedLayer(InPlace):
 
     @beside_the_graph
     def packing(
-        self, x: torch.Tensor, mask: torch.Tensor | None, options: Mapping[str, object], cache: object = None
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: Mapping[str, object],
+        cache: object = None,
     ) -> Packing | None:
         """How x [B, T, H] is packed under a mask of the model's.
 
-        `options`: others, of the pass. `cache`: of keys and values. Where gradients are wanted in training mode nothing
-        is put there, since nobody decodes with it; else, what is first to come there is the program's, and has no
-        gradient.
+        `options`: others, of the pass. `cache`: of keys and values. Where gradients are wanted in
+        training mode nothing is put there, since nobody decodes with it; else, what is first to
+        come there is the program's, and has no gradient.
 
         Returns:
-            None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention, a
-            layer that has changed.
+            None where the program has not what is asked for: an unusual mask, a cache,
+            probabilities of attention, a layer that has changed.
 
         Raises:
-            ValueError: a training pass was given this cache before, and did not fill it; a module inside the layer is
-                of another class than it was.
+            ValueError: a training pass was given this cache before, and did not fill it; a module
+                inside the layer is of another class than it was.
         """
         if self._departs() or any(options[name] is not None for name in READ & options.keys()):
             return None
@@ -332,7 +381,8 @@ class FusedLayer(InPlace):
         found = self._departure()
         if found and found != self.departed:
             warnings.warn(
-                f"a {type(self).__name__} runs its own code in the place of its program, since {found}; "
+                f"a {type(self).__name__} runs its own code in the place of its program, since"
+                f" {found}; "
                 "lsq.revert(model) and lsq.convert(model) look at the model anew",
                 stacklevel=2,
             )
@@ -344,7 +394,10 @@ class FusedLayer(InPlace):
         self.config = dataclasses.replace(self.config, adapters=found.adapters)
 
     def _read_adapters(self) -> None:
-        """Read the adapters again if they have changed. After an error the layer has the former ones."""
+        """Read the adapters again if they have changed.
+
+        After an error the layer has the former ones.
+        """
         found, before = adapted(self, self.SOURCES), self.adapted
         if found == before:
             return
@@ -371,7 +424,9 @@ class FusedLayer(InPlace):
                 return f"its {_path(self, module)} has {found}"
             if module.training is not self.training:
                 modes = ("training", "eval") if module.training else ("eval", "training")
-                return "its {} is in {} mode, and the layer in {} mode".format(_path(self, module), *modes)
+                return "its {} is in {} mode, and the layer in {} mode".format(
+                    _path(self, module), *modes
+                )
         kind = self.float_class
         found = patched_now(kind, kind.forward) or own_methods(self, kind) or hooked_everywhere()
         if found:
@@ -392,13 +447,16 @@ class FusedLayer(InPlace):
 
     def _refuse(self) -> None:
         now = dict(self._kinds())
-        path = next(path for path in (*self.kinds, *now) if now.get(path) is not self.kinds.get(path))
+        path = next(
+            path for path in (*self.kinds, *now) if now.get(path) is not self.kinds.get(path)
+        )
         before, after = (
             f"a {kind.__module__}.{kind.__qualname__}" if kind else "not there"
             for kind in (self.kinds.get(path), now.get(path))
         )
         raise ValueError(
-            f"{path} of this {type(self).__name__} was {before} when it was converted, and is {after} now. "
+            f"{path} of this {type(self).__name__} was {before} when it was converted, and is"
+            f" {after} now. "
             "Add adapters and wrappers before lsq.convert, or convert with fused=False"
         )
 
@@ -417,29 +475,38 @@ class FusedLayer(InPlace):
         unfilled = _unfilled.setdefault(cache, set())
         if self._number in unfilled and not recomputing():
             raise ValueError(
-                "this cache was given to a training pass, which does not fill it; decode in eval mode or under "
+                "this cache was given to a training pass, which does not fill it; decode in eval"
+                " mode or under "
                 "torch.no_grad() from the beginning"
             )
         if self._fills(cache):
             return True
-        measures = self.training and self.calibration_due()  # of whose passes some are for that alone
+        # of whose passes some are for that alone
+        measures = self.training and self.calibration_due()
         program = self.training and torch.is_grad_enabled() or measures
         if program:
             unfilled.add(self._number)
         return program
 
     def _fills(self, cache: object) -> bool:
-        return cache is not None and not (self.training and torch.is_grad_enabled()) and not self.CROSS
+        return (
+            cache is not None and not (self.training and torch.is_grad_enabled()) and not self.CROSS
+        )
 
     @beside_the_graph
     def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:
-        """An encoder's output [B, S, H] under a mask of the model's; None: the program has not what is asked for."""
+        """An encoder's output [B, S, H] under a mask of the model's; None: the program has not what
+        is asked for."""
         packing = memory_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
         return None if packing is None else EncoderOutput(states=states, packing=packing)
 
     @beside_the_graph
-    def fused(self, x: torch.Tensor, packing: Packing, *, cache: object = None, **others) -> torch.Tensor:
-        """x [B, T, H] -> the same after the layer, zero in padding. Of padding alone nothing is computed or counted.
+    def fused(
+        self, x: torch.Tensor, packing: Packing, *, cache: object = None, **others
+    ) -> torch.Tensor:
+        """x [B, T, H] -> the same after the layer, zero in padding.
+
+        Of padding alone nothing is computed or counted.
 
         Args:
             x: in any float dtype.
@@ -449,7 +516,11 @@ class FusedLayer(InPlace):
         """
         others = Others(**others)
         if not packing.rows:
-            read = [one for one in (others.memory and others.memory.states, others.bias) if one is not None]
+            read = [
+                one
+                for one in (others.memory and others.memory.states, others.bias)
+                if one is not None
+            ]
             return packing.unpack(self.reached(packing.pack(x)[:0], *read))
         if not self.compared:
             self.compared = compare(self, x, others)
@@ -462,7 +533,8 @@ class FusedLayer(InPlace):
                 _, *heads = self.execute(build(self.mode_of(inputs), heads=True), inputs)
         if fills:
             self._fill(cache, packing, x.dtype, y, *heads)
-        if x.dtype == torch.float16:  # models of bfloat16 go beyond; their own layers stay finite there, too
+        # models of bfloat16 go beyond; their own layers stay finite there, too
+        if x.dtype == torch.float16:
             y = y.clamp(*FLOAT16)
         return packing.unpack(y).to(x.dtype)
 
@@ -470,20 +542,32 @@ class FusedLayer(InPlace):
         self, x: torch.Tensor, packing: Packing, others: Others
     ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """The inputs of a program, and its sizes beside those of x: arguments of `program`."""
-        inputs, places, memory = {"x": packing.pack(x), "starts": packing.starts}, None, others.memory
+        inputs, places, memory = (
+            {"x": packing.pack(x), "starts": packing.starts},
+            None,
+            others.memory,
+        )
         if memory is not None:
-            inputs |= {"memory": memory.packing.pack(memory.states), "memory_starts": memory.packing.starts}
+            inputs |= {
+                "memory": memory.packing.pack(memory.states),
+                "memory_starts": memory.packing.starts,
+            }
         if others.rotation is not None:
             inputs["rotation"], inputs["places"] = rotation_of(*others.rotation, packing)
             places = len(inputs["rotation"])
         else:
             inputs |= position_inputs(
-                self.config, packing.positions, packing.shape[1], causal=self.causal, table=others.bias
+                self.config,
+                packing.positions,
+                packing.shape[1],
+                causal=self.causal,
+                table=others.bias,
             )
         return inputs, {"source": memory and memory.packing.sentences, "places": places}
 
     def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
-        """The result of the code of its class, as its modules are; mask: what is added to scores."""
+        """The result of the code of its class, as its modules are; mask: what is added to
+        scores."""
         return self.float_class.forward(self, x, mask)
 
     @property
@@ -491,12 +575,18 @@ class FusedLayer(InPlace):
         return self.attentions(self)[0].layer_idx
 
     def _fill(
-        self, cache: object, packing: Packing, dtype: torch.dtype, y: torch.Tensor, heads: torch.Tensor,
+        self,
+        cache: object,
+        packing: Packing,
+        dtype: torch.dtype,
+        y: torch.Tensor,
+        heads: torch.Tensor,
         scale: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Give keys and values, behind the queries in `heads` [M, ...], to a cache of transformers.
 
-        They have no gradient; where `y`, the result beside them, has one, whoever goes back to them is told.
+        They have no gradient; where `y`, the result beside them, has one, whoever goes back to them
+        is told.
         """
         values = (heads if scale is None else heads * scale).to(dtype)
         if y.requires_grad:
@@ -507,10 +597,12 @@ class FusedLayer(InPlace):
         cache.update(keys, values, self._number)
 
     def own_pass(self, x: torch.Tensor, *arguments, **options):
-        """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
+        """The pass of the layer that this one was, on weights that are rounded as the program
+        rounds them."""
         if self.training and torch.is_grad_enabled() and self.departed is None:
             warnings.warn(
-                f"a {type(self).__name__} runs its own code in a training pass: its program cannot take the mask, "
+                f"a {type(self).__name__} runs its own code in a training pass: its program cannot"
+                " take the mask, "
                 "the cache or an option of this pass",
                 stacklevel=2,
             )
@@ -523,7 +615,8 @@ def _path(layer: nn.Module, module: nn.Module) -> str:
 
 
 def _attention_is_recorded() -> bool:
-    """Whether a model of transformers gathers probabilities of attention, by hooks on modules that programs pass by."""
+    """Whether a model of transformers gathers probabilities of attention, by hooks on modules that
+    programs pass by."""
     capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
     return capturing is not None and not ATTENTIONS.isdisjoint(
         capturing._active_collector.get() or ()
@@ -531,7 +624,8 @@ def _attention_is_recorded() -> bool:
 
 
 def cache_of(options: Mapping[str, object]) -> object:
-    """Return the cache of keys and values in a pass's options: `cache` from transformers 5.24 on."""
+    """Return the cache of keys and values in a pass's options: `cache` from transformers 5.24
+    on."""
     return options.get("cache", options.get("past_key_values"))
 
 

@@ -9,7 +9,8 @@ from lsq.config import LayerConfig, QuantConfig
 
 
 class GPT2Layer(FusedLayer):
-    """LayerNorm, causal self-attention, LayerNorm, a feed-forward block; weights are [inputs, outputs]."""
+    """LayerNorm, causal self-attention, LayerNorm, a feed-forward block; weights are [inputs,
+    outputs]."""
 
     causal = True
     PARTS = {"attn": "Attention", "mlp": "MLP"}
@@ -36,18 +37,24 @@ class GPT2Layer(FusedLayer):
         plain(Conv1D, attention, "c_attn", "c_proj")
         inner, _ = plain(Conv1D, mlp, "c_fc", "c_proj")
         return LayerConfig(
-            hidden=attention.embed_dim, heads=attention.num_heads, feed_forward=inner.nf,
-            activation=activation_of(mlp.act), by_inputs=True, pre_norm=True, quant=quantization,
+            hidden=attention.embed_dim,
+            heads=attention.num_heads,
+            feed_forward=inner.nf,
+            activation=activation_of(mlp.act),
+            by_inputs=True,
+            pre_norm=True,
+            quant=quantization,
             **GPT2Layer.settings(layer),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def settings(layer: nn.Module) -> dict[str, object]:
         return {
-            "score_factor": layer.attn.scaling, "attention_dropout": layer.attn.attn_dropout.p,
+            "score_factor": layer.attn.scaling,
+            "attention_dropout": layer.attn.attn_dropout.p,
             "dropout": dropout_of(layer.attn.resid_dropout, layer.mlp.dropout),
             "layer_norm_epsilon": layer_norm_epsilon(layer.ln_1, layer.ln_2),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
@@ -57,15 +64,24 @@ class GPT2Layer(FusedLayer):
         return self.float_class.forward(self, x, attention_mask=mask)
 
     def forward(
-        self, hidden_states: torch.Tensor, cache=None, attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
-        use_cache: bool | None = False, **options,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        hidden_states: torch.Tensor,
+        cache=None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = False,
+        **options,
+    ) -> torch.Tensor:
         packing = self.packing(hidden_states, attention_mask, options, cache)
         if packing is not None and encoder_hidden_states is None:
             return self.fused(hidden_states, packing, cache=cache)
         return self.own_pass(
-            hidden_states, cache, attention_mask=attention_mask,
-            encoder_hidden_states=encoder_hidden_states, encoder_attention_mask=encoder_attention_mask,
-            use_cache=use_cache, **options,
-        )  # fmt: skip
+            hidden_states,
+            cache,
+            attention_mask=attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache,
+            **options,
+        )

@@ -1,4 +1,5 @@
-"""Several parameters as one, such as queries, keys and values: without a copy, where they lie one after another."""
+"""Several parameters as one, such as queries, keys and values: without a copy, where they lie one
+after another."""
 
 from collections.abc import Sequence
 
@@ -7,17 +8,27 @@ from torch import nn
 
 
 def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
-    """Move parameters of the same width into one piece of memory, as torch.nn.RNN does with its own.
+    """Move parameters of the same width into one piece of memory, as torch.nn.RNN does with its
+    own.
 
-    Each has a storage of its own for its share of it, so that safetensors and others see nothing shared.
+    Each has a storage of its own for its share of it, so that safetensors and others see nothing
+    shared.
 
     Returns:
-        The whole, to be kept as long as they lie there; None where they stay as they are: what shares its memory with
-        others or with other processes, is no plain tensor or has no memory yet.
+        The whole, to be kept as long as they lie there; None where they stay as they are: what
+        shares its memory with others or with other processes, is no plain tensor or has no memory
+        yet.
     """
-    if len(parts) < 2 or len({(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}) > 1:
+    if (
+        len(parts) < 2
+        or len({(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}) > 1
+    ):
         return None
-    if type(parts[0]) is not nn.Parameter or parts[0].is_meta or len({id(part) for part in parts}) < len(parts):
+    if (
+        type(parts[0]) is not nn.Parameter
+        or parts[0].is_meta
+        or len({id(part) for part in parts}) < len(parts)
+    ):
         return None
     if any(part.untyped_storage().nbytes() != part.numel() * part.element_size() for part in parts):
         return None
@@ -31,7 +42,8 @@ def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
 
 
 class Joined(torch.autograd.Function):
-    """parts [N1, ...], [N2, ...], ... -> [N1 + N2 + ..., ...]; `whole`: where they lay together, if they ever did."""
+    """parts [N1, ...], [N2, ...], ... -> [N1 + N2 + ..., ...]; `whole`: where they lay together, if
+    they ever did."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor | None, *parts: torch.Tensor) -> torch.Tensor:
@@ -44,9 +56,12 @@ class Joined(torch.autograd.Function):
 
 
 def _lie_in(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
-    places = whole.split([len(part) for part in parts]) if sum(map(len, parts)) == len(whole) else ()
+    places = (
+        whole.split([len(part) for part in parts]) if sum(map(len, parts)) == len(whole) else ()
+    )
     return len(places) == len(parts) and all(
-        type(part) in (torch.Tensor, nn.Parameter) and part.data_ptr() == place.data_ptr()
+        type(part) in (torch.Tensor, nn.Parameter)
+        and part.data_ptr() == place.data_ptr()
         and (part.dtype, part.device, part.stride()) == (place.dtype, place.device, place.stride())
         for part, place in zip(parts, places, strict=True)
-    )  # fmt: skip
+    )

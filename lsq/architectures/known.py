@@ -9,31 +9,56 @@ from lsq.layers.in_place import class_in_place
 
 LAYERS = {
     **dict.fromkeys(
-        ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), "llama.LlamaLayer"
+        ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
+        "llama.LlamaLayer",
     ),
     "GPT2Block": "gpt2.GPT2Layer",
     **dict.fromkeys(
         (
-            "BertLayer", "BertGenerationLayer", "CamembertLayer", "Data2VecTextLayer", "ElectraLayer", "ErnieLayer",
-            "RobertaLayer", "RoCBertLayer", "XLMRobertaLayer",
-        ), "bert.BertLayer",
+            "BertLayer",
+            "BertGenerationLayer",
+            "CamembertLayer",
+            "Data2VecTextLayer",
+            "ElectraLayer",
+            "ErnieLayer",
+            "RobertaLayer",
+            "RoCBertLayer",
+            "XLMRobertaLayer",
+        ),
+        "bert.BertLayer",
     ),
     **dict.fromkeys(
-        ("ViTLayer", "ASTLayer", "DeiTLayer", "IJepaLayer", "ViTMAELayer", "ViTMSNLayer", "VivitLayer"), "vit.ViTLayer"
+        (
+            "ViTLayer",
+            "ASTLayer",
+            "DeiTLayer",
+            "IJepaLayer",
+            "ViTMAELayer",
+            "ViTMSNLayer",
+            "VivitLayer",
+        ),
+        "vit.ViTLayer",
     ),
-    **{f"{name}{part}Layer": f"marian.{part}Layer" for name in ("Marian", "Bart") for part in ("Encoder", "Decoder")},
+    **{
+        f"{name}{part}Layer": f"marian.{part}Layer"
+        for name in ("Marian", "Bart")
+        for part in ("Encoder", "Decoder")
+    },
     **{
         f"{name}{part}Layer": f"marian.PreNorm{part}Layer"
-        for name in ("MBart", "M2M100", "Pegasus") for part in ("Encoder", "Decoder")
+        for name in ("MBart", "M2M100", "Pegasus")
+        for part in ("Encoder", "Decoder")
     },
     **dict.fromkeys(("T5Block", "MT5Block"), "t5.block_class"),
     "TransformerEncoderLayer": "pytorch.EncoderLayer",
-}  # fmt: skip
-"""Their classes -> the file of this folder and the class in it, or a function of the layer that returns the class."""
+}
+"""Their classes -> the file of this folder and the class in it, or a function of the layer that
+returns the class."""
 
 
 def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
-    """What the class of a layer becomes; None: there is no program for it, or it is one's already."""
+    """What the class of a layer becomes; None: there is no program for it, or it is one's
+    already."""
     kind = type(layer)
     found = LAYERS.get(kind.__name__)
     if found is None:

@@ -47,21 +47,27 @@ class EncoderLayer(FusedLayer):
         (out,) = plain(NonDynamicallyQuantizableLinear, attention, "out_proj")
         first, second = plain_linears(layer, "linear1", "linear2")
         return LayerConfig(
-            hidden=attention.embed_dim, feed_forward=first.out_features,
-            bias=biases(out, first, second), head_bias=attention.in_proj_bias is not None,
-            quant=quantization, **EncoderLayer.settings(layer),
-        )  # fmt: skip
+            hidden=attention.embed_dim,
+            feed_forward=first.out_features,
+            bias=biases(out, first, second),
+            head_bias=attention.in_proj_bias is not None,
+            quant=quantization,
+            **EncoderLayer.settings(layer),
+        )
 
     @staticmethod
     def settings(layer: nn.Module) -> dict[str, object]:
         if layer.self_attn.add_zero_attn:
             raise ValueError("its attention has add_zero_attn")
         return {
-            "heads": layer.self_attn.num_heads, "activation": activation_of(layer.activation),
-            "attention_dropout": layer.self_attn.dropout, "activation_dropout": layer.dropout.p,
-            "dropout": dropout_of(layer.dropout1, layer.dropout2), "pre_norm": layer.norm_first,
+            "heads": layer.self_attn.num_heads,
+            "activation": activation_of(layer.activation),
+            "attention_dropout": layer.self_attn.dropout,
+            "activation_dropout": layer.dropout.p,
+            "dropout": dropout_of(layer.dropout1, layer.dropout2),
+            "pre_norm": layer.norm_first,
             "layer_norm_epsilon": layer_norm_epsilon(layer.norm1, layer.norm2),
-        }  # fmt: skip
+        }
 
     @classmethod
     def _check_attention(cls, layer: nn.Module) -> None:
@@ -72,9 +78,12 @@ class EncoderLayer(FusedLayer):
         return "sdpa"
 
     def forward(
-        self, src: torch.Tensor, src_mask: torch.Tensor | None = None,
-        src_key_padding_mask: torch.Tensor | None = None, is_causal: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        src: torch.Tensor,
+        src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
         if src.is_nested:  # so TransformerEncoder leaves padding out in evaluation
             return self._nested(src)
         read = None
@@ -97,7 +106,8 @@ class EncoderLayer(FusedLayer):
         return torch._nested_tensor_from_mask(y, present, mask_check=False)
 
     def _sentences(self, src: torch.Tensor) -> torch.Tensor:
-        """src, of one sentence [T, H], or [B, T, H] or [T, B, H] as batch_first says, as [B, T, H]."""
+        """src, of one sentence [T, H], or [B, T, H] or [T, B, H] as batch_first says, as [B, T,
+        H]."""
         if src.dim() == 2:
             return src[None]
         return src if self.self_attn.batch_first else src.transpose(0, 1)
@@ -108,9 +118,7 @@ class EncoderLayer(FusedLayer):
             return y[0]
         return y if self.self_attn.batch_first else y.transpose(0, 1)
 
-    def original(
-        self, x: torch.Tensor, mask: torch.Tensor | None, others: Others
-    ) -> torch.Tensor:
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
         mask = None if mask is None else mask[0, 0]
         return self._sentences(self.float_class.forward(self, self._as_given(x, x), mask))
 
@@ -121,7 +129,8 @@ def _read(
     """Whether a pass is causal, and which tokens are there: bool [B, T], or None for all.
 
     Args:
-        mask: [T, T] of what a query does not see: True there, or a number that is added to its score.
+        mask: [T, T] of what a query does not see: True there, or a number that is added to its
+            score.
         padding: [B, T] or [T], the same of keys.
         shape: (B, T) or (T,).
 

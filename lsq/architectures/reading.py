@@ -50,7 +50,9 @@ def layer_norm_epsilon(*norms: nn.Module) -> float:
     """
     for norm in norms:
         if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
-            raise ValueError(f"one of its norms is {norm!r}, and no LayerNorm with a weight and a bias")
+            raise ValueError(
+                f"one of its norms is {norm!r}, and no LayerNorm with a weight and a bias"
+            )
     found = {norm.eps for norm in norms}
     if len(found) > 1:
         raise ValueError(f"its norms have different epsilons: {', '.join(map(str, sorted(found)))}")
@@ -65,7 +67,9 @@ def dropout_of(*dropouts: nn.Dropout) -> float:
     """
     found = {one.p for one in dropouts}
     if len(found) > 1:
-        raise ValueError(f"its dropouts of residuals are different: {', '.join(map(str, sorted(found)))}")
+        raise ValueError(
+            f"its dropouts of residuals are different: {', '.join(map(str, sorted(found)))}"
+        )
     return found.pop()
 
 
@@ -98,7 +102,8 @@ FUNCTIONS = {
 
 
 def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """The name of what a model has as an activation, by its values: transformers has several of each.
+    """The name of what a model has as an activation, by its values: transformers has several of
+    each.
 
     Raises:
         ValueError: an activation that no program has.
@@ -113,4 +118,6 @@ def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
         for name, one in FUNCTIONS.items():
             if torch.allclose(one(x), y, rtol=1e-5, atol=1e-6):
                 return name
-    raise ValueError(f"its activation is {type(function).__name__}; there are {', '.join(FUNCTIONS)}")
+    raise ValueError(
+        f"its activation is {type(function).__name__}; there are {', '.join(FUNCTIONS)}"
+    )

@@ -43,10 +43,13 @@ class Rounded:
 
 @contextmanager
 def rounded_weights(layer: FusedLayer, rows: int = 0) -> Iterator[None]:
-    """Let the modules inside `layer` have rounded, masked weights, whose gradients go straight through to the others.
+    """Let the modules inside `layer` have rounded, masked weights, whose gradients go straight
+    through to the others.
 
-    Without gradients they are kept in `layer.rounded` until a weight changes: decoding takes them at every step.
-    Threads wait for one another: who comes meanwhile would take rounded weights for the layer's own.
+    Without gradients they are kept in `layer.rounded` until a weight changes: decoding takes them
+    at every step.
+    Threads wait for one another: who comes meanwhile would take rounded weights for the layer's
+        own.
 
     `rows`: of the pass, see Stamp.holds.
     """
@@ -57,7 +60,8 @@ def rounded_weights(layer: FusedLayer, rows: int = 0) -> Iterator[None]:
     with layer.rounded.turn:
         try:
             for name, declared in layer.declared.items():
-                if declared.kind is Kind.WEIGHT and not layer.is_coded(name):  # else it reads as rounded
+                # else it reads as rounded
+                if declared.kind is Kind.WEIGHT and not layer.is_coded(name):
                     held += _swap(layer, name, declared, rows)
             yield
         finally:
@@ -73,13 +77,17 @@ def _swap(
     layer: FusedLayer, name: str, declared: Parameter, rows: int
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     parameters = layer.sources(name)
-    clip = layer.own_parameter(declared.clip) if declared.clip is not None and _rounds(layer) else None
+    clip = (
+        layer.own_parameter(declared.clip) if declared.clip is not None and _rounds(layer) else None
+    )
     made_from = parameters if clip is None else [*parameters, clip]
     stamp, rounded = layer.rounded.kept.get(name, (None, None))
     if stamp is None or torch.is_grad_enabled() or not stamp.holds(made_from, rows=rows):
         rounded = layer.values_of(name)
         if clip is not None:
-            rounded = _as_rounded(layer, rounded, clip, layer.quant.weight_form(name), declared.by_inputs)
+            rounded = _as_rounded(
+                layer, rounded, clip, layer.quant.weight_form(name), declared.by_inputs
+            )
         if not torch.is_grad_enabled():
             layer.rounded.kept[name] = Stamp(made_from), rounded
     sizes = [len(parameter) for parameter in parameters]
@@ -89,7 +97,11 @@ def _swap(
 
 
 def _as_rounded(
-    layer: FusedLayer, weight: torch.Tensor, clip: torch.Tensor, form: WeightFormat | ScaledFormat, by_inputs: bool
+    layer: FusedLayer,
+    weight: torch.Tensor,
+    clip: torch.Tensor,
+    form: WeightFormat | ScaledFormat,
+    by_inputs: bool,
 ) -> torch.Tensor:
     with torch.no_grad():
         rows = weight.detach().float()

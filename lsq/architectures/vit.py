@@ -16,8 +16,16 @@ class ViTLayer(FusedLayer):
     SOURCES = {
         "self_attn_layer_norm.weight": ("layernorm_before.weight",),
         "self_attn_layer_norm.bias": ("layernorm_before.bias",),
-        "self_attn.qkv_weight": ("attention.q_proj.weight", "attention.k_proj.weight", "attention.v_proj.weight"),
-        "self_attn.qkv_bias": ("attention.q_proj.bias", "attention.k_proj.bias", "attention.v_proj.bias"),
+        "self_attn.qkv_weight": (
+            "attention.q_proj.weight",
+            "attention.k_proj.weight",
+            "attention.v_proj.weight",
+        ),
+        "self_attn.qkv_bias": (
+            "attention.q_proj.bias",
+            "attention.k_proj.bias",
+            "attention.v_proj.bias",
+        ),
         "self_attn.out_weight": ("attention.o_proj.weight",),
         "self_attn.out_bias": ("attention.o_proj.bias",),
         "final_layer_norm.weight": ("layernorm_after.weight",),
@@ -34,19 +42,26 @@ class ViTLayer(FusedLayer):
         q, k, v, out = plain_linears(attention, "q_proj", "k_proj", "v_proj", "o_proj")
         first, second = plain_linears(mlp, "fc1", "fc2")
         return LayerConfig(
-            hidden=q.in_features, heads=attention.num_attention_heads, head_width=attention.head_dim,
-            feed_forward=first.out_features, activation=activation_of(mlp.activation_fn),
-            bias=biases(out, first, second), head_bias=biases(q, k, v), pre_norm=True, quant=quantization,
+            hidden=q.in_features,
+            heads=attention.num_attention_heads,
+            head_width=attention.head_dim,
+            feed_forward=first.out_features,
+            activation=activation_of(mlp.activation_fn),
+            bias=biases(out, first, second),
+            head_bias=biases(q, k, v),
+            pre_norm=True,
+            quant=quantization,
             **ViTLayer.settings(layer),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def settings(layer: nn.Module) -> dict[str, object]:
         return {
-            "score_factor": layer.attention.scaling, "attention_dropout": layer.attention.attention_dropout,
+            "score_factor": layer.attention.scaling,
+            "attention_dropout": layer.attention.attention_dropout,
             "dropout": layer.dropout.p,
             "layer_norm_epsilon": layer_norm_epsilon(layer.layernorm_before, layer.layernorm_after),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:

@@ -15,13 +15,24 @@ from lsq.program.operation import Operation
 
 NAMES = ("reference", "cpu", "cuda", "emulated")
 
-__all__ = ["ACTIVATIONS", "NAMES", "Backend", "backend", "for_device", "gpu_fault", "register", "run"]
+__all__ = [
+    "ACTIVATIONS",
+    "NAMES",
+    "Backend",
+    "backend",
+    "for_device",
+    "gpu_fault",
+    "register",
+    "run",
+]
 
 
 ACTIVATIONS = {
-    "reference": (torch.float32,), "cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32),
+    "reference": (torch.float32,),
+    "cpu": (torch.float32,),
+    "cuda": (torch.bfloat16, torch.float32),
     "emulated": (torch.float32, torch.bfloat16),
-}  # fmt: skip
+}
 """The dtypes that activations may have on each backend, the usual one first."""
 
 
@@ -42,7 +53,8 @@ def backend(name: str, activations: torch.dtype | None = None) -> Backend:
     activations = activations or allowed[0]
     if activations not in allowed:
         raise ValueError(
-            f"activations are {activations}; the backend {name!r} has them in {' or '.join(map(str, allowed))}"
+            f"activations are {activations}; the backend {name!r} has them in"
+            f" {' or '.join(map(str, allowed))}"
         )
     if name == "cuda":
         return _on_gpu(0, activations)
@@ -54,7 +66,8 @@ Maker = Callable[[torch.device, torch.dtype | None], Backend]
 
 
 def register(device_type: str, make: Maker) -> Maker | None:
-    """Say what runs on tensors of a type of device, which lsq need not know; `make` returns the same one each time.
+    """Say what runs on tensors of a type of device, which lsq need not know; `make` returns the
+    same one each time.
 
     Returns:
         what was said before.
@@ -64,7 +77,8 @@ def register(device_type: str, make: Maker) -> Maker | None:
 
 
 def for_device(device: torch.device, activations: torch.dtype | None = None) -> Backend:
-    """What runs on tensors of `device`; on the CPU the reference, said once, where there is no C++ library.
+    """What runs on tensors of `device`; on the CPU the reference, said once, where there is no C++
+    library.
 
     Args:
         device: where the tensors lie.
@@ -74,7 +88,9 @@ def for_device(device: torch.device, activations: torch.dtype | None = None) -> 
         ValueError: nothing runs on devices of that type.
     """
     if device.type not in _makers:
-        raise ValueError(f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(_makers)}")
+        raise ValueError(
+            f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(_makers)}"
+        )
     return _makers[device.type](device, activations)
 
 
@@ -82,7 +98,8 @@ def run(operation: Operation) -> None:
     """Run one operation now, where its tensors lie; on a GPU on PyTorch's current stream.
 
     Raises:
-        ValueError: a tensor lies elsewhere than the others, or is not what the operation takes there.
+        ValueError: a tensor lies elsewhere than the others, or is not what the operation takes
+            there.
     """
     for_device(operation.outputs[0].device).run(operation)
 
@@ -108,6 +125,7 @@ def _of_gpu(device: torch.device, activations: torch.dtype | None) -> Backend:
 
 
 _makers: dict[str, Maker] = {
-    "cpu": lambda device, activations: backend("cpu" if loader.available() else "reference"), "cuda": _of_gpu
-}  # fmt: skip
+    "cpu": lambda device, activations: backend("cpu" if loader.available() else "reference"),
+    "cuda": _of_gpu,
+}
 """By type of device."""

@@ -1,4 +1,5 @@
-"""A GPU that is not here: programs are built for it, to be planned, counted or compiled, and nothing runs."""
+"""A GPU that is not here: programs are built for it, to be planned, counted or compiled, and
+nothing runs."""
 
 import torch
 

@@ -10,7 +10,8 @@ from lsq.program.operation import Operation, Spec
 
 
 class CPU(Backend):
-    """Runs `Operation.cpu`; operations that are a C++ loop and nothing else run in one foreign call together."""
+    """Runs `Operation.cpu`; operations that are a C++ loop and nothing else run in one foreign call
+    together."""
 
     name = "cpu"
     refillable = True
@@ -30,7 +31,9 @@ class CPU(Backend):
             if is_loop:
                 steps.append(loader.sequence([operation for operation, _ in group]))
             else:
-                steps += [functools.partial(operation.cpu, *scratch) for operation, scratch in group]
+                steps += [
+                    functools.partial(operation.cpu, *scratch) for operation, scratch in group
+                ]
         if len(steps) == 1:
             return steps[0]
 

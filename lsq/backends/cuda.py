@@ -25,7 +25,9 @@ KEPT = 1024
 
 @functools.cache
 def emulated_device(
-    sanitize: bool = False, choose: Choose = first_candidate, place: torch.device = torch.device("cpu")  # noqa: B008
+    sanitize: bool = False,
+    choose: Choose = first_candidate,
+    place: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Device:
     """The emulator: runs kernels on the CPU, for tests and for `lsq doctor --emulate`.
 
@@ -40,7 +42,9 @@ def emulated_device(
     driver = Driver(str(emulator.build_driver(sanitize)), place.index or 0)
     library = str(emulator.build_products(sanitize))
     return Device(
-        name="CUDA emulator on the CPU", driver=driver, place=place,
+        name="CUDA emulator on the CPU",
+        driver=driver,
+        place=place,
         compile=lambda kernel: emulator.compile_kernels(kernel.source, kernel.defines, sanitize),
         products=Products(place, current=driver.current, library=library, choose=choose),
     )
@@ -59,14 +63,21 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
     target, driver = require_gpu(index)
     place = torch.device("cuda", index)
     return Device(
-        name=torch.cuda.get_device_name(place), driver=driver, place=place,
-        compile=lambda kernel: compiler.compile_kernels(kernel.source, kernel.defines, target).image,
-        products=Products(place, current=driver.current, choose=choose or TunedChoice(lookup.table("cuda"))),
+        name=torch.cuda.get_device_name(place),
+        driver=driver,
+        place=place,
+        compile=lambda kernel: (
+            compiler.compile_kernels(kernel.source, kernel.defines, target).image
+        ),
+        products=Products(
+            place, current=driver.current, choose=choose or TunedChoice(lookup.table("cuda"))
+        ),
     )
 
 
 class CUDA(Backend):
-    """Runs what `Operation.cuda` returns on a device; operations that are prepared together are one list.
+    """Runs what `Operation.cuda` returns on a device; operations that are prepared together are one
+    list.
 
     Args:
         target: the device.
@@ -81,7 +92,9 @@ class CUDA(Backend):
     packed_rows = 64  # a row of tiles, of which each unpacks what it multiplies
     starts_scales = True
 
-    def __init__(self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT):
+    def __init__(
+        self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT
+    ):
         self.device = target
         self.activations = activations
         self.name, self.place = target.name, target.place
@@ -108,11 +121,12 @@ class CUDA(Backend):
         return run
 
     def run(self, operation: Operation) -> None:
-        """Run one operation now, on the current stream; the caller keeps its tensors until it is done.
+        """Run one operation now, on the current stream; the caller keeps its tensors until it is
+        done.
 
-        Launches that need no scratch are kept for calls on the same memory: buckets of gradients and their messages lie
-        at the same addresses in every step. What is kept knows addresses, shapes and dtypes, and holds no tensor.
-        Threads may share it.
+        Launches that need no scratch are kept for calls on the same memory: buckets of gradients
+        and their messages lie at the same addresses in every step. What is kept knows addresses,
+        shapes and dtypes, and holds no tensor. Threads may share it.
         """
         if self.scratch(operation):
             super().run(operation)
@@ -121,7 +135,9 @@ class CUDA(Backend):
 
     def _list_for(self, operation: Operation) -> LaunchList:
         tensors = (leaf.of(operation) for leaf in operation.leaves())
-        described = (None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors)
+        described = (
+            None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors
+        )
         key = type(operation), *described, *operation.attributes().items()
         with self._lock:
             found = self._kept.get(key)

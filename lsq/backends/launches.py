@@ -1,6 +1,8 @@
-"""What operations launch, with everything read through their structs, so that their tensors may move between two runs.
+"""What operations launch, with everything read through their structs, so that their tensors may
+move between two runs.
 
-What an operation launches depends on shapes alone. So it is asked on tensors without memory, each with a storage of its
+What an operation launches depends on shapes alone. So it is asked on tensors without memory, each
+with a storage of its
 own: by that an argument is known as a field or as scratch memory, also where it is a part of one.
 """
 
@@ -14,12 +16,15 @@ from lsq.program.declare import address_words
 from lsq.program.operation import Operation
 
 
-def part_of(operation: Operation, scratch: Sequence[torch.Tensor], place: torch.device, *, hold: bool = True) -> Part:
+def part_of(
+    operation: Operation, scratch: Sequence[torch.Tensor], place: torch.device, *, hold: bool = True
+) -> Part:
     """The launches of an operation on real tensors, for a list (lsq.csrc.launch_list.LaunchList).
 
     Args:
         operation: its struct, Operation.packed, is read at every run.
-        scratch: tensors for itself, which stay; where their memory lies is looked up when places `follow`.
+        scratch: tensors for itself, which stay; where their memory lies is looked up when places
+            `follow`.
         place: the device where they must lie.
         hold: whether the list keeps the operation and its memory.
 

@@ -1,4 +1,5 @@
-"""The matrix products of a program, as the keys of tuned products: those that its operations ask for."""
+"""The matrix products of a program, as the keys of tuned products: those that its operations ask
+for."""
 
 import torch
 
@@ -10,13 +11,15 @@ from lsq.program.program import Program
 from lsq.program.samples import placed
 
 
-def products_of(program: Program, kind: str = "cpu", activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
+def products_of(
+    program: Program, kind: str = "cpu", activations: torch.dtype = torch.bfloat16
+) -> list[ProductKey]:
     """What the operations of a program multiply, each product once, in the order of the program.
 
     Args:
         program: with or without a backward pass.
-        kind: "cpu": the int8 products, as operations ask for their scratch memory; "cuda": all products that they ask
-            for or launch, prepared without memory.
+        kind: "cpu": the int8 products, as operations ask for their scratch memory; "cuda": all
+            products that they ask for or launch, prepared without memory.
         activations: their dtype on a GPU.
 
     Raises:
@@ -25,7 +28,11 @@ def products_of(program: Program, kind: str = "cpu", activations: torch.dtype = 
     with gemm.requested() as found:
         for operation in program.operations:
             if kind == "cuda":
-                found += [key_of(entry) for entry in _entries(operation, activations, {}) if isinstance(entry, Product)]
+                found += [
+                    key_of(entry)
+                    for entry in _entries(operation, activations, {})
+                    if isinstance(entry, Product)
+                ]
             else:
                 operation.cpu_scratch()
     return list(dict.fromkeys(found))
@@ -40,8 +47,12 @@ def launched(program: Program, activations: torch.dtype) -> list[Launch | Produc
     return [entry for entries in launched_by_operation(program, activations) for entry in entries]
 
 
-def launched_by_operation(program: Program, activations: torch.dtype) -> list[list[Launch | Product]]:
-    """The same, apart for each operation. What several of them read or write is one tensor, on "meta".
+def launched_by_operation(
+    program: Program, activations: torch.dtype
+) -> list[list[Launch | Product]]:
+    """The same, apart for each operation.
+
+    What several of them read or write is one tensor, on "meta".
 
     Raises:
         ValueError: see `launched`.
@@ -50,8 +61,12 @@ def launched_by_operation(program: Program, activations: torch.dtype) -> list[li
     return [_entries(operation, activations, shared) for operation in program.operations]
 
 
-def _entries(operation: Operation, activations: torch.dtype, shared: dict) -> list[Launch | Product]:
+def _entries(
+    operation: Operation, activations: torch.dtype, shared: dict
+) -> list[Launch | Product]:
     """What an operation launches; `shared` keeps what several have."""
     bound = placed(operation, "meta", activations, shared)
-    scratch = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()]
+    scratch = [
+        torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()
+    ]
     return bound.cuda(*scratch)

@@ -8,17 +8,20 @@ from lsq.csrc.runtime import Driver
 
 
 def require_gpu(index: int = 0) -> tuple[str, Driver]:
-    """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees, by its number.
+    """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees, by its
+    number.
 
     No context is made, so that a process may ask about a GPU that another one will use.
 
     Raises:
-        RuntimeError: there is no such GPU, no driver or compiler, or its driver is older than the compiler.
+        RuntimeError: there is no such GPU, no driver or compiler, or its driver is older than the
+            compiler.
         ValueError: the GPU is too old for the kernels.
     """
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise RuntimeError(
-            f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()}); {compiler.remedy()}, "
+            f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()});"
+            f" {compiler.remedy()}, "
             "or train on the CPU"
         )
     target = compiler.architecture(torch.cuda.get_device_capability(index))

@@ -18,4 +18,7 @@ COMMANDS = {
     "configs": "files of tuned products: list, show, verify, export",
     "user-dir": "print the folder for fairseq's --user-dir",
 }
-"""Name -> help. Its module, with _ for -, is imported only when it is used: fairseq takes seconds to import."""
+"""Name -> help.
+
+Its module, with _ for -, is imported only when it is used: fairseq takes seconds to import.
+"""

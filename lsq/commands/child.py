@@ -13,7 +13,8 @@ POLL_SECONDS = 0.3
 
 
 def run_lsq(arguments: list[str], *, threads: int) -> None:
-    """Run `lsq` with these arguments and this many threads, and wait for it; it writes to the same screen.
+    """Run `lsq` with these arguments and this many threads, and wait for it; it writes to the same
+    screen.
 
     Raises:
         ChildProcessError: it failed, and has said why.
@@ -24,7 +25,8 @@ def run_lsq(arguments: list[str], *, threads: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with Interruption() as interruption:
         interruption.defer()
-        process = subprocess.Popen(command, env=environment, start_new_session=True)  # signals reach it from here alone
+        # signals reach it from here alone
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
             while interruption.requested is None and process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -35,9 +37,12 @@ def run_lsq(arguments: list[str], *, threads: int) -> None:
             status = process.wait()
     if interruption.requested is not None:
         raise Interrupted(
-            interruption.requested, "stopped; run the same command again to continue from the last checkpoint"
+            interruption.requested,
+            "stopped; run the same command again to continue from the last checkpoint",
         )
     if status == 128 + signal.SIGPIPE:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
     if status:
-        raise ChildProcessError(f"lsq {arguments[0]} ended with status {status}; what it said is above")
+        raise ChildProcessError(
+            f"lsq {arguments[0]} ended with status {status}; what it said is above"
+        )

@@ -1,8 +1,10 @@
-"""`lsq compare`: what int8 loses with your data and options, by paired trainings and the difference of their losses.
+"""`lsq compare`: what int8 loses with your data and options, by paired trainings and the difference
+of their losses.
 
-All trainings of a seed begin with the same weights and see the same batches and dropout masks. Float is trained twice,
-the second time with a learning rate that differs in its last bit: such trainings part as those do whose sums are added
-in another order, and how far says which difference means something.
+All trainings of a seed begin with the same weights and see the same batches and dropout masks.
+Float is trained twice,
+the second time with a learning rate that differs in its last bit: such trainings part as those do
+whose sums are added in another order, and how far says which difference means something.
 """
 
 import json
@@ -31,7 +33,8 @@ FLOAT, AGAIN = "float", "float-again"
 LAST_BIT = 1 + 2**-23
 """What the learning rate of AGAIN is multiplied by."""
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""By numbers of seeds: standard errors that chance exceeds in one of 20 cases (Student's t, two-sided)."""
+"""By numbers of seeds: standard errors that chance exceeds in one of 20 cases (Student's t,
+two-sided)."""
 SET_HERE = "--mode", "--seed", "--name", "--prepare-only"
 """Options of `lsq train-text` that users do not give."""
 NOT_AFTER = "--lr", "--arch", "-a", "--lsq-mode", "--max-update", *SET_HERE
@@ -57,22 +60,36 @@ def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="lsq compare",
         description=(
-            "Train the same model in float32 and in int8 from the same initial weights, on the same batches and dropout"
-            " masks, and print the differences of their losses beside those of float32 against itself. The options of"
-            " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same command again to"
-            " continue after an interruption, or with old and new seeds together: only the new ones are trained."
+            "Train the same model in float32 and in int8 from the same initial weights, on the same"
+            " batches and dropout"
+            " masks, and print the differences of their losses beside those of float32 against"
+            " itself. The options of"
+            " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same"
+            " command again to"
+            " continue after an interruption, or with old and new seeds together: only the new ones"
+            " are trained."
         ),
         epilog="`lsq train-text --help` lists the options of a training.",
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
     one_line_errors(made)
-    made.add_argument("--seeds", type=seed, nargs="+", default=[1], help="a training of each side for each of these")
     made.add_argument(
-        "--side", action="append", default=[], metavar="NAME=OPTIONS",
-        help="in place of int8: options of `lsq train-text` by which a training differs from float, e.g."
+        "--seeds",
+        type=seed,
+        nargs="+",
+        default=[1],
+        help="a training of each side for each of these",
+    )
+    made.add_argument(
+        "--side",
+        action="append",
+        default=[],
+        metavar="NAME=OPTIONS",
+        help="in place of int8: options of `lsq train-text` by which a training differs from float,"
+        " e.g."
         " learned='--mode int8 --lsq-clips learned'; may be given several times",
-    )  # fmt: skip
+    )
     made.add_argument("--threads", type=positive, default=1, help="threads of each training")
     return made
 
@@ -103,7 +120,8 @@ def sides_of(given: list[str], shared: Namespace) -> list[Side]:
         name, equals, options = text.partition("=")
         if not equals or not SIDE.fullmatch(name) or name in (side.name for side in found):
             raise ValueError(
-                f"--side {text!r} must be NAME=OPTIONS, with a new name of small letters, digits, _ . and - each time"
+                f"--side {text!r} must be NAME=OPTIONS, with a new name of small letters, digits, _"
+                " . and - each time"
             )
         try:
             words = shlex.split(options)
@@ -111,7 +129,9 @@ def sides_of(given: list[str], shared: Namespace) -> list[Side]:
             raise ValueError(f"--side {name}: {error}") from error
         for option in (*SET_HERE[1:], "--output", "--updates", "--help", "-h"):
             if is_given(option, words):
-                raise ValueError(f"--side {name}: {option} is no difference between sides; leave it out")
+                raise ValueError(
+                    f"--side {name}: {option} is no difference between sides; leave it out"
+                )
         found.append(Side(name=name, options=words))
     return found
 
@@ -128,10 +148,15 @@ def run(arguments: list[str]) -> int:
     extra = arguments[middle:]
     for option in SET_HERE:
         if is_given(option, common):
-            raise ValueError(f"{option} is set by lsq compare itself; leave it out, or see --seeds and --side")
+            raise ValueError(
+                f"{option} is set by lsq compare itself; leave it out, or see --seeds and --side"
+            )
     for option in NOT_AFTER:
         if is_given(option, extra):
-            raise ValueError(f"{option} after -- would be the same for all trainings; give it before --, if at all")
+            raise ValueError(
+                f"{option} after -- would be the same for all trainings; give it before --, if at"
+                " all"
+            )
     of_training = train_text.parser()
     of_training.prog = "lsq compare"
     shared = of_training.parse_args(common)
@@ -141,8 +166,17 @@ def run(arguments: list[str]) -> int:
     runs = {}
     for seed in dict.fromkeys(given.seeds):
         for side in sides:
-            words = [*common, *side.options, "--seed", str(seed), "--name", f"{side.name}-{seed}", *extra]
-            text_run.check_folder(*train_text.parsed(words), REMEDY)  # refuses mistakes before anything is trained
+            words = [
+                *common,
+                *side.options,
+                "--seed",
+                str(seed),
+                "--name",
+                f"{side.name}-{seed}",
+                *extra,
+            ]
+            # refuses mistakes before anything is trained
+            text_run.check_folder(*train_text.parsed(words), REMEDY)
             runs[side.name, seed] = words
     made = Stage(name="comparison", folder=shared.output / "comparison", makes=FILES)
     made.check_own()
@@ -150,7 +184,12 @@ def run(arguments: list[str]) -> int:
         for words in runs.values():
             run_lsq(["train-text", *words], threads=given.threads)
         made.mark({}, finished=False)
-        report(shared.output, [side.name for side in sides], list(dict.fromkeys(given.seeds)), made.folder)
+        report(
+            shared.output,
+            [side.name for side in sides],
+            list(dict.fromkeys(given.seeds)),
+            made.folder,
+        )
     return 0
 
 
@@ -164,43 +203,62 @@ class Trained:
 
 
 def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> None:
-    """Print the differences of the finished runs of these sides and seeds, and write FILES into a folder."""
+    """Print the differences of the finished runs of these sides and seeds, and write FILES into a
+    folder."""
     found = {
         (name, seed): Trained(
             curve=read_losses(output / f"{name}-{seed}" / "model" / LOSSES),
-            results=json.loads((output / f"{name}-{seed}" / "results.json").read_text(encoding="utf-8")),
+            results=json.loads(
+                (output / f"{name}-{seed}" / "results.json").read_text(encoding="utf-8")
+            ),
         )
-        for name in names for seed in seeds
-    }  # fmt: skip
+        for name in names
+        for seed in seeds
+    }
     others = names[1:]
-    curves = [one.curve for one in found.values()]  # a training that was begun otherwise may lack a window
+    # a training that was begun otherwise may lack a window
+    curves = [one.curve for one in found.values()]
     windows = sorted(set.intersection(*(set(curve.training) for curve in curves)))
     validated = max(set.intersection(*(set(curve.validation) for curve in curves)))
     rows: list[tuple[str, int, Callable[[Trained], float]]] = [
-        (f"updates {before + 1} to {window}", 4, lambda one, window=window: one.curve.training[window])
+        (
+            f"updates {before + 1} to {window}",
+            4,
+            lambda one, window=window: one.curve.training[window],
+        )
         for before, window in zip([0, *windows], windows, strict=False)
     ]
     rows += [
         (f"validation after {validated}", 4, lambda one: one.curve.validation[validated]),
-        ("BLEU", 2, lambda one: one.results["bleu"]), ("chrF", 2, lambda one: one.results["chrf"]),
-        ("seconds an update", 3, lambda one: one.results["training_seconds"] / one.results["updates"]),
-    ]  # fmt: skip
+        ("BLEU", 2, lambda one: one.results["bleu"]),
+        ("chrF", 2, lambda one: one.results["chrf"]),
+        (
+            "seconds an update",
+            3,
+            lambda one: one.results["training_seconds"] / one.results["updates"],
+        ),
+    ]
     differences = {
-        title: {name: [value(found[name, seed]) - value(found[FLOAT, seed]) for seed in seeds] for name in others}
+        title: {
+            name: [value(found[name, seed]) - value(found[FLOAT, seed]) for seed in seeds]
+            for name in others
+        }
         for title, _, value in rows
     }
     table = [
         (
-            title, f"{mean(value(found[FLOAT, seed]) for seed in seeds):.{digits}f}",
+            title,
+            f"{mean(value(found[FLOAT, seed]) for seed in seeds):.{digits}f}",
             *(spread(one, digits) for one in differences[title].values()),
         )
         for title, digits, value in rows
-    ]  # fmt: skip
+    ]
     head = ("", FLOAT, *others)
     aligned = ("left", *("right",) * (len(head) - 1))
     say("\n" + fitted(table, head, aligned, style="github"))
     say(
-        f"\nLosses are in bits a token. Of {FLOAT} the mean over seeds, of all others the difference to it"
+        f"\nLosses are in bits a token. Of {FLOAT} the mean over seeds, of all others the"
+        " difference to it"
         f"{', ± its standard error' if len(seeds) > 1 else ''}."
     )
     for name in names[2:]:
@@ -216,28 +274,40 @@ def spread(values: list[float], digits: int) -> str:
     return f"{mean(values):+.{digits}f}{error}"
 
 
-def verdict(name: str, ended: dict[str, list[float]], differences: dict[str, dict], windows: int) -> str:
+def verdict(
+    name: str, ended: dict[str, list[float]], differences: dict[str, dict], windows: int
+) -> str:
     """What the figures say of a side, in a sentence."""
     found, count = mean(ended[name]), len(ended[name])
     if count == 1:
-        floor = max(abs(one[AGAIN][0]) for one in [*list(differences.values())[:windows], {AGAIN: ended[AGAIN]}])
+        floor = max(
+            abs(one[AGAIN][0])
+            for one in [*list(differences.values())[:windows], {AGAIN: ended[AGAIN]}]
+        )
         more = abs(found) > floor
         advice = "several --seeds tell whether this is chance" if more else "this may be chance"
         return (
-            f"{name} ends {found:+.4f} bits a token from {FLOAT}. Float trained twice differs by up to"
+            f"{name} ends {found:+.4f} bits a token from {FLOAT}. Float trained twice differs by up"
+            " to"
             f" {floor:.4f}; {advice}."
         )
     error = stdev(ended[name]) / math.sqrt(count)
     certain = abs(found) > STUDENT[min(count, max(STUDENT))] * error
-    seen = ("is worse than" if found > 0 else "is better than") if certain else "cannot be told from"
+    seen = (
+        ("is worse than" if found > 0 else "is better than") if certain else "cannot be told from"
+    )
     return (
-        f"{name} {seen} {FLOAT} by {count} seeds: {found:+.4f} bits a token at the end, with a standard error of"
+        f"{name} {seen} {FLOAT} by {count} seeds: {found:+.4f} bits a token at the end, with a"
+        " standard error of"
         f" {error:.4f} (paired t-test, 95 %)."
     )
 
 
-def draw(differences: dict[str, dict[str, list[float]]], windows: list[int], names: list[str], path: Path) -> None:
-    """Draw the differences of training losses over updates: a pale line for each seed, a strong one for the mean."""
+def draw(
+    differences: dict[str, dict[str, list[float]]], windows: list[int], names: list[str], path: Path
+) -> None:
+    """Draw the differences of training losses over updates: a pale line for each seed, a strong one
+    for the mean."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     of_windows = list(differences.values())[: len(windows)]
@@ -245,9 +315,20 @@ def draw(differences: dict[str, dict[str, list[float]]], windows: list[int], nam
         color = "0.5" if name == AGAIN else f"C{number - 1}"
         for seed in zip(*(one[name] for one in of_windows), strict=True):
             axes.plot(windows, seed, color=color, alpha=0.35, linewidth=1)
-        axes.plot(windows, [mean(one[name]) for one in of_windows], color=color, label=name, marker="o", markersize=3)
+        axes.plot(
+            windows,
+            [mean(one[name]) for one in of_windows],
+            color=color,
+            label=name,
+            marker="o",
+            markersize=3,
+        )
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="updates", ylabel=f"bits a token above {FLOAT}", title="Training losses, paired by seed")
+    axes.set(
+        xlabel="updates",
+        ylabel=f"bits a token above {FLOAT}",
+        title="Training losses, paired by seed",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

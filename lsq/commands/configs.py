@@ -1,4 +1,5 @@
-"""`lsq configs`: the files of tuned products that there are, what they say, and whether it still holds."""
+"""`lsq configs`: the files of tuned products that there are, what they say, and whether it still
+holds."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -23,22 +24,32 @@ def parser() -> ArgumentParser:
     """The command line of `lsq configs`."""
     made = ArgumentParser(
         prog="lsq configs",
-        description="Files that say how each matrix product runs fastest on one device; `lsq tune` makes them.",
+        description="Files that say how each matrix product runs fastest on one device; `lsq tune`"
+        " makes them.",
         allow_abbrev=False,
     )
     one_line_errors(made)
     actions = made.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="all files that are found, and whether they are used here")
+    listing = actions.add_parser(
+        "list", help="all files that are found, and whether they are used here"
+    )
     showing = actions.add_parser("show", help="what a file says")
-    verifying = actions.add_parser("verify", help="run every entry of a file once, and compare with exact arithmetic")
-    exporting = actions.add_parser("export", help="write the entries that are in use here as one file")
+    verifying = actions.add_parser(
+        "verify", help="run every entry of a file once, and compare with exact arithmetic"
+    )
+    exporting = actions.add_parser(
+        "export", help="write the entries that are in use here as one file"
+    )
     for action in (listing, showing, verifying, exporting):
         one_line_errors(action)
     for action in (showing, verifying):
         action.add_argument("file", type=Path, metavar="FILE.json")
     verifying.add_argument("--quiet", action="store_true", help="no progress bar")
     exporting.add_argument(
-        "output", type=Path, metavar="PATH", help="a file, or a folder, where it is named after the device"
+        "output",
+        type=Path,
+        metavar="PATH",
+        help="a file, or a folder, where it is named after the device",
     )
     exporting.add_argument("--kind", choices=KINDS, default="cpu", help="of device (default: cpu)")
     return made
@@ -75,7 +86,10 @@ def list_files() -> str:
     devices = _devices()
     found = configuration_file.find(devices["cpu"])
     if not found:
-        return f"There are no files in {configuration_file.user_folder()} or in the package. `lsq tune` makes one."
+        return (
+            f"There are no files in {configuration_file.user_folder()} or in the package. `lsq"
+            " tune` makes one."
+        )
     lines = []
     for each in found:
         where = f"{each.path} ({each.source})"
@@ -93,12 +107,38 @@ def list_files() -> str:
 def show(file: ConfigurationFile) -> str:
     """The device of a file and a table of its entries."""
     validators = file.validators
-    words = [f"{name} {_text(value)}" for name, value in vars(validators).items() if name not in ("device", "format")]
-    lines = [f"{validators.device}: {', '.join(words)}", f"{len(file.entries)} entries; times in microseconds"]
-    head = ("op", "m", "n", "k", "layout", "types", "chosen", "default", "float", "gain", "spread", "date", "run as")
-    sides = ["left" if title in ("op", "layout", "types", "date", "run as") else "right" for title in head]
+    words = [
+        f"{name} {_text(value)}"
+        for name, value in vars(validators).items()
+        if name not in ("device", "format")
+    ]
+    lines = [
+        f"{validators.device}: {', '.join(words)}",
+        f"{len(file.entries)} entries; times in microseconds",
+    ]
+    head = (
+        "op",
+        "m",
+        "n",
+        "k",
+        "layout",
+        "types",
+        "chosen",
+        "default",
+        "float",
+        "gain",
+        "spread",
+        "date",
+        "run as",
+    )
+    sides = [
+        "left" if title in ("op", "layout", "types", "date", "run as") else "right"
+        for title in head
+    ]
     if file.entries:
-        lines.append(fitted([_row(entry) for entry in file.entries], head, sides, style="plain", keys=4))
+        lines.append(
+            fitted([_row(entry) for entry in file.entries], head, sides, style="plain", keys=4)
+        )
     return "\n".join(lines)
 
 
@@ -156,7 +196,10 @@ def export(output: Path, kind: str) -> int:
         raise ValueError(f"--kind is {kind}, and {here}")
     file = lookup.table(kind).file
     if not file.entries:
-        raise ValueError(f"no file holds for the {kind} here, so there is nothing to export; make one with `lsq tune`")
+        raise ValueError(
+            f"no file holds for the {kind} here, so there is nothing to export; make one with `lsq"
+            " tune`"
+        )
     path = output / device.file_name(file.validators) if output.is_dir() else output
     configuration_file.write(path, file)
     print(f"{len(file.entries)} entries for {file.validators.device}: {path}")

@@ -46,11 +46,13 @@ def planned(args: Namespace) -> Backend:
 
 
 def choose(args: Namespace, ours: bool) -> None:
-    """Set `cpu` in `args`, in place, so that a model computes on the device that was asked for, or on the best one.
+    """Set `cpu` in `args`, in place, so that a model computes on the device that was asked for, or
+    on the best one.
 
     Args:
         args: options of a command, `cpu` among them; tasks of fairseq's own have none of OPTIONS.
-        ours: whether the model is of lsq. Others compute where fairseq has it: on a GPU unless `cpu` is set.
+        ours: whether the model is of lsq. Others compute where fairseq has it: on a GPU unless
+            `cpu` is set.
 
     Raises:
         ValueError: the device does not work here, or the options contradict each other.
@@ -76,7 +78,11 @@ def _choose_for_fairseq(args: Namespace, given: str | None) -> None:
         words = " ".join(f"{option} {value}" for option, value in options.items())
         raise ValueError(f"{words}: only models of lsq take it, and this one is none; leave it out")
     if given == CUDA and on_cpu(args):
-        fault = "--cpu was given, too; leave one of them out" if args.cpu else "PyTorch sees no GPU here; leave it out"
+        fault = (
+            "--cpu was given, too; leave one of them out"
+            if args.cpu
+            else "PyTorch sees no GPU here; leave it out"
+        )
         raise ValueError(f"--lsq-device cuda: {fault}")
     args.cpu = args.cpu or given not in (None, CUDA)
 
@@ -88,5 +94,7 @@ def used(args: Namespace) -> str:
 
 def asked(args: Namespace) -> dict[str, str]:
     """Those of OPTIONS that were given, with their values, as another command takes them."""
-    values = {option: getattr(args, name, None) for option, name in zip(OPTIONS, NAMES, strict=True)}
+    values = {
+        option: getattr(args, name, None) for option, name in zip(OPTIONS, NAMES, strict=True)
+    }
     return {option: str(value) for option, value in values.items() if value is not None}

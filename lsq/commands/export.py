@@ -14,8 +14,9 @@ from lsq.lock import locked_file
 
 LSQ, CTRANSLATE2, FAIRSEQ = TARGETS = ("lsq", "ctranslate2", "fairseq")
 DESCRIPTION = """
-Write a trained model for others to translate with. lsq: one file with the integers of the training, which `lsq
-translate` loads without fairseq. ctranslate2: a folder for CTranslate2, with the same codes and scales of weights.
+Write a trained model for others to translate with. lsq: one file with the integers of the training,
+which `lsq translate` loads without fairseq. ctranslate2: a folder for CTranslate2, with the same
+codes and scales of weights.
 fairseq: a float checkpoint of fairseq's own transformer, for fairseq-generate.
 """
 
@@ -23,24 +24,46 @@ fairseq: a float checkpoint of fairseq's own transformer, for fairseq-generate.
 def parser() -> ArgumentParser:
     """The command line of `lsq export`."""
     made = ArgumentParser(
-        prog="lsq export", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+        prog="lsq export",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     made.add_argument(
-        "model", type=Path, metavar="MODEL",
-        help="a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a checkpoint with --data, or"
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a"
+        " checkpoint with --data, or"
         " (for ctranslate2, or with --bits 4) a file that was exported for lsq",
-    )  # fmt: skip
+    )
     made.add_argument("--to", choices=TARGETS, required=True, help="who is to load it")
-    made.add_argument("--output", type=Path, required=True, metavar="PATH", help="the file, or CTranslate2's folder")
     made.add_argument(
-        "--bits", type=int, choices=(4, 8), metavar="N",
-        help="of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares, 8 leaves them "
+        "--output",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="the file, or CTranslate2's folder",
+    )
+    made.add_argument(
+        "--bits",
+        type=int,
+        choices=(4, 8),
+        metavar="N",
+        help="of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares, 8"
+        " leaves them "
         "(default: as trained)",
-    )  # fmt: skip
-    made.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
-    made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt")
-    made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint: its subwords")
+    )
+    made.add_argument(
+        "--overwrite", action="store_true", help="replace what was exported there before"
+    )
+    made.add_argument(
+        "--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt"
+    )
+    made.add_argument(
+        "--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint: its subwords"
+    )
     return made
 
 
@@ -55,13 +78,17 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     check_output(given)
     if given.bits is not None and given.to != LSQ:
-        raise ValueError(f"--bits {given.bits} is for files that lsq reads, not for {given.to}: leave it out")
+        raise ValueError(
+            f"--bits {given.bits} is for files that lsq reads, not for {given.to}: leave it out"
+        )
     with interruption.raised(), locked_file(given.output, "choose another --output"):
         if given.model.is_file() and model_file.is_model_file(given.model):
             export_file(given)
         else:
             export_training(given)
-    size = sum(path.stat().st_size for path in (given.output, *given.output.glob("*")) if path.is_file())
+    size = sum(
+        path.stat().st_size for path in (given.output, *given.output.glob("*")) if path.is_file()
+    )
     print(f"{given.output}: {size / 1e6:.1f} MB for {given.to}")
     return 0
 
@@ -79,11 +106,14 @@ def check_output(given: Namespace) -> None:
     if any(is_part_of(path, [output]) for path in inputs) or is_part_of(output, inputs):
         raise ValueError(f"--output {output} is what is exported, or part of it; choose another")
     if not is_exported(output, given.to):
-        raise ValueError(f"--output {output} is there and was not exported for {given.to}; choose another")
+        raise ValueError(
+            f"--output {output} is there and was not exported for {given.to}; choose another"
+        )
 
 
 def is_exported(path: Path, target: str) -> bool:
-    """Whether something is of the kind that is written for a target; for fairseq, any file of torch.save."""
+    """Whether something is of the kind that is written for a target; for fairseq, any file of
+    torch.save."""
     if target == LSQ:
         return model_file.is_exported(path)
     if target == CTRANSLATE2:
@@ -102,9 +132,14 @@ def export_file(given: Namespace) -> None:
         ValueError: it is damaged; --to or another option does not go with it.
     """
     if given.data is not None or given.sentencepiece_model is not None:
-        raise ValueError(f"{given.model} has its words in it; leave --data and --sentencepiece-model out")
+        raise ValueError(
+            f"{given.model} has its words in it; leave --data and --sentencepiece-model out"
+        )
     if given.to == FAIRSEQ or given.to == LSQ and given.bits != 4:
-        raise ValueError(f"{given.model} is exported for lsq already; for {given.to} give the run or its checkpoint")
+        raise ValueError(
+            f"{given.model} is exported for lsq already; for {given.to} give the run or its"
+            " checkpoint"
+        )
     write_codes(given, model_file.read(given.model))
 
 
@@ -112,7 +147,8 @@ def export_training(given: Namespace) -> None:
     """Export a checkpoint, of a run or by itself.
 
     Raises:
-        FileNotFoundError, ValueError: see `lsq.commands.run_files`; or the model is not of lsq, or not kept as codes.
+        FileNotFoundError, ValueError: see `lsq.commands.run_files`; or the model is not of lsq, or
+            not kept as codes.
     """
     source = run_files.find(given.model, given.data, given.sentencepiece_model)
     from lsq.commands import trained  # it imports fairseq, which takes seconds
@@ -126,14 +162,22 @@ def export_training(given: Namespace) -> None:
         check_codes(quant)
     found = trained.load(source)
     if not isinstance(found.model, LSQModel):
-        raise ValueError(f"{source.checkpoint} is of fairseq's own {type(found.model).__name__}; give one of lsq's")
+        raise ValueError(
+            f"{source.checkpoint} is of fairseq's own {type(found.model).__name__}; give one of"
+            " lsq's"
+        )
     if given.to == FAIRSEQ:
-        float_checkpoint.write(given.output, found.model, found.options, found.languages, updates=found.updates)
+        float_checkpoint.write(
+            given.output, found.model, found.options, found.languages, updates=found.updates
+        )
         return
     exported = ExportedModel(
-        model=model_of(found.model), source=found.source and tuple(found.source.symbols),
-        target=tuple(found.target.symbols), subwords=source.subwords and source.subwords.read_bytes(),
-        trained_length=found.trained_length, search=found.search,
+        model=model_of(found.model),
+        source=found.source and tuple(found.source.symbols),
+        target=tuple(found.target.symbols),
+        subwords=source.subwords and source.subwords.read_bytes(),
+        trained_length=found.trained_length,
+        search=found.search,
     )
     write_codes(given, exported)
 
@@ -148,7 +192,9 @@ def with_bits(exported: ExportedModel, bits: int | None) -> ExportedModel:
         return replace(exported, model=with_int4(exported.model))
     trained = exported.model.architecture.decoder.config.quant.weight_format
     if bits == 8 and trained == "int4":
-        raise ValueError(f"--bits 8, but the model was trained with weights in {trained}: leave --bits out")
+        raise ValueError(
+            f"--bits 8, but the model was trained with weights in {trained}: leave --bits out"
+        )
     return exported
 
 
@@ -158,5 +204,9 @@ def write_codes(given: Namespace, exported: ExportedModel) -> None:
         model_file.write(given.output, with_bits(exported, given.bits))
     else:
         ctranslate2_folder.write(
-            given.output, exported.model, exported.source, exported.target, subwords=exported.subwords
+            given.output,
+            exported.model,
+            exported.source,
+            exported.target,
+            subwords=exported.subwords,
         )

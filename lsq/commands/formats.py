@@ -15,9 +15,10 @@ from lsq.quant.numbers import METHODS
 from lsq.quant.numbers.clips import PERCENTILE
 
 DESCRIPTION = """
-Measure the error of number formats in real tensors: signal-to-noise in decibels (6 dB are a bit), the largest error,
-and bits per value with scales counted. From a checkpoint: of its weights. From a model and a batch of text: of its
-weights, of what its products read (activations), and of the gradients of what they give.
+Measure the error of number formats in real tensors: signal-to-noise in decibels (6 dB are a bit),
+the largest error, and bits per value with scales counted. From a checkpoint: of its weights. From a
+model and a batch of text: of its weights, of what its products read (activations), and of the
+gradients of what they give.
 """
 WORDS = 2048
 """Of the batch, where nothing is asked for."""
@@ -27,45 +28,84 @@ JSON, TABLE, PICTURE = OUTPUTS = ("formats.json", "formats.md", "formats.png")
 def parser() -> ArgumentParser:
     """The command line of `lsq formats`."""
     made = ArgumentParser(
-        prog="lsq formats", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+        prog="lsq formats",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     what = made.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--checkpoint", type=Path, metavar="PATH",
-        help="a file of safetensors, PyTorch, fairseq or `lsq export`, a folder of transformers', or a run of `lsq "
+        "--checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="a file of safetensors, PyTorch, fairseq or `lsq export`, a folder of transformers',"
+        " or a run of `lsq "
         "train-text`: all float tensors with two dimensions or more",
-    )  # fmt: skip
+    )
     what.add_argument(
-        "--model", type=Path, metavar="PATH",
-        help="a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint of fairseq's with "
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint"
+        " of fairseq's with "
         "--data: weights, activations and gradients of a batch",
-    )  # fmt: skip
+    )
     made.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE",
-        help="with --model: sentences, one a line, and a second file of translations for a model that translates; "
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="with --model: sentences, one a line, and a second file of translations for a model"
+        " that translates; "
         "without it, the validation data of the training",
-    )  # fmt: skip
-    made.add_argument(
-        "--words", type=count, metavar="N", help=f"with --model: of the batch, about (default: {WORDS})"
-    )
-    made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint as --model: its data folder")
-    made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint as --model, for --text")
-    made.add_argument(
-        "--tensors", nargs="+", metavar="PATTERN", help="names of weights, with * and ?; others are left out"
     )
     made.add_argument(
-        "--formats", nargs="+", default=list(DEFAULT_FORMATS), metavar="FORMAT",
+        "--words",
+        type=count,
+        metavar="N",
+        help=f"with --model: of the batch, about (default: {WORDS})",
+    )
+    made.add_argument(
+        "--data", type=Path, metavar="DIR", help="of a checkpoint as --model: its data folder"
+    )
+    made.add_argument(
+        "--sentencepiece-model",
+        type=Path,
+        metavar="FILE",
+        help="of a checkpoint as --model, for --text",
+    )
+    made.add_argument(
+        "--tensors",
+        nargs="+",
+        metavar="PATTERN",
+        help="names of weights, with * and ?; others are left out",
+    )
+    made.add_argument(
+        "--formats",
+        nargs="+",
+        default=list(DEFAULT_FORMATS),
+        metavar="FORMAT",
         help="such as nvfp4 or int4/group16/uint4, see docs/formats.md",
-    )  # fmt: skip
+    )
     made.add_argument("--clip", choices=METHODS, default="absmax", help="how clips are measured")
     made.add_argument(
-        "--percentile", type=float, default=PERCENTILE, metavar="P", help="of --clip percentile: what is left inside"
+        "--percentile",
+        type=float,
+        default=PERCENTILE,
+        metavar="P",
+        help="of --clip percentile: what is left inside",
     )
     made.add_argument(
-        "--sample", type=count, default=LARGEST_SAMPLE, metavar="N", help="values that are looked at of a large tensor"
+        "--sample",
+        type=count,
+        default=LARGEST_SAMPLE,
+        metavar="N",
+        help="values that are looked at of a large tensor",
     )
-    made.add_argument("--output", type=Path, metavar="DIR", help=f"write {', '.join(OUTPUTS)} into this folder")
+    made.add_argument(
+        "--output", type=Path, metavar="DIR", help=f"write {', '.join(OUTPUTS)} into this folder"
+    )
     made.add_argument("--overwrite", action="store_true", help="replace these files")
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
@@ -75,7 +115,8 @@ def run(arguments: list[str]) -> int:
     """The subcommand: measure, show, and write.
 
     Raises:
-        FileNotFoundError, ValueError: a mistake in the options or the files; or nothing could be measured.
+        FileNotFoundError, ValueError: a mistake in the options or the files; or nothing could be
+            measured.
         OSError: the output cannot be written.
         Interrupted: SIGTERM or SIGHUP.
     """
@@ -106,19 +147,26 @@ def check(given: Namespace) -> None:
         ValueError: with what to do.
     """
     of_model = {
-        "--text": given.text, "--words": given.words, "--data": given.data,
+        "--text": given.text,
+        "--words": given.words,
+        "--data": given.data,
         "--sentencepiece-model": given.sentencepiece_model,
-    }  # fmt: skip
+    }
     wrong = [option for option, value in of_model.items() if value]
     if given.checkpoint is not None and wrong:
-        raise ValueError(f"{wrong[0]} goes with --model, by which a batch is computed; with --checkpoint leave it out")
+        raise ValueError(
+            f"{wrong[0]} goes with --model, by which a batch is computed; with --checkpoint leave"
+            " it out"
+        )
     for path in filter(None, (given.checkpoint, given.model, *(given.text or ()))):
         if not path.exists():
             raise FileNotFoundError(2, "is not there", str(path))
     if given.model is not None and given.model.is_file() and given.data is None:
         raise ValueError(
-            f"--model {given.model} is a file; for its weights give --checkpoint {given.model}, or, if it is a "
-            "checkpoint of fairseq's, the folder of its data, too, by which a batch is computed: --data"
+            f"--model {given.model} is a file; for its weights give --checkpoint {given.model}, or,"
+            " if it is a "
+            "checkpoint of fairseq's, the folder of its data, too, by which a batch is computed:"
+            " --data"
         )
     if given.output is None or not replaces(given.output, overwrite=True):
         return
@@ -126,24 +174,36 @@ def check(given: Namespace) -> None:
         raise ValueError(f"--output {given.output} is a file; give a folder")
     there = [name for name in OUTPUTS if (given.output / name).exists()]
     if there and not given.overwrite:
-        raise ValueError(f"{given.output / there[0]} is there already; choose another --output, or give --overwrite")
+        raise ValueError(
+            f"{given.output / there[0]} is there already; choose another --output, or give"
+            " --overwrite"
+        )
 
 
 def measured(given: Namespace) -> tuple[Errors, str]:
     """What was found, and of what."""
     options = {
-        "formats": given.formats, "clip": given.clip, "percentile": given.percentile, "sample": given.sample,
+        "formats": given.formats,
+        "clip": given.clip,
+        "percentile": given.percentile,
+        "sample": given.sample,
         "quiet": given.quiet,
-    }  # fmt: skip
+    }
     if given.checkpoint is not None:
         from lsq.errors.files import tensors_in
 
         tensors = tensors_in(file_of(given.checkpoint))
-        return measure_tensors(tensors, chosen=given.tensors or (), **options), str(given.checkpoint)
+        return measure_tensors(tensors, chosen=given.tensors or (), **options), str(
+            given.checkpoint
+        )
     from lsq.commands import model_batch
 
     batch = model_batch.load(
-        given.model, given.text or (), data=given.data, subwords=given.sentencepiece_model, words=given.words or WORDS
+        given.model,
+        given.text or (),
+        data=given.data,
+        subwords=given.sentencepiece_model,
+        words=given.words or WORDS,
     )
     source = f"{given.model}, {batch.description}"
     print(f"measuring {source}")
@@ -160,7 +220,8 @@ def file_of(path: Path) -> Path:
 
 
 def write(errors: Errors, source: str, folder: Path) -> None:
-    """Write OUTPUTS into a folder, each whole or not at all; the JSON last, so that the others are there where it is.
+    """Write OUTPUTS into a folder, each whole or not at all; the JSON last, so that the others are
+    there where it is.
 
     Raises:
         OSError: one cannot be written.

@@ -69,21 +69,27 @@ def is_ours(checkpoint: Path) -> bool:
 
 
 def check_subwords(path: str) -> None:
-    """Raise ValueError unless a file is a model of sentencepiece's, which says so in words of its own."""
+    """Raise ValueError unless a file is a model of sentencepiece's, which says so in words of its
+    own."""
     try:
         SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"--sentencepiece-model {path} is missing, damaged or no model of sentencepiece's ({error}); give"
+            f"--sentencepiece-model {path} is missing, damaged or no model of sentencepiece's"
+            f" ({error}); give"
             " vocabulary/sentencepiece.model of the text that the model was trained on"
         ) from None
 
 
-def load_fitting(data: str, paths: list[str], arg_overrides=None, task=None, **options) -> tuple[list, object]:
-    """Takes the place of fairseq's load_model_ensemble, which gives (models, options of the last one).
+def load_fitting(
+    data: str, paths: list[str], arg_overrides=None, task=None, **options
+) -> tuple[list, object]:
+    """Takes the place of fairseq's load_model_ensemble, which gives (models, options of the last
+    one).
 
     Raises:
-        ValueError: a checkpoint does not fit the data, or that of --lm-path, which has no task, is no language model's.
+        ValueError: a checkpoint does not fit the data, or that of --lm-path, which has no task, is
+            no language model's.
     """
     try:
         models, of_last = load_model_ensemble(paths, arg_overrides, task, **options)
@@ -92,16 +98,21 @@ def load_fitting(data: str, paths: list[str], arg_overrides=None, task=None, **o
             raise
         first = " ".join(str(error).partition("\n")[2].split("\n")[0].split())
         raise ValueError(
-            f"{', '.join(paths)} does not fit the model that its options, --model-overrides and the dictionaries"
+            f"{', '.join(paths)} does not fit the model that its options, --model-overrides and the"
+            " dictionaries"
             f" (dict.*.txt) of {data} describe; use those of the training: {first}"
         ) from None
     if task is None and not isinstance(models[0], FairseqLanguageModel):
-        raise ValueError(f"--lm-path is {paths[0]}, which is of a {type(models[0]).__name__} and no language model")
+        raise ValueError(
+            f"--lm-path is {paths[0]}, which is of a {type(models[0]).__name__} and no language"
+            " model"
+        )
     return models, of_last
 
 
 def read_hypotheses(path: Path, count: int) -> list[str]:
-    """The best translation of each sentence, in the order of the sentences, from a file of fairseq-generate's.
+    """The best translation of each sentence, in the order of the sentences, from a file of
+    fairseq-generate's.
 
     Raises:
         ValueError: the file lacks a sentence.
@@ -113,5 +124,7 @@ def read_hypotheses(path: Path, count: int) -> list[str]:
                 found.setdefault(int(match[1]), match[2])
     missing = [number for number in range(count) if number not in found]
     if missing:
-        raise ValueError(f"{path} has no translation of {len(missing)} sentences, the first of them {missing[0]}")
+        raise ValueError(
+            f"{path} has no translation of {len(missing)} sentences, the first of them {missing[0]}"
+        )
     return [found[number] for number in range(count)]

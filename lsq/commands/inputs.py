@@ -1,4 +1,5 @@
-"""Files that a command line names, looked for before its command is imported: fairseq takes seconds."""
+"""Files that a command line names, looked for before its command is imported: fairseq takes
+seconds."""
 
 import importlib.util
 import os
@@ -19,7 +20,8 @@ PARTS_OF_NAMES = ("--checkpoint-suffix", "--checkpoint-shard-count")
 
 
 def check(command: str, arguments: list[str]) -> None:
-    """Refuse names of files that are not there; other mistakes are left to the command's own parser.
+    """Refuse names of files that are not there; other mistakes are left to the command's own
+    parser.
 
     Raises:
         FileNotFoundError, ValueError: a file or a folder is not there, or a file is empty.
@@ -47,23 +49,32 @@ def _values(words: list[str], *options: str) -> dict[str, str]:
     """Those of some options that have a value in a command line."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for option in options:
-        parser.add_argument(option, dest=option, nargs="?")  # without a value, it is the other parser that refuses it
-    return {option: value for option, value in vars(parser.parse_known_args(words)[0]).items() if value}
+        # without a value, it is the other parser that refuses it
+        parser.add_argument(option, dest=option, nargs="?")
+    return {
+        option: value for option, value in vars(parser.parse_known_args(words)[0]).items() if value
+    }
 
 
 def check_data_folders(data: str) -> None:
     """Raise ValueError unless every folder of binarised data is there."""
     for folder in data.split(os.pathsep):
         if not Path(folder).is_dir():
-            raise ValueError(f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one")
+            raise ValueError(
+                f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one"
+            )
 
 
 def check_user_dir(folder: str | None) -> None:
-    """Raise ValueError unless fairseq will find a folder of plugins: as it is, or beside or in its own."""
+    """Raise ValueError unless fairseq will find a folder of plugins: as it is, or beside or in its
+    own."""
     installed = importlib.util.find_spec("fairseq")
-    of_fairseq = Path(installed.origin).parent if installed is not None and installed.origin else Path()
+    of_fairseq = (
+        Path(installed.origin).parent if installed is not None and installed.origin else Path()
+    )
     roots = (Path(), of_fairseq, of_fairseq.parent)
     if folder is not None and not any((root / folder).is_dir() for root in roots):
         raise ValueError(
-            f"--user-dir {folder} is no folder; leave it out for lsq's own plugin, which `lsq user-dir` names"
+            f"--user-dir {folder} is no folder; leave it out for lsq's own plugin, which `lsq"
+            " user-dir` names"
         )

@@ -1,4 +1,5 @@
-"""SIGINT, SIGTERM and SIGHUP, during training: finish the update, write a checkpoint, say so, and stop."""
+"""SIGINT, SIGTERM and SIGHUP, during training: finish the update, write a checkpoint, say so, and
+stop."""
 
 import contextlib
 import os
@@ -23,14 +24,23 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Within this context SIGTERM and SIGHUP raise Interrupted, so that what is half written is removed."""
+    """Within this context SIGTERM and SIGHUP raise Interrupted, so that what is half written is
+    removed."""
 
     def handle(number: int, frame: object) -> None:
         raise Interrupted(number, f"stopped by {name_of(number)}")
 
-    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    numbers = (
+        (signal.SIGTERM, signal.SIGHUP)
+        if threading.current_thread() is threading.main_thread()
+        else ()
+    )
     before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    before = {
+        number: handler
+        for number, handler in before.items()
+        if handler not in (signal.SIG_IGN, None)
+    }
     for number in before:
         signal.signal(number, handle)
     try:
@@ -41,7 +51,8 @@ def raised() -> Iterator[None]:
 
 
 class Interruption:
-    """Context manager that notes a signal instead of dying of it; a second one ends the process at once."""
+    """Context manager that notes a signal instead of dying of it; a second one ends the process at
+    once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
@@ -52,7 +63,8 @@ class Interruption:
         """Number of the signal that came, or None."""
         self._immediate = True
         self._concluding = False
-        self._process = os.getpid()  # those that it forks, to load data, end by SIGTERM, or when this one ends
+        # those that it forks, to load data, end by SIGTERM, or when this one ends
+        self._process = os.getpid()
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
@@ -72,7 +84,8 @@ class Interruption:
         self._immediate = False
 
     def conclude(self) -> None:
-        """From now on ignore signals, and SIGTERM also after this context: this process is about to say why it ends.
+        """From now on ignore signals, and SIGTERM also after this context: this process is about to
+        say why it ends.
 
         torchrun sends SIGTERM to all processes once one has ended, and SIGKILL half a minute later.
         """
@@ -92,7 +105,8 @@ class Interruption:
             return
         if number == self.requested == signal.SIGHUP:  # a terminal that closes may send it twice
             return
-        if os.getpid() != self._process and number in self.OF_TERMINALS:  # the update that it loads data for goes on
+        # the update that it loads data for goes on
+        if os.getpid() != self._process and number in self.OF_TERMINALS:
             return
         if self.requested is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,5 @@
-"""What fairseq's options may be: it takes any number, and fails on some late, or trains and writes nonsense."""
+"""What fairseq's options may be: it takes any number, and fails on some late, or trains and writes
+nonsense."""
 
 import ast
 import math
@@ -27,41 +28,57 @@ INTERVAL = Range("at least 1", lambda number: number >= 1)
 NOT_NEGATIVE = Range("at least 0 and finite", lambda number: 0 <= number < math.inf)
 LAYERS = Range("from 0 to 1000", lambda number: 0 <= number <= 1000)
 SCALE = Range("from -1e6 to 1e6", lambda number: -1e6 <= number <= 1e6)
-COUNT_OR_OFF = Range(f"{COUNT.words}, or -1 for none", lambda number: number == -1 or COUNT.holds(number))
+COUNT_OR_OFF = Range(
+    f"{COUNT.words}, or -1 for none", lambda number: number == -1 or COUNT.holds(number)
+)
 NOT_NEGATIVE_OR_OFF = Range(
-    f"{NOT_NEGATIVE.words}, or -1 for none", lambda number: number == -1 or NOT_NEGATIVE.holds(number)
+    f"{NOT_NEGATIVE.words}, or -1 for none",
+    lambda number: number == -1 or NOT_NEGATIVE.holds(number),
 )
 
 COUNTS = """
-    batch_size batch_size_valid beam checkpoint_shard_count distributed_world_size max_source_positions
-    max_target_positions max_tokens max_tokens_valid nbest required_batch_size_multiple required_seq_len_multiple
-    update_freq
+    batch_size batch_size_valid beam checkpoint_shard_count distributed_world_size
+    max_source_positions max_target_positions max_tokens max_tokens_valid nbest
+    required_batch_size_multiple required_seq_len_multiple update_freq
 """
 NOT_NEGATIVES = """
     adam_eps curriculum data_buffer_size ignore_prefix_size lr max_epoch max_len_a
-    max_update max_valid_steps min_len no_repeat_ngram_size num_workers prefix_size save_interval_updates
-    stop_time_hours validate_after_updates validate_interval_updates warmup_updates weight_decay
+    max_update max_valid_steps min_len no_repeat_ngram_size num_workers prefix_size
+    save_interval_updates stop_time_hours validate_after_updates validate_interval_updates
+    warmup_updates weight_decay
 """
 RANGES = {
     **dict.fromkeys(COUNTS.split(), COUNT),
     **dict.fromkeys(NOT_NEGATIVES.split(), NOT_NEGATIVE),
     **dict.fromkeys("decoder_layers encoder_layers".split(), LAYERS),
-    **dict.fromkeys("diverse_beam_strength lm_weight max_len_b stop_min_lr unkpen warmup_init_lr".split(), SCALE),
+    **dict.fromkeys(
+        "diverse_beam_strength lm_weight max_len_b stop_min_lr unkpen warmup_init_lr".split(), SCALE
+    ),
     **dict.fromkeys("diverse_beam_groups sampling_topk".split(), COUNT_OR_OFF),
     **dict.fromkeys(
-        "keep_best_checkpoints keep_interval_updates keep_last_epochs patience".split(), NOT_NEGATIVE_OR_OFF
+        "keep_best_checkpoints keep_interval_updates keep_last_epochs patience".split(),
+        NOT_NEGATIVE_OR_OFF,
     ),
-    **dict.fromkeys("ema_update_freq log_interval save_interval validate_interval".split(), INTERVAL),
+    **dict.fromkeys(
+        "ema_update_freq log_interval save_interval validate_interval".split(), INTERVAL
+    ),
     "clip_norm": Range("at least 0", lambda number: number >= 0),
-    "diversity_rate": Range("from 0 to 1e6, or -1 for none", lambda number: number == -1 or 0 <= number <= 1e6),
+    "diversity_rate": Range(
+        "from 0 to 1e6, or -1 for none", lambda number: number == -1 or 0 <= number <= 1e6
+    ),
     "label_smoothing": Range("at least 0 and below 1", lambda number: 0 <= number < 1),
     "lenpen": Range("from -100 to 100", lambda number: -100 <= number <= 100),
-    "num_batch_buckets": Range("0: fairseq's buckets fail with this NumPy", lambda number: number == 0),
-    "sampling_topp": Range("above 0 and at most 1, or -1 for none", lambda number: number == -1 or 0 < number <= 1),
+    "num_batch_buckets": Range(
+        "0: fairseq's buckets fail with this NumPy", lambda number: number == 0
+    ),
+    "sampling_topp": Range(
+        "above 0 and at most 1, or -1 for none", lambda number: number == -1 or 0 < number <= 1
+    ),
     "seed": Range("from 0 to 4294967295", lambda number: 0 <= number < 2**32),
     "temperature": Range("from 1e-3 to 1e6", lambda number: 1e-3 <= number <= 1e6),
 }
-"""Name in fairseq's namespaces -> what it may be; of an option that takes several values, each of them."""
+"""Name in fairseq's namespaces -> what it may be; of an option that takes several values, each of
+them."""
 
 TRANSLATION = {"translation", "lsq_translation"}
 """Tasks whose models are a source encoder and a decoder that sees the words before."""
@@ -81,7 +98,8 @@ def check(args: Namespace) -> None:
     """Refuse what numbers of a training or a translation cannot be.
 
     Raises:
-        ValueError: an option is out of its range, or does not go with another; the message names it.
+        ValueError: an option is out of its range, or does not go with another; the message names
+            it.
     """
     given = vars(args)
     for name in sorted(RANGES.keys() & given.keys()):
@@ -102,14 +120,21 @@ def check_training(args: Namespace) -> None:
     if args.lr_scheduler == "inverse_sqrt" and args.warmup_updates == 0:
         raise ValueError("--warmup-updates is 0; --lr-scheduler inverse_sqrt needs at least 1")
     if args.lr_scheduler == "polynomial_decay" and args.total_num_update is None:
-        raise ValueError("--lr-scheduler polynomial_decay needs --total-num-update, the updates until its end")
+        raise ValueError(
+            "--lr-scheduler polynomial_decay needs --total-num-update, the updates until its end"
+        )
     of_fairseq = CRITERION_REGISTRY[args.criterion].__module__.startswith("fairseq.")
     if args.task in WORD_BY_WORD and of_fairseq and args.criterion not in CRITERIA:
         usable = ", ".join(sorted(CRITERIA))
-        raise ValueError(f"--criterion {args.criterion} is not for --task {args.task}; use one of {usable}")
+        raise ValueError(
+            f"--criterion {args.criterion} is not for --task {args.task}; use one of {usable}"
+        )
     betas = getattr(args, "adam_betas", None)
     if betas is not None and not _are_betas(_literal(betas)):
-        raise ValueError(f"--adam-betas is {betas!r}; it must be two numbers from 0 to below 1, such as '(0.9, 0.98)'")
+        raise ValueError(
+            f"--adam-betas is {betas!r}; it must be two numbers from 0 to below 1, such as '(0.9,"
+            " 0.98)'"
+        )
 
 
 def _literal(text: object) -> object:
@@ -135,26 +160,37 @@ def check_generation(args: Namespace) -> None:
     """
     if args.sampling and args.nbest != args.beam:
         raise ValueError(
-            f"--sampling draws --beam ({args.beam}) translations of each sentence and keeps them all: give"
+            f"--sampling draws --beam ({args.beam}) translations of each sentence and keeps them"
+            " all: give"
             f" --nbest {args.beam}, or --beam {args.nbest}"
         )
     if args.nbest > args.beam:
-        raise ValueError(f"--nbest is {args.nbest}, but --beam {args.beam} finds no more; give --beam {args.nbest}")
+        raise ValueError(
+            f"--nbest is {args.nbest}, but --beam {args.beam} finds no more; give --beam"
+            f" {args.nbest}"
+        )
     if args.diverse_beam_groups > 0 and args.beam % args.diverse_beam_groups:
         raise ValueError(f"--beam is {args.beam}; it must be a multiple of --diverse-beam-groups")
     if args.max_len_a == 0 and args.max_len_b < max(1, args.min_len):
-        raise ValueError(f"--max-len-b is {args.max_len_b}; it must be at least 1, and at least --min-len")
+        raise ValueError(
+            f"--max-len-b is {args.max_len_b}; it must be at least 1, and at least --min-len"
+        )
     if args.constraints is not None:
         raise ValueError(
-            "--constraints needs constraints beside each sentence, which binarised data does not have; leave it out,"
+            "--constraints needs constraints beside each sentence, which binarised data does not"
+            " have; leave it out,"
             " or use fairseq-interactive"
         )
     overrides = _literal(args.model_overrides)
     if not isinstance(overrides, dict) or not all(isinstance(name, str) for name in overrides):
         raise ValueError(
-            f"--model-overrides is {args.model_overrides!r}; it must be names and values: \"{{'data': 'folder'}}\""
+            f"--model-overrides is {args.model_overrides!r}; it must be names and values:"
+            " \"{'data': 'folder'}\""
         )
     if args.task in WORD_BY_WORD:
         for name in ("retain_iter_history", "print_step"):
             if getattr(args, name):
-                raise ValueError(f"{option(name)} is for models that refine translations step by step; leave it out")
+                raise ValueError(
+                    f"{option(name)} is for models that refine translations step by step; leave it"
+                    " out"
+                )

@@ -1,4 +1,5 @@
-"""What reaches the screen: fairseq's log without the noise of its imports and its use of other libraries."""
+"""What reaches the screen: fairseq's log without the noise of its imports and its use of other
+libraries."""
 
 import contextlib
 import logging
@@ -23,11 +24,13 @@ NOISE = (
     "In 'config': Usage of deprecated keyword",
     r"\s*'config' is validated against ConfigStore",
 )
-"""Beginnings of warnings about how fairseq uses PyTorch and hydra, which its users can do nothing about."""
+"""Beginnings of warnings about how fairseq uses PyTorch and hydra, which its users can do nothing
+about."""
 
 
 class _Screen(logging.StreamHandler):
-    """Ends the command when nobody reads its output any more, as a print would, instead of saying so each time."""
+    """Ends the command when nobody reads its output any more, as a print would, instead of saying
+    so each time."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), BrokenPipeError):
@@ -38,16 +41,22 @@ class _Screen(logging.StreamHandler):
 def configure() -> None:
     """Log warnings to standard output, as fairseq does.
 
-    To be called before fairseq is imported: some of its modules set up logging in ways of their own otherwise.
+    To be called before fairseq is imported: some of its modules set up logging in ways of their own
+        otherwise.
     """
     logging.basicConfig(
-        format=FORMAT, datefmt="%Y-%m-%d %H:%M:%S", level=logging.WARNING, handlers=[_Screen(sys.stdout)]
+        format=FORMAT,
+        datefmt="%Y-%m-%d %H:%M:%S",
+        level=logging.WARNING,
+        handlers=[_Screen(sys.stdout)],
     )
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # says that it caches the fonts, once
+    # says that it caches the fonts, once
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
 def to_standard_error() -> None:
-    """Log there what `configure` has sent to standard output: for commands that write there what they make."""
+    """Log there what `configure` has sent to standard output: for commands that write there what
+    they make."""
     for handler in logging.getLogger().handlers:
         if getattr(handler, "stream", None) is sys.stdout:
             handler.setStream(sys.stderr)
@@ -61,7 +70,8 @@ def quieten() -> None:
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Within this context nothing reaches standard error, not even what C++ writes: PyTorch's profiler logs there."""
+    """Within this context nothing reaches standard error, not even what C++ writes: PyTorch's
+    profiler logs there."""
     kept = os.dup(STANDARD_ERROR)
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -74,7 +84,8 @@ def silent_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Within this context everything that is logged, and every warning, goes to a file instead of the screen."""
+    """Within this context everything that is logged, and every warning, goes to a file instead of
+    the screen."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")

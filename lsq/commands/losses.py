@@ -12,7 +12,8 @@ LOSSES = "losses.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Losses of one training: bits per target token, without label smoothing, by number of updates."""
+    """Losses of one training: bits per target token, without label smoothing, by number of
+    updates."""
 
     training: dict[int, float] = field(default_factory=dict)
     """Mean loss of the updates since the entry before, without label smoothing but with dropout."""
@@ -35,8 +36,8 @@ class LossCurve:
 def read_losses(path: Path) -> LossCurve:
     """The curve in a file that `recording` wrote; empty where there is none.
 
-    Where a training was resumed from before its last entry, the later entry of an update counts. Lines that are no
-    entries, e.g. cut short by a full disk, are left out.
+    Where a training was resumed from before its last entry, the later entry of an update counts.
+    Lines that are no entries, e.g. cut short by a full disk, are left out.
     """
     training, validation, times = {}, {}, {}
     lines = path.read_bytes().splitlines() if path.exists() else []
@@ -50,7 +51,9 @@ def read_losses(path: Path) -> LossCurve:
         (training if kind == "train" else validation)[update] = loss
         times[update] = spent
     return LossCurve(
-        training=dict(sorted(training.items())), validation=dict(sorted(validation.items())), times=times
+        training=dict(sorted(training.items())),
+        validation=dict(sorted(validation.items())),
+        times=times,
     )
 
 
@@ -69,7 +72,9 @@ def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
                 (curve.validation, "validation", {"marker": "o", "markersize": 3}),
             ):
                 x = [update if places is None else places[update] for update in losses]
-                axes.plot(x, list(losses.values()), color=f"C{number}", label=f"{name}, {label}", **style)
+                axes.plot(
+                    x, list(losses.values()), color=f"C{number}", label=f"{name}, {label}", **style
+                )
     by_update.set(xlabel="updates", ylabel="bits per target token", ylim=(0, None))
     by_second.set(xlabel="seconds of training")
     for axes in (by_update, by_second):

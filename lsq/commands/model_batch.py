@@ -1,4 +1,5 @@
-"""A model by the path that a user gives, and its loss on one batch of text: to measure what happens in it."""
+"""A model by the path that a user gives, and its loss on one batch of text: to measure what happens
+in it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,22 +30,29 @@ class ModelBatch:
     lengths: Sequence[int]
     """Words of each sentence, by which like ones can be taken together."""
     losses: Callable[[Sequence[int]], tuple[Tensor, float]]
-    """Of some of the sentences, by their numbers: the sum of their losses, without label smoothing, and how many
-    words these are of."""
+    """Of some of the sentences, by their numbers: the sum of their losses, without label smoothing,
+    and how many words these are of.
+    """
     description: str
     """What the batch is."""
 
 
 def load(
-    path: Path, texts: Sequence[Path] = (), *, data: Path | None = None, subwords: Path | None = None, words: int
+    path: Path,
+    texts: Sequence[Path] = (),
+    *,
+    data: Path | None = None,
+    subwords: Path | None = None,
+    words: int,
 ) -> ModelBatch:
     """Read a model and make a batch.
 
     Args:
-        path: a folder of transformers' with its tokenizer; or a run of `lsq train-text`, or a checkpoint of fairseq's
-            with `data`.
-        texts: a file with a sentence a line; for a model that translates also one of their translations. Without any,
-            a trained model takes its own validation data. Sentences are spread over the files.
+        path: a folder of transformers' with its tokenizer; or a run of `lsq train-text`, or a
+            checkpoint of fairseq's with `data`.
+        texts: a file with a sentence a line; for a model that translates also one of their
+            translations. Without any, a trained model takes its own validation data. Sentences are
+            spread over the files.
         data, subwords: of a checkpoint: the folder of its data, and sentencepiece's model.
         words: of the batch, about; at least one sentence.
 
@@ -53,13 +61,16 @@ def load(
     """
     if path.is_dir() and (path / "config.json").exists():
         if data is not None or subwords is not None:
-            raise ValueError(f"{path} is a folder of transformers'; leave --data and --sentencepiece-model out")
+            raise ValueError(
+                f"{path} is a folder of transformers'; leave --data and --sentencepiece-model out"
+            )
         return _of_transformers(path, texts, words)
     return _of_fairseq(path, texts, data, subwords, words)
 
 
 def _spread(lengths: Sequence[int], words: int) -> list[int]:
-    """Which of so many sentences, evenly spaced, have about so many words together; one at least."""
+    """Which of so many sentences, evenly spaced, have about so many words together; one at
+    least."""
     count = max(1, min(len(lengths), round(words * len(lengths) / max(sum(lengths), 1))))
     return [i * len(lengths) // count for i in range(count)]
 
@@ -67,7 +78,9 @@ def _spread(lengths: Sequence[int], words: int) -> list[int]:
 # Models of fairseq
 
 
-def _of_fairseq(path: Path, texts: Sequence[Path], data: Path | None, subwords: Path | None, words: int) -> ModelBatch:
+def _of_fairseq(
+    path: Path, texts: Sequence[Path], data: Path | None, subwords: Path | None, words: int
+) -> ModelBatch:
     files = run_files.find(path, data, subwords)
     from lsq.commands import trained  # it imports fairseq, which takes seconds
 
@@ -76,7 +89,9 @@ def _of_fairseq(path: Path, texts: Sequence[Path], data: Path | None, subwords: 
     chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
     sample = dataset.collater([dataset[i] for i in chosen])
     if found.criterion is None:
-        raise ValueError(f"{path} does not say what its loss was; give the checkpoint of a training")
+        raise ValueError(
+            f"{path} does not say what its loss was; give the checkpoint of a training"
+        )
     criterion, plain = (found.task.build_criterion(found.criterion).eval() for _ in range(2))
     plain.eps = 0.0
 
@@ -90,9 +105,12 @@ def _of_fairseq(path: Path, texts: Sequence[Path], data: Path | None, subwords: 
 
     where = "its validation data" if not texts else " and ".join(map(str, texts))
     return ModelBatch(
-        model=found.model, loss=loss, losses=losses, lengths=[int(dataset.num_tokens(i)) for i in chosen],
+        model=found.model,
+        loss=loss,
+        losses=losses,
+        lengths=[int(dataset.num_tokens(i)) for i in chosen],
         description=f"{len(chosen)} sentences, {sample['ntokens']} words of {where}",
-    )  # fmt: skip
+    )
 
 
 def _own_data(found):
@@ -100,7 +118,9 @@ def _own_data(found):
     try:
         found.task.load_dataset("valid")
     except FileNotFoundError:
-        raise ValueError(f"{found.task.cfg.data} has no validation data; give text of your own: --text") from None
+        raise ValueError(
+            f"{found.task.cfg.data} has no validation data; give text of your own: --text"
+        ) from None
     return found.task.dataset("valid")
 
 
@@ -111,19 +131,34 @@ def _pairs(found, texts: Sequence[Path]):
     from lsq.translate.subwords import processor_of
 
     if found.source is None:
-        raise ValueError("--text: a language model of fairseq's takes its own validation data here; leave it out")
+        raise ValueError(
+            "--text: a language model of fairseq's takes its own validation data here; leave it out"
+        )
     if len(texts) != 2:
-        raise ValueError(f"--text has {len(texts)} file; a model that translates needs two: sentences, translations")
+        raise ValueError(
+            f"--text has {len(texts)} file; a model that translates needs two: sentences,"
+            " translations"
+        )
     processor = found.subwords and processor_of(found.subwords)
     pairs = read_pairs(*texts, print)
 
     def encoded(lines: list[str], dictionary) -> list[Tensor]:
-        pieces = [" ".join(processor.encode(line, out_type=str)) if processor else line for line in lines]
-        return [dictionary.encode_line(line, add_if_not_exist=False).long()[-LONGEST:] for line in pieces]
+        pieces = [
+            " ".join(processor.encode(line, out_type=str)) if processor else line for line in lines
+        ]
+        return [
+            dictionary.encode_line(line, add_if_not_exist=False).long()[-LONGEST:]
+            for line in pieces
+        ]
 
     source, target = encoded(pairs.source, found.source), encoded(pairs.target, found.target)
     return LanguagePairDataset(
-        source, [len(line) for line in source], found.source, target, [len(line) for line in target], found.target
+        source,
+        [len(line) for line in source],
+        found.source,
+        target,
+        [len(line) for line in target],
+        found.target,
     )
 
 
@@ -134,7 +169,9 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
     import_module("lsq.huggingface")  # keeps a broken torchaudio out of transformers
     transformers = import_module("transformers")
     if not texts:
-        raise ValueError(f"{path} is a folder of transformers', which has no data in it; give --text FILE")
+        raise ValueError(
+            f"{path} is a folder of transformers', which has no data in it; give --text FILE"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -143,8 +180,10 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
         losses = [make for ends, make in LOSSES.items() if name.endswith(ends)]
         if kind is None or not losses:
             raise ValueError(
-                f"{path} is of the architecture {name}, of which no loss on plain text is known here; known are those "
-                f"whose name ends with {', '.join(end for ends in LOSSES for end in ends)}. For others call "
+                f"{path} is of the architecture {name}, of which no loss on plain text is known"
+                " here; known are those "
+                f"whose name ends with {', '.join(end for ends in LOSSES for end in ends)}. For"
+                " others call "
                 "lsq.errors.measure(model, run)"
             )
         model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
@@ -154,13 +193,17 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
     inputs, count = losses[0](model, tokenizer, texts, words)
     amount = int(inputs["attention_mask"].sum())
     return ModelBatch(
-        model=model, loss=lambda: model(**inputs).loss, lengths=inputs["attention_mask"].sum(1).tolist(),
+        model=model,
+        loss=lambda: model(**inputs).loss,
+        lengths=inputs["attention_mask"].sum(1).tolist(),
         losses=lambda numbers: _losses(model, inputs, numbers),
         description=f"{count} sentences, {amount} words of {' and '.join(map(str, texts))}",
     )
 
 
-def _losses(model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int]) -> tuple[Tensor, float]:
+def _losses(
+    model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int]
+) -> tuple[Tensor, float]:
     """`ModelBatch.losses` of a model of transformers' and its inputs [B, T]."""
     rows = {name: tensor[list(numbers)] for name, tensor in inputs.items()}
     there = rows["attention_mask"].any(0)
@@ -175,7 +218,9 @@ def _losses(model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int])
 def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
     """What a model reads of lines: input_ids and attention_mask int64 [B, T]."""
     longest = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
-    return tokenizer(list(lines), return_tensors="pt", padding=True, truncation=True, max_length=longest)
+    return tokenizer(
+        list(lines), return_tensors="pt", padding=True, truncation=True, max_length=longest
+    )
 
 
 def _chosen(tokenizer, columns: Sequence[Sequence[str]], words: int) -> list[list[str]]:
@@ -204,7 +249,9 @@ def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -
     return {**inputs, "labels": labels}, count
 
 
-def _masked_words(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
+def _masked_words(
+    model: nn.Module, tokenizer, texts: Sequence[Path], words: int
+) -> tuple[dict, int]:
     """Some words, the same ones each time, are masked and to be guessed."""
     inputs, count = _one_file(model, tokenizer, texts, words)
     ids = inputs["input_ids"]
@@ -215,10 +262,14 @@ def _masked_words(model: nn.Module, tokenizer, texts: Sequence[Path], words: int
     return {**inputs, "input_ids": hidden, "labels": ids.masked_fill(~guessed, IGNORED)}, count
 
 
-def _translation(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
+def _translation(
+    model: nn.Module, tokenizer, texts: Sequence[Path], words: int
+) -> tuple[dict, int]:
     """The second text is to be predicted from the first one; of one text, itself."""
     if len(texts) > 2:
-        raise ValueError(f"--text has {len(texts)} files; give sentences, and their translations or nothing")
+        raise ValueError(
+            f"--text has {len(texts)} files; give sentences, and their translations or nothing"
+        )
     if len(texts) == 2:
         pairs = read_pairs(*texts, print)
         columns = [pairs.source, pairs.target]

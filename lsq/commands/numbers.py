@@ -1,6 +1,9 @@
-"""`lsq numbers`: the built-in task. English number names to German, learnt in float and then in int8, and compared.
+"""`lsq numbers`: the built-in task.
 
-No number that is tested is trained on. Both trainings are of the same model, from the same initial weights, with the
+English number names to German, learnt in float and then in int8, and compared.
+
+No number that is tested is trained on. Both trainings are of the same model, from the same initial
+weights, with the
 same batches and dropout masks: what is left of their difference comes from int8, and from chance.
 """
 
@@ -42,7 +45,8 @@ TRAINING = {
 """Its options that are fixed here. BLEU counts characters: German names are single words."""
 RUNS = {"float": ["--mode", "float", "--arch", ARCHITECTURE], "int8": ["--mode", "int8"]}
 FAIRSEQ = {"fairseq": ["--mode", "float", "--arch", "transformer"]}
-"""By their names: options of `lsq train-text` by which trainings differ; FAIRSEQ with --fairseq alone."""
+"""By their names: options of `lsq train-text` by which trainings differ; FAIRSEQ with --fairseq
+alone."""
 CHANCE = 0.003
 """Bits a token, measured with the options that are the default here (docs/quality.md)."""
 MOST_THREADS = 8
@@ -54,27 +58,43 @@ def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="lsq numbers",
         description=(
-            "Train two small translators of English number names into German, one in float32 and then one in int8, with"
-            " the same data, options, seed and threads; compare their speed, their memory and their translations of"
-            " numbers that neither has seen. Run the same command again to continue after an interruption."
+            "Train two small translators of English number names into German, one in float32 and"
+            " then one in int8, with"
+            " the same data, options, seed and threads; compare their speed, their memory and their"
+            " translations of"
+            " numbers that neither has seen. Run the same command again to continue after an"
+            " interruption."
         ),
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
     one_line_errors(made)
-    made.add_argument("--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write")
-    made.add_argument("--updates", type=positive, default=550, help="updates of the weights, in each run")
+    made.add_argument(
+        "--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write"
+    )
+    made.add_argument(
+        "--updates", type=positive, default=550, help="updates of the weights, in each run"
+    )
     made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
     made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
     training_options.add(made, (*training_options.MODEL, *training_options.TRAINING), SIZES)
-    made.add_argument("--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout")
+    made.add_argument(
+        "--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout"
+    )
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--cpu", action="store_true", help="use no GPU")
     made.add_argument(
-        "--fairseq", action="store_true", help="also train fairseq's own model, which draws other weights and masks"
+        "--fairseq",
+        action="store_true",
+        help="also train fairseq's own model, which draws other weights and masks",
     )
     device.add_options(made)
-    made.add_argument("--threads", type=positive, default=min(cores, MOST_THREADS), help="threads of either training")
+    made.add_argument(
+        "--threads",
+        type=positive,
+        default=min(cores, MOST_THREADS),
+        help="threads of either training",
+    )
     made.add_argument("--quiet", action="store_true", help="no progress bars")
     return made
 
@@ -117,7 +137,8 @@ def destination(option: str) -> str:
 
 
 def report(prepared: Prepared, names: list[str], *, usual: bool) -> None:
-    """Compare the runs of these names: prints samples and a table, writes results.json, samples.txt and losses.png.
+    """Compare the runs of these names: prints samples and a table, writes results.json, samples.txt
+    and losses.png.
 
     `usual`: see `meaning`.
     """
@@ -146,11 +167,15 @@ def report(prepared: Prepared, names: list[str], *, usual: bool) -> None:
     draw_losses(curves, prepared.output / "losses.png", "English number names to German")
     stages.write_json(prepared.output / "results.json", {"test_pairs": len(target), "runs": runs})
     say("\n".join(samples))
-    say(f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least validation loss:")
+    say(
+        f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least"
+        " validation loss:"
+    )
     say(table(runs))
     say(meaning(runs, usual=usual))
     say(
-        "Memory is of the tensors of a forward and backward pass, beside parameters, gradients and Adam's moments.\n"
+        "Memory is of the tensors of a forward and backward pass, beside parameters, gradients and"
+        " Adam's moments.\n"
         f"Everything is in {prepared.output}: losses.png, samples.txt, results.json"
     )
 
@@ -175,13 +200,18 @@ def table(runs: dict[str, dict]) -> str:
     fastest = min(runs.keys() - {"int8"}, key=lambda name: runs[name]["seconds_an_update"])
     ratios = {
         "seconds an update": (
-            f"int8 is {runs[fastest]['seconds_an_update'] / second['seconds_an_update']:.2f} times as fast as {fastest}"
+            f"int8 is {runs[fastest]['seconds_an_update'] / second['seconds_an_update']:.2f} times"
+            f" as fast as {fastest}"
         ),
         "peak memory, MB": f"{second['peak_bytes'] / first['peak_bytes']:.2f} of float's",
-        "  kept for the backward pass, MB": f"{second['kept_bytes'] / first['kept_bytes']:.2f} of float's",
+        "  kept for the backward pass, MB": (
+            f"{second['kept_bytes'] / first['kept_bytes']:.2f} of float's"
+        ),
     }
     return "\n".join(
-        f"{title:38}{''.join(f'{figure:>10}' for figure in figures)}   {ratios.get(title, '')}".rstrip()
+        (
+            f"{title:38}{''.join(f'{figure:>10}' for figure in figures)}   {ratios.get(title, '')}"
+        ).rstrip()
         for title, figures in lines
     )
 
@@ -227,21 +257,31 @@ def compare(given: Namespace) -> None:
     """Make the numbers and their data, train on them in every mode, and report.
 
     Raises:
-        ValueError: the runs that are there were made from other numbers, or the folder holds files of somebody else.
+        ValueError: the runs that are there were made from other numbers, or the folder holds files
+            of somebody else.
         ChildProcessError, Interrupted: see `run_lsq`.
     """
     text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=corpus.FILES)
     comparison = Stage(
         name="comparison", folder=given.output, makes=("results.json", "samples.txt", "losses.png")
     )
-    key = {"--train-pairs": given.train_pairs, "--test-pairs": given.test_pairs, "--seed": given.seed, **sizes(given)}
+    key = {
+        "--train-pairs": given.train_pairs,
+        "--test-pairs": given.test_pairs,
+        "--seed": given.seed,
+        **sizes(given),
+    }
     before = comparison.check_own()
     if before is not None and (found := stages.differences(before.key, key)):
         raise ValueError(
-            f"{given.output} holds a comparison with other options ({'; '.join(found)}); choose another --output"
+            f"{given.output} holds a comparison with other options ({'; '.join(found)}); choose"
+            " another --output"
         )
     stages.run_stage(
-        text, key, lambda folder: write_numbers(folder, given.train_pairs, given.test_pairs, given.seed), say
+        text,
+        key,
+        lambda folder: write_numbers(folder, given.train_pairs, given.test_pairs, given.seed),
+        say,
     )
     comparison.mark(key, finished=False)
     files = {split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS}

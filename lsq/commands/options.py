@@ -19,11 +19,13 @@ PART = re.compile("[a-z0-9]+")
 REQUIRED, UNRECOGNIZED = "the following arguments are required: ", "unrecognized arguments: "
 """Beginnings of what argparse says."""
 DIGITS = re.compile("[0-9]{1,18}")
-"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
+"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as
+well."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, lists as they are typed, but for None, False and empty lists, which say nothing."""
+    """Shows defaults, lists as they are typed, but for None, False and empty lists, which say
+    nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == []:
@@ -34,7 +36,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def one_line_errors(parser: ArgumentParser) -> None:
-    """Let a parser report a mistake in one line, without the usage, which fills screens for fairseq's parsers.
+    """Let a parser report a mistake in one line, without the usage, which fills screens for
+    fairseq's parsers.
 
     Options that it does not know come first: without them, others may be missing.
     """
@@ -47,8 +50,11 @@ def one_line_errors(parser: ArgumentParser) -> None:
     def error(message: str) -> None:
         unknown = _unknown(parser, words) if message.startswith((REQUIRED, UNRECOGNIZED)) else []
         if unknown:
-            message = UNRECOGNIZED + " ".join(unknown) + _meant(unknown[0], parser._option_string_actions)
-        message = CHOICE.sub(_few, message).replace("<lambda> ", "")  # the names of fairseq's own types
+            message = (
+                UNRECOGNIZED + " ".join(unknown) + _meant(unknown[0], parser._option_string_actions)
+            )
+        # the names of fairseq's own types
+        message = CHOICE.sub(_few, message).replace("<lambda> ", "")
         parser.exit(2, f"{parser.prog}: error: {shortened(message)} (see {parser.prog} --help)\n")
 
     parser.parse_known_args, parser.error = remember, error
@@ -62,8 +68,13 @@ def _unknown(parser: ArgumentParser, words: Sequence[str]) -> list[str]:
 
 
 def shortened(message: str) -> str:
-    """A message as it is, or its beginning and end where it quotes a whole line of a file, or lists a whole model."""
-    return message if len(message) <= LONGEST else f"{message[: LONGEST * 2 // 3]} ... {message[-LONGEST // 3 :]}"
+    """A message as it is, or its beginning and end where it quotes a whole line of a file, or lists
+    a whole model."""
+    return (
+        message
+        if len(message) <= LONGEST
+        else f"{message[: LONGEST * 2 // 3]} ... {message[-LONGEST // 3 :]}"
+    )
 
 
 def _few(found: re.Match) -> str:
@@ -81,7 +92,8 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """The names that are most like one, at most three; those of the same parts in another order, if there are any."""
+    """The names that are most like one, at most three; those of the same parts in another order, if
+    there are any."""
     bare = {one.lstrip("-"): one for one in known}
     same = [one for one in bare.values() if _parts(one) == _parts(name)]
     return same or [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), bare)]
@@ -99,7 +111,8 @@ def positive(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A number of words, threads and such above 0, for argparse; larger ones would take all memory."""
+    """A number of words, threads and such above 0, for argparse; larger ones would take all
+    memory."""
     number = positive(text)
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text} is too large; at most {LARGEST_COUNT}")
@@ -129,9 +142,13 @@ def check_writable(output: Path, option: str = "--output", *, makes_folders: boo
     """
     around = [path for path in (output.absolute(), *output.absolute().parents) if path.is_dir()][0]
     if not makes_folders and around not in (output.absolute(), output.absolute().parent):
-        raise ValueError(f"{option} {output}: there is no folder {output.absolute().parent}; make it first")
+        raise ValueError(
+            f"{option} {output}: there is no folder {output.absolute().parent}; make it first"
+        )
     if not os.access(around, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {output}: this user may not write into {around}; choose another {option}")
+        raise ValueError(
+            f"{option} {output}: this user may not write into {around}; choose another {option}"
+        )
 
 
 def replaces(output: Path, overwrite: bool) -> bool:
@@ -142,7 +159,9 @@ def replaces(output: Path, overwrite: bool) -> bool:
     """
     check_writable(output)
     if output.exists() and not overwrite:
-        raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
+        raise ValueError(
+            f"--output {output} is there already; choose another, or replace it with --overwrite"
+        )
     return output.exists()
 
 

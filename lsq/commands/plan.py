@@ -1,4 +1,5 @@
-"""`lsq plan`: place the buffers of a file, or of a training step, so that they need as little memory as possible."""
+"""`lsq plan`: place the buffers of a file, or of a training step, so that they need as little
+memory as possible."""
 
 import contextlib
 import dataclasses
@@ -8,7 +9,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors, positive, seconds
+from lsq.commands.options import (
+    HelpFormatter,
+    check_writable,
+    count,
+    one_line_errors,
+    positive,
+    seconds,
+)
 from lsq.planner.buffer import Buffer, Plan
 from lsq.planner.files import read_buffers, save_plan, write_plan
 from lsq.planner.memory_map import alive_at_peak, draw
@@ -27,8 +35,10 @@ def parser(of_file: bool = True) -> ArgumentParser:
     made = ArgumentParser(
         prog="lsq plan",
         description=(
-            "Choose offsets for buffers, so that those that are alive at the same time do not overlap, and say how"
-            " much memory they need and why. The plan is checked before it is shown. The buffers come from a file, or"
+            "Choose offsets for buffers, so that those that are alive at the same time do not"
+            " overlap, and say how"
+            " much memory they need and why. The plan is checked before it is shown. The buffers"
+            " come from a file, or"
             " from a training step: lsq plan --arch lsq_transformer_wmt_en_de --max-tokens 4096"
             " --max-source-positions 256 --max-target-positions 256, with any options of lsq train:"
             " --lsq-device cuda plans for a GPU, without one."
@@ -39,20 +49,43 @@ def parser(of_file: bool = True) -> ArgumentParser:
     one_line_errors(made)
     columns = "id,lower,upper,size[,alignment][,offset]; alive on [lower, upper)"
     if of_file:
-        made.add_argument("file", type=Path, metavar="FILE.csv", help=f"{columns}; or give --arch NAME instead")
-        made.add_argument("--align", type=positive, default=1, metavar="N", help="alignment where the file gives none")
+        made.add_argument(
+            "file", type=Path, metavar="FILE.csv", help=f"{columns}; or give --arch NAME instead"
+        )
+        made.add_argument(
+            "--align",
+            type=positive,
+            default=1,
+            metavar="N",
+            help="alignment where the file gives none",
+        )
     made.add_argument("--arch", metavar="NAME", help="plan a training step of this architecture")
     made.add_argument(
-        "--vocabulary-size", type=count, default=32000, metavar="N", help="joined vocabulary, with --arch"
+        "--vocabulary-size",
+        type=count,
+        default=32000,
+        metavar="N",
+        help="joined vocabulary, with --arch",
     )
     made.add_argument(
-        "--output", type=Path, metavar="PLAN", help="write id,offset,segment; or all of the plan, if it ends in .json"
+        "--output",
+        type=Path,
+        metavar="PLAN",
+        help="write id,offset,segment; or all of the plan, if it ends in .json",
     )
     made.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
-    made.add_argument("--capacity", type=positive, metavar="BYTES", help="what one segment should keep to")
-    made.add_argument("--time-limit", type=seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact")
-    made.add_argument("--cap", type=positive, metavar="BYTES", help="plan segments of at most this size")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)")
+    made.add_argument(
+        "--capacity", type=positive, metavar="BYTES", help="what one segment should keep to"
+    )
+    made.add_argument(
+        "--time-limit", type=seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact"
+    )
+    made.add_argument(
+        "--cap", type=positive, metavar="BYTES", help="plan segments of at most this size"
+    )
+    made.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)"
+    )
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
 
@@ -61,7 +94,9 @@ def parser(of_file: bool = True) -> ArgumentParser:
 def _progress(given: Namespace) -> Iterator[Callable[[int], None]]:
     """Within this context, what to call with the number of positions that the search has tried."""
     hidden = given.quiet or given.method != "exact"
-    with tqdm(desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden or None) as bar:
+    with tqdm(
+        desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden or None
+    ) as bar:
         yield lambda tried: bar.update(tried - bar.n)
 
 
@@ -78,12 +113,17 @@ def report(buffers: list[Buffer], made: Plan) -> str:
     if made.capacity_met is not None:
         lines.append(f"capacity     {'met' if made.capacity_met else 'not met'}")
     lines.append(f"segments     {len(made.used)}, together {sum(made.capacities)} bytes")
-    for segment, (used, capacity) in enumerate(zip(made.used[:SHOWN], made.capacities, strict=False)):
+    for segment, (used, capacity) in enumerate(
+        zip(made.used[:SHOWN], made.capacities, strict=False)
+    ):
         lines.append(f"  {segment:3}  {used} bytes used of {capacity}")
     lines += _more(len(made.used))
     time, alive = alive_at_peak(buffers, made)
     lines.append(f"alive at operation {time}, where most bytes are: {len(alive)} buffers")
-    lines += [f"  {buffer.size:14}  {buffer.name}  ({buffer.first} to {buffer.last})" for buffer in alive[:SHOWN]]
+    lines += [
+        f"  {buffer.size:14}  {buffer.name}  ({buffer.first} to {buffer.last})"
+        for buffer in alive[:SHOWN]
+    ]
     return "\n".join(lines + _more(len(alive)))
 
 
@@ -111,13 +151,17 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
 
     backend = device.planned(parsed)
     parsed.lsq_device = parsed.lsq_activations = None  # it need not be here
-    print(f"planned for  {backend.name}, activations in {str(backend.activations).removeprefix('torch.')}")
+    print(
+        f"planned for  {backend.name}, activations in"
+        f" {str(backend.activations).removeprefix('torch.')}"
+    )
     step = describe_training(parsed, given.vocabulary_size, backend)
     return given, [Buffer(**dataclasses.asdict(buffer)) for buffer in step.buffers.values()]
 
 
 def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:
-    """fairseq's options of a training step that needs no data, from `arguments` for a command of lsq.
+    """fairseq's options of a training step that needs no data, from `arguments` for a command of
+    lsq.
 
     Exits as argparse does after a mistake.
 

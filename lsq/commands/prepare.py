@@ -73,10 +73,16 @@ class Prepared:
                 path = pair[number] if pair is not None else None
                 if path is not None:
                     corpus.check_file(path)
-                found[text_option(split, side)] = path and {"file": str(path), "sha256": stages.file_digest(path)}
+                found[text_option(split, side)] = path and {
+                    "file": str(path),
+                    "sha256": stages.file_digest(path),
+                }
             source, target = list(found.values())[-2:]
             if pair is not None and source["sha256"] == target["sha256"]:
-                raise ValueError(f"{pair[0]} and {pair[1]} are the same text; one must be the translation of the other")
+                raise ValueError(
+                    f"{pair[0]} and {pair[1]} are the same text; one must be the translation of the"
+                    " other"
+                )
         return found
 
     @cached_property
@@ -91,31 +97,47 @@ class Prepared:
 
 
 def prepare(prepared: Prepared) -> Prepared:
-    """Clean and split the text, learn the vocabulary, binarise; returns `prepared`. Finished stages are skipped.
+    """Clean and split the text, learn the vocabulary, binarise; returns `prepared`.
+
+    Finished stages are skipped.
 
     Raises:
-        FileNotFoundError, ValueError: a mistake in the files or options; a folder holds files that are not of this
-            command.
+        FileNotFoundError, ValueError: a mistake in the files or options; a folder holds files that
+            are not of this command.
     """
     output = prepared.output
     text = Stage(name="text", folder=output / "text", makes=corpus.FILES)
-    learnt = Stage(name="vocabulary", folder=output / "vocabulary", makes=(vocabulary.MODEL, vocabulary.PIECES))
+    learnt = Stage(
+        name="vocabulary", folder=output / "vocabulary", makes=(vocabulary.MODEL, vocabulary.PIECES)
+    )
     data = Stage(name="data", folder=prepared.data, makes=binary.FILES)
     for stage in (text, learnt, data):  # all before any of them writes
         stage.check_own()
-    run_stage(text, prepared.text_settings, lambda folder: corpus.write_splits(prepared.files, folder, say), say)
+    run_stage(
+        text,
+        prepared.text_settings,
+        lambda folder: corpus.write_splits(prepared.files, folder, say),
+        say,
+    )
 
     def learn(folder: Path) -> None:
         say(f"vocabulary: learning {prepared.size} pieces")
-        vocabulary.learn_vocabulary(Corpus.read(text.folder, "train"), folder, prepared.size, prepared.coverage)
+        vocabulary.learn_vocabulary(
+            Corpus.read(text.folder, "train"), folder, prepared.size, prepared.coverage
+        )
 
     run_stage(
-        learnt, {name: value for name, value in prepared.settings.items() if name != "--max-length"}, learn, say
+        learnt,
+        {name: value for name, value in prepared.settings.items() if name != "--max-length"},
+        learn,
+        say,
     )
 
     def binarize(folder: Path) -> None:
         pieces = vocabulary.load_vocabulary(learnt.folder)
-        binary.binarize_splits(prepared.files, text.folder, pieces, folder, prepared.max_length, say)
+        binary.binarize_splits(
+            prepared.files, text.folder, pieces, folder, prepared.max_length, say
+        )
 
     run_stage(data, prepared.settings, binarize, say)
     return prepared

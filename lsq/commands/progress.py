@@ -22,11 +22,13 @@ DIGITS = 6
 
 @contextlib.contextmanager
 def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
-    """Within this context fairseq's training shows one bar of `updates` updates and appends its losses to `path`."""
+    """Within this context fairseq's training shows one bar of `updates` updates and appends its
+    losses to `path`."""
     before, step, rounded = read_losses(path), Trainer.train_step, meters.safe_round
     done, seconds = min(before.updates, updates), before.seconds
 
-    def timed(*arguments, **options):  # fairseq's own clock stands still once a checkpoint is loaded
+    # fairseq's own clock stands still once a checkpoint is loaded
+    def timed(*arguments, **options):
         nonlocal seconds
         start = time.perf_counter()
         try:
@@ -36,23 +38,33 @@ def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterat
 
     with (
         path.open("a", encoding="utf-8") as file,
-        tqdm(total=updates, initial=done, desc=description, unit=" updates", disable=quiet or None) as bar,
+        tqdm(
+            total=updates, initial=done, desc=description, unit=" updates", disable=quiet or None
+        ) as bar,
     ):
 
-        def make(iterator: Iterable, *, prefix: str | None = None, **options) -> progress_bar.BaseProgressBar:
+        def make(
+            iterator: Iterable, *, prefix: str | None = None, **options
+        ) -> progress_bar.BaseProgressBar:
             return _Recorder(iterator, file, bar, lambda: seconds, lines=bar.disable and not quiet)
 
         with (
-            replaced(progress_bar, progress_bar=make), replaced(Trainer, train_step=timed),
-            replaced(meters, safe_round=lambda number, digits: rounded(number, max(digits, DIGITS))),
-        ):  # fmt: skip
+            replaced(progress_bar, progress_bar=make),
+            replaced(Trainer, train_step=timed),
+            replaced(
+                meters, safe_round=lambda number, digits: rounded(number, max(digits, DIGITS))
+            ),
+        ):
             yield
 
 
 class _Recorder(progress_bar.BaseProgressBar):
-    """What fairseq makes for every epoch and every validation; `lines`: print one for each validation."""
+    """What fairseq makes for every epoch and every validation; `lines`: print one for each
+    validation."""
 
-    def __init__(self, iterable: Iterable, file, bar: tqdm, seconds: Callable[[], float], lines: bool):
+    def __init__(
+        self, iterable: Iterable, file, bar: tqdm, seconds: Callable[[], float], lines: bool
+    ):
         super().__init__(iterable)
         self.file, self.bar, self.seconds, self.lines = file, bar, seconds, lines
 
@@ -71,8 +83,14 @@ class _Recorder(progress_bar.BaseProgressBar):
             self._record("valid", stats, step)
             if self.lines:
                 loss = f"validation loss {float(stats['nll_loss']):.3f}"
-                print(f"update {step} of {self.bar.total}: {loss}, {self.seconds():.0f} s of training", flush=True)
-        logging.getLogger("lsq").info("%s at update %s: %s", tag, step, self._str_pipes(self._format_stats(stats)))
+                print(
+                    f"update {step} of {self.bar.total}: {loss}, {self.seconds():.0f} s"
+                    " of training",
+                    flush=True,
+                )
+        logging.getLogger("lsq").info(
+            "%s at update %s: %s", tag, step, self._str_pipes(self._format_stats(stats))
+        )
 
     def _record(self, kind: str, stats: dict, step: int) -> None:
         values = {name: float(stats[name]) for name in RECORDED if name in stats}
@@ -83,10 +101,13 @@ class _Recorder(progress_bar.BaseProgressBar):
 
 @contextlib.contextmanager
 def one_bar(description: str, quiet: bool) -> Iterator[None]:
-    """Within this context fairseq's generation shows a bar of its batches and logs nothing to it."""
+    """Within this context fairseq's generation shows a bar of its batches and logs nothing to
+    it."""
 
     def make(iterator: Iterable, **options) -> progress_bar.BaseProgressBar:
-        return progress_bar.NoopProgressBar(tqdm(iterator, desc=description, unit=" batches", disable=quiet or None))
+        return progress_bar.NoopProgressBar(
+            tqdm(iterator, desc=description, unit=" batches", disable=quiet or None)
+        )
 
     with replaced(progress_bar, progress_bar=make):
         yield

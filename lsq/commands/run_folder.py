@@ -1,4 +1,5 @@
-"""The folder of one run in an output folder: what its name may be, what lies there, and whom its data belong to."""
+"""The folder of one run in an output folder: what its name may be, what lies there, and whom its
+data belong to."""
 
 import re
 from dataclasses import dataclass
@@ -28,15 +29,20 @@ def check_name(name: str) -> str:
     """A name of a run, as it was given.
 
     Raises:
-        ValueError: it is not one plain folder name, or is one that the output folder has for something else.
+        ValueError: it is not one plain folder name, or is one that the output folder has for
+            something else.
     """
     if not NAME.fullmatch(name) or len(name.encode()) > 200:
         raise ValueError(
-            f"--name {name!r} is not a plain folder name: letters, digits and _ . + = @ , - are allowed, the first of"
+            f"--name {name!r} is not a plain folder name: letters, digits and _ . + = @ , - are"
+            " allowed, the first of"
             " them a letter, digit or _; to write elsewhere, give --output"
         )
     if name.casefold() in RESERVED:
-        raise ValueError(f"--name {name} is the name of a folder of the data; choose any but {', '.join(RESERVED)}")
+        raise ValueError(
+            f"--name {name} is the name of a folder of the data; choose any but"
+            f" {', '.join(RESERVED)}"
+        )
     return name
 
 
@@ -89,7 +95,8 @@ class RunFolder:
         return not self._differences(key) and self.run.check_own() is not None
 
     def check(self, key: dict, updates: int, overwrite: bool) -> None:
-        """Make sure that a run with this key may be begun here or go on, and that no other run loses its data.
+        """Make sure that a run with this key may be begun here or go on, and that no other run
+        loses its data.
 
         Nothing is written.
 
@@ -117,7 +124,8 @@ class RunFolder:
         made = 0 if found else self.updates()
         if updates < made:
             raise ValueError(
-                f"--updates is {updates}, but {self.path} has made {made} already; give at least {made}, or"
+                f"--updates is {updates}, but {self.path} has made {made} already; give at least"
+                f" {made}, or"
                 f" {self.remedy}"
             )
 
@@ -144,11 +152,15 @@ class RunFolder:
         for option in SOURCES:
             source = key.get(option)
             if source is not None and Path(source).resolve().is_relative_to(self.path.resolve()):
-                raise ValueError(f"{option} {source} is of the run that --overwrite removes; choose another --name")
+                raise ValueError(
+                    f"{option} {source} is of the run that --overwrite removes; choose another"
+                    " --name"
+                )
 
 
 def check_data(prepared: Prepared, except_run: str | None = None) -> None:
-    """Make sure that the data which are about to be made are those of all runs in the output folder.
+    """Make sure that the data which are about to be made are those of all runs in the output
+    folder.
 
     Raises:
         ValueError: a run other than `except_run` was trained on others; names it and what differs.
@@ -158,8 +170,11 @@ def check_data(prepared: Prepared, except_run: str | None = None) -> None:
         if name == except_run or marker is None or marker.stage != STAGE:
             continue
         key = marker.key
-        if found := stages.differences({option: key.get(option) for option in prepared.settings}, prepared.settings):
+        if found := stages.differences(
+            {option: key.get(option) for option in prepared.settings}, prepared.settings
+        ):
             raise ValueError(
-                f"{prepared.output} holds the data of the run {name}, which were made with other options"
+                f"{prepared.output} holds the data of the run {name}, which were made with other"
+                " options"
                 f" ({'; '.join(found)}); choose another --output"
             )

@@ -23,42 +23,69 @@ JSON, TABLE, PICTURE = OUTPUTS = ("sensitivity.json", "sensitivity.md", "sensiti
 BATCH_WORDS = 4096
 """Of what is computed together, padding counted."""
 DESCRIPTION = """
-Say what each weight of a trained model, and what each product reads, costs in loss in each number format: measured, one
-tensor at a time, and estimated from gradients. Stop it whenever you like: what is done is in the file, and the same
-command goes on with the rest.
+Say what each weight of a trained model, and what each product reads, costs in loss in each number
+format: measured, one tensor at a time, and estimated from gradients. Stop it whenever you like:
+what is done is in the file, and the same command goes on with the rest.
 """
 
 
 def parser() -> ArgumentParser:
     """The command line of `lsq sensitivity`."""
     made = ArgumentParser(
-        prog="lsq sensitivity", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+        prog="lsq sensitivity",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     made.add_argument(
-        "--model", type=Path, required=True, metavar="PATH",
-        help="a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint of fairseq's with "
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint"
+        " of fairseq's with "
         "--data",
-    )  # fmt: skip
-    made.add_argument(
-        "--text", type=Path, nargs="+", default=[], metavar="FILE",
-        help="sentences, one a line, and a second file of translations for a model that translates; without it, the "
-        "validation data of the training",
-    )  # fmt: skip
-    made.add_argument("--words", type=count, default=8192, metavar="N", help="of the text, about")
-    made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: its data folder")
-    made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint, for --text")
-    made.add_argument(
-        "--tensors", nargs="+", default=[], metavar="PATTERN", help="names of weights, with * and ?; without it, all"
     )
     made.add_argument(
-        "--formats", nargs="+", default=list(FORMATS), metavar="FORMAT",
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="sentences, one a line, and a second file of translations for a model that translates;"
+        " without it, the "
+        "validation data of the training",
+    )
+    made.add_argument("--words", type=count, default=8192, metavar="N", help="of the text, about")
+    made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: its data folder")
+    made.add_argument(
+        "--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint, for --text"
+    )
+    made.add_argument(
+        "--tensors",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="names of weights, with * and ?; without it, all",
+    )
+    made.add_argument(
+        "--formats",
+        nargs="+",
+        default=list(FORMATS),
+        metavar="FORMAT",
         help="such as nvfp4 or int4/group16/uint4, see docs/formats.md",
-    )  # fmt: skip
-    made.add_argument("--clip", choices=METHODS, default="mse", help="how clips of weights are measured")
+    )
+    made.add_argument(
+        "--clip", choices=METHODS, default="mse", help="how clips of weights are measured"
+    )
     made.add_argument("--weights-only", action="store_true", help="leave out what products read")
-    made.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"folder for {', '.join(OUTPUTS)}")
-    made.add_argument("--overwrite", action="store_true", help=f"begin anew, whatever {JSON} is there")
+    made.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help=f"folder for {', '.join(OUTPUTS)}"
+    )
+    made.add_argument(
+        "--overwrite", action="store_true", help=f"begin anew, whatever {JSON} is there"
+    )
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
 
@@ -80,30 +107,51 @@ def run(arguments: list[str]) -> int:
     check_writable(given.output, makes_folders=True)
     with locked_folder(given.output, "choose another --output"), _interruptible(given.overwrite):
         batch = model_batch.load(
-            given.model, given.text, data=given.data, subwords=given.sentencepiece_model, words=given.words
+            given.model,
+            given.text,
+            data=given.data,
+            subwords=given.sentencepiece_model,
+            words=given.words,
         )
         print(f"measuring {given.model}, {batch.description}")
         with _progress(given.quiet) as progress:
             costs = sensitivity(
-                batch.model, lambda model, numbers: batch.losses(numbers), by_length(batch.lengths, BATCH_WORDS),
-                samples=[[number] for number in range(len(batch.lengths))], formats=given.formats, clip=given.clip,
-                tensors=given.tensors, activations=not given.weights_only,
+                batch.model,
+                lambda model, numbers: batch.losses(numbers),
+                by_length(batch.lengths, BATCH_WORDS),
+                samples=[[number] for number in range(len(batch.lengths))],
+                formats=given.formats,
+                clip=given.clip,
+                tensors=given.tensors,
+                activations=not given.weights_only,
                 keep=Keep(
-                    path=given.output / JSON, anew=given.overwrite, progress=progress,
-                    about={"model": str(given.model), "text": batch.description, "loss": "nats per word"},
+                    path=given.output / JSON,
+                    anew=given.overwrite,
+                    progress=progress,
+                    about={
+                        "model": str(given.model),
+                        "text": batch.description,
+                        "loss": "nats per word",
+                    },
                 ),
-            )  # fmt: skip
+            )
         draw_costs(costs, given.output / PICTURE)
-        write_text(given.output / TABLE, f"# Which bits where: {given.model}\n\n{table(costs, 'github')}\n")
+        write_text(
+            given.output / TABLE, f"# Which bits where: {given.model}\n\n{table(costs, 'github')}\n"
+        )
         print(table(costs))
         if not given.weights_only and not costs.of(ACTIVATION):
-            print("\nno activations: layers of lsq round theirs by themselves; measure the float model for those")
+            print(
+                "\nno activations: layers of lsq round theirs by themselves; measure the float"
+                " model for those"
+            )
         print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0
 
 
 def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:
-    """Numbers of sentences of like length together, at most so many words with padding, or one sentence."""
+    """Numbers of sentences of like length together, at most so many words with padding, or one
+    sentence."""
     found: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= words:

@@ -15,9 +15,10 @@ from lsq.config import documentation, require_positive
 from lsq.serve.limits import Limits
 
 DESCRIPTION = """
-Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and options of the search such as
-"beam"; GET /health and /metrics (for Prometheus) say how it is, and GET / is a page for trying it. Requests that arrive
-together are translated together. Ctrl-C or SIGTERM ends it when what has arrived is answered.
+Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and options of
+the search such as "beam"; GET /health and /metrics (for Prometheus) say how it is, and GET / is a
+page for trying it. Requests that arrive together are translated together. Ctrl-C or SIGTERM ends it
+when what has arrived is answered.
 """
 PACKAGES = ("uvicorn", "starlette", "prometheus_client")
 MOST_PORT = 2**16 - 1
@@ -25,15 +26,21 @@ MOST_PORT = 2**16 - 1
 
 def parser() -> ArgumentParser:
     """The command line of `lsq serve`."""
-    made = ArgumentParser(prog="lsq serve", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter)
+    made = ArgumentParser(
+        prog="lsq serve", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+    )
     one_line_errors(made)
-    made.add_argument("--host", default="127.0.0.1", help="address to serve at; 0.0.0.0: all of this machine")
+    made.add_argument(
+        "--host", default="127.0.0.1", help="address to serve at; 0.0.0.0: all of this machine"
+    )
     made.add_argument("--port", type=int, default=8080, help="0: any that is free")
     add_model(made)
     limits, texts = made.add_argument_group("limits"), documentation(Limits)
     for field in fields(Limits):
         text = texts[field.name].replace("%", "%%")
-        limits.add_argument(option_of(field.name), type=field.type, default=field.default, help=text)
+        limits.add_argument(
+            option_of(field.name), type=field.type, default=field.default, help=text
+        )
     add_search(made)
     return made
 
@@ -64,7 +71,9 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"lsq serve needs {', '.join(missing)}; install them with: {extras.command('serve')}")
+        raise ValueError(
+            f"lsq serve needs {', '.join(missing)}; install them with: {extras.command('serve')}"
+        )
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)

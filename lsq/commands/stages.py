@@ -1,8 +1,9 @@
 """Stages of a long job that is run again after an interruption, each in a folder of its own.
 
-A folder's marker, lsq-stage.json, says which stage made what is there: its key (options and checksums of what it
-reads), whether it is finished, and the checksums of its files. A finished stage of the same key is skipped. Only files
-that a marked stage makes are ever removed; what else lies in its folder stays.
+A folder's marker, lsq-stage.json, says which stage made what is there: its key (options and
+checksums of what it reads), whether it is finished, and the checksums of its files. A finished
+stage of the same key is skipped. Only files that a marked stage makes are ever removed; what else
+lies in its folder stays.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ class Marker:
     key: dict
     finished: bool
     files: dict = field(default_factory=dict)
-    """Name of each file that the finished stage made -> SHA-256 in hexadecimal; empty where they may change."""
+    """Name of each file that the finished stage made -> SHA-256 in hexadecimal; empty where they
+    may change."""
 
     def __post_init__(self):
         for name, kind in (("stage", str), ("key", dict), ("finished", bool), ("files", dict)):
@@ -76,26 +78,30 @@ class Stage:
     def made(self) -> list[Path]:
         """What lies in the folder under names that this stage gives."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(path for path in paths if any(_is_named(path.name, name) for name in self.makes))
+        return sorted(
+            path for path in paths if any(_is_named(path.name, name) for name in self.makes)
+        )
 
     def check_own(self) -> Marker | None:
         """What the stage left in its folder, or None; it may write there.
 
         Raises:
-            ValueError: the marker is damaged, or of another stage, or what lies there under names that this stage gives
-                was not made by it.
+            ValueError: the marker is damaged, or of another stage, or what lies there under names
+                that this stage gives was not made by it.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; choose another one")
         found = read_marker(self.folder)
         if found is not None and found.stage != self.name:
             raise ValueError(
-                f"{self.folder} holds what the stage {found.stage!r} made, not {self.name!r}; choose another folder"
+                f"{self.folder} holds what the stage {found.stage!r} made, not {self.name!r};"
+                " choose another folder"
             )
         others = self.made() if found is None else []
         if others:
             raise ValueError(
-                f"{self.folder} holds {others[0].name}, which this command did not make (there is no {MARKER}) and"
+                f"{self.folder} holds {others[0].name}, which this command did not make (there is"
+                f" no {MARKER}) and"
                 " would replace; choose another folder, or move it away"
             )
         return found
@@ -121,7 +127,8 @@ class Stage:
         self._unlink_made()
 
     def remove(self) -> None:
-        """Remove the files that this stage made, its marker, and its folder if nothing else is there.
+        """Remove the files that this stage made, its marker, and its folder if nothing else is
+        there.
 
         Raises:
             ValueError: see `check_own`.
@@ -147,10 +154,15 @@ class Stage:
         if found is None or not found.finished or differences(found.key, key):
             return False
         paths = {name: self.folder / name for name in found.files}
-        return all(path.is_file() and file_digest(path) == found.files[name] for name, path in paths.items())
+        return all(
+            path.is_file() and file_digest(path) == found.files[name]
+            for name, path in paths.items()
+        )
 
 
-def run_stage(stage: Stage, key: dict, work: Callable[[Path], None], say: Callable[[str], None]) -> None:
+def run_stage(
+    stage: Stage, key: dict, work: Callable[[Path], None], say: Callable[[str], None]
+) -> None:
     """Let `work(folder)` make what the stage makes, unless it is there already.
 
     What was there before stays until the work is done.
@@ -163,7 +175,9 @@ def run_stage(stage: Stage, key: dict, work: Callable[[Path], None], say: Callab
         return
     stage.folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Stage(
-        name=stage.name, folder=stage.folder.with_name(f".{stage.folder.name}{PARTIAL}"), makes=stage.makes
+        name=stage.name,
+        folder=stage.folder.with_name(f".{stage.folder.name}{PARTIAL}"),
+        makes=stage.makes,
     )
     partial.empty(key)
     try:
@@ -184,7 +198,10 @@ def differences(before: dict, now: dict) -> list[str]:
     """
     names = sorted(before.keys() | now.keys())
     changed = [name for name in names if _compared(before.get(name)) != _compared(now.get(name))]
-    return [f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now" for name in changed]
+    return [
+        f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
+        for name in changed
+    ]
 
 
 def _is_named(name: str, wanted: str | re.Pattern) -> bool:

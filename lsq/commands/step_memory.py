@@ -1,4 +1,5 @@
-"""Memory that the tensors of a training step take: what its backward pass needs kept, and the peak."""
+"""Memory that the tensors of a training step take: what its backward pass needs kept, and the
+peak."""
 
 import os
 from collections import Counter
@@ -14,7 +15,9 @@ from lsq.commands.logs import logging_to, quieten, silent_libraries
 from lsq.memory.kept import nothing_kept
 
 
-def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> Counter:
+def saved_tensors(
+    forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]
+) -> Counter:
     """What autograd keeps when `forward` runs: every storage once, parameters left out.
 
     Args:
@@ -31,7 +34,9 @@ def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torc
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
-            kept[f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"] += storage.nbytes()
+            kept[f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"] += (
+                storage.nbytes()
+            )
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -41,11 +46,14 @@ def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torc
 
 
 def traced_peak(run: Callable[[], object]) -> int:
-    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held before; lsq keeps none."""
+    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held
+    before; lsq keeps none."""
     with nothing_kept(), silent_libraries():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -62,15 +70,17 @@ def peak_on_gpu(run: Callable[[], object]) -> int:
 
 
 def step_memory(checkpoint: Path) -> dict[str, int]:
-    """Memory of a step of the translator in a checkpoint of `lsq train`, on the largest batch of its training data.
+    """Memory of a step of the translator in a checkpoint of `lsq train`, on the largest batch of
+    its training data.
 
     The step runs on a GPU if the training did and there is one, else on the CPU.
 
-    A step is a forward and a backward pass with every tensor in fresh memory; parameters, their gradients and the
-    optimizer's state exist before and are not counted.
+    A step is a forward and a backward pass with every tensor in fresh memory; parameters, their
+    gradients and the optimizer's state exist before and are not counted.
 
     Returns:
-        {"kept_bytes": what the forward pass keeps for the backward pass, "peak_bytes": most at any time}.
+        {"kept_bytes": what the forward pass keeps for the backward pass, "peak_bytes": most at any
+        time}.
 
     Raises:
         FileNotFoundError, ValueError: the checkpoint or its data are missing or damaged.
@@ -80,7 +90,9 @@ def step_memory(checkpoint: Path) -> dict[str, int]:
         (model,), config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
         criterion = task.build_criterion(config.criterion)
         task.load_dataset("train")
-        batches = task.get_batch_iterator(task.dataset("train"), max_tokens=config.dataset.max_tokens)
+        batches = task.get_batch_iterator(
+            task.dataset("train"), max_tokens=config.dataset.max_tokens
+        )
         batch = max(
             batches.next_epoch_itr(shuffle=False),
             key=lambda batch: batch["net_input"]["src_tokens"].numel() + batch["target"].numel(),

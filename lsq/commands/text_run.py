@@ -37,7 +37,8 @@ from lsq.text.score import scores
 
 REPORTED_PACKAGES = ("torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
 PREPARATION_SECONDS = 10.0
-"""To wait for another run that prepares the data of the same output folder: mostly it only looks at them."""
+"""To wait for another run that prepares the data of the same output folder: mostly it only looks at
+them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +55,19 @@ class RunOptions:
     def arguments(self, data: Path, folder: Path) -> list[str]:
         """The command line of `lsq train` with this data that writes into this folder."""
         training = {"--save-dir": str(folder), "--distributed-world-size": "1", **self.training}
-        given = [word for option, value in training.items() for word in (option, value) if word is not None]
+        given = [
+            word
+            for option, value in training.items()
+            for word in (option, value)
+            if word is not None
+        ]
         return [str(data), *given, "--max-update", str(self.given.updates), *self.extra]
 
 
 @raised()  # while it prepares and translates; a training finishes its update first
 def run(prepared: Prepared, options: RunOptions) -> dict:
-    """Make the data, train, translate the test set and score; what is done is skipped, what was begun is continued.
+    """Make the data, train, translate the test set and score; what is done is skipped, what was
+    begun is continued.
 
     All options are compared with what is there before anything is written.
 
@@ -79,7 +86,8 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
     folder.check(key, given.updates, given.overwrite)
     with locked_folder(folder.path, "choose another --name"):
         with locked_folder(prepared.output, "choose another --output", seconds=PREPARATION_SECONDS):
-            folder.check(key, given.updates, given.overwrite)  # again: somebody may have been at work until now
+            # again: somebody may have been at work until now
+            folder.check(key, given.updates, given.overwrite)
             prepare(prepared)
             folder.claim(key, given.updates)
         key = {**key, UPDATES: given.updates}
@@ -120,7 +128,8 @@ def check_folder(prepared: Prepared, options: RunOptions, remedy: str) -> None:
 
 
 def check_training(prepared: Prepared, options: RunOptions) -> str | None:
-    """Refuse what the training would be refused for, before anything is written or removed: build its model.
+    """Refuse what the training would be refused for, before anything is written or removed: build
+    its model.
 
     Returns:
         What the model multiplies as decoded values, in words; None: nothing.
@@ -129,7 +138,9 @@ def check_training(prepared: Prepared, options: RunOptions) -> str | None:
         FileNotFoundError, ValueError: an option is wrong, or does not go with another.
     """
     with logging_to(Path(os.devnull)):
-        args = train.parse_training(options.arguments(prepared.data, Path("unused")), with_data=False)
+        args = train.parse_training(
+            options.arguments(prepared.data, Path("unused")), with_data=False
+        )
         if args.task in TRANSLATION:
             words = made_up_dictionary(prepared.size)
             words.pad_to_multiple_(DIMENSION_MULTIPLE)
@@ -140,7 +151,8 @@ def check_training(prepared: Prepared, options: RunOptions) -> str | None:
 
 
 def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> None:
-    """Train into the run's folder, from the last checkpoint there if there is one, or else the newest sound one.
+    """Train into the run's folder, from the last checkpoint there if there is one, or else the
+    newest sound one.
 
     Raises:
         Interrupted: a signal came.
@@ -149,12 +161,24 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
     arguments = options.arguments(prepared.data, model)
     done = folder.updates()
     if not done and (other := newest_sound(model / LAST)) and "--restore-file" not in options.extra:
-        arguments += ["--restore-file", str(other)]  # written whole before the process or the disk failed
+        # written whole before the process or the disk failed
+        arguments += [
+            "--restore-file",
+            str(other),
+        ]
         done = updates_of(other)
-    say(f"{folder.name}: {f'going on from update {done}' if done else 'training'}; the log is {model / 'train.log'}")
+    say(
+        f"{folder.name}: {f'going on from update {done}' if done else 'training'}; the log is"
+        f" {model / 'train.log'}"
+    )
     with (
         logging_to(model / "train.log"),
-        recording(model / LOSSES, options.given.updates, f"training {options.given.name}", options.given.quiet),
+        recording(
+            model / LOSSES,
+            options.given.updates,
+            f"training {options.given.name}",
+            options.given.quiet,
+        ),
     ):
         try:
             train.run(arguments)
@@ -166,15 +190,27 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
     """Translate the test set with the checkpoint of least validation loss."""
     arguments = [str(prepared.data), "--path", str(model / BEST), "--gen-subset", "test"]
-    arguments += ["--results-path", str(folder), "--beam", str(options.given.beam), "--max-tokens", "4096"]
+    arguments += [
+        "--results-path",
+        str(folder),
+        "--beam",
+        str(options.given.beam),
+        "--max-tokens",
+        "4096",
+    ]
     arguments += ["--num-workers", "0", "--max-len-b", str(options.given.max_length)]
     arguments += ["--bpe", "sentencepiece", "--sentencepiece-model", str(prepared.vocabulary)]
     for option in ("--cpu", *device.OPTIONS):
         if option in options.training:
             arguments += filter(None, (option, options.training[option]))
-    with logging_to(folder / "generate.log"), one_bar(f"translating with {options.given.name}", options.given.quiet):
+    with (
+        logging_to(folder / "generate.log"),
+        one_bar(f"translating with {options.given.name}", options.given.quiet),
+    ):
         generate.run(arguments)
-    hypotheses = generate.read_hypotheses(folder / "generate-test.txt", len(prepared.lines("test", "tgt")))
+    hypotheses = generate.read_hypotheses(
+        folder / "generate-test.txt", len(prepared.lines("test", "tgt"))
+    )
     write_items(folder / "hypotheses.txt", hypotheses)
 
 
@@ -184,7 +220,8 @@ def hypotheses_of(prepared: Prepared, name: str) -> list[str]:
 
 
 def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
-    """Score a finished run; writes results.json and losses.png, and returns the content of the former."""
+    """Score a finished run; writes results.json and losses.png, and returns the content of the
+    former."""
     prepared = folder.prepared
     curve = read_losses(folder.model.folder / LOSSES)
     hypotheses = hypotheses_of(prepared, options.given.name)
@@ -198,7 +235,10 @@ def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
         "best_update": best,
         "best_validation_loss": curve.validation.get(best),
         "options": {**key, "--beam": options.given.beam, "more": options.extra},
-        "versions": {"lsq": lsq.__version__, **{name: metadata.version(name) for name in REPORTED_PACKAGES}},
+        "versions": {
+            "lsq": lsq.__version__,
+            **{name: metadata.version(name) for name in REPORTED_PACKAGES},
+        },
         "machine": {
             "architecture": platform.machine(),
             "device": device.used(options.given),
@@ -207,5 +247,7 @@ def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
         },
     }
     stages.write_json(folder.path / "results.json", results)
-    draw_losses({options.given.name: curve}, folder.path / "losses.png", f"Losses of {options.given.name}")
+    draw_losses(
+        {options.given.name: curve}, folder.path / "losses.png", f"Losses of {options.given.name}"
+    )
     return results

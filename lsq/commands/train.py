@@ -42,7 +42,11 @@ OPTIMIZER = "lsq_adam"
 
 
 def parse(
-    parser: ArgumentParser, arguments: list[str], program: str, description: str, defaults: dict[str, str | None]
+    parser: ArgumentParser,
+    arguments: list[str],
+    program: str,
+    description: str,
+    defaults: dict[str, str | None],
 ) -> Namespace:
     """Parse with a parser of fairseq's; --help also shows the options of the model, task and so on.
 
@@ -52,7 +56,11 @@ def parse(
         ValueError: a number is out of its range.
     """
     logs.quieten()
-    parser.prog, parser.description, parser.usage = program, description, f"{program} DATA [options]"
+    parser.prog, parser.description, parser.usage = (
+        program,
+        description,
+        f"{program} DATA [options]",
+    )
     parser.formatter_class = HelpFormatter
     one_line_errors(parser)
     wants_help = bool(HELP & set(arguments))
@@ -63,7 +71,8 @@ def parse(
     def modify(parser: ArgumentParser) -> None:  # fairseq calls it before each of its two passes
         nonlocal passes
         passes += 1
-        parser.set_defaults(required_batch_size_multiple=1, **defaults)  # with 8, fairseq drops sentences
+        # with 8, fairseq drops sentences
+        parser.set_defaults(required_batch_size_multiple=1, **defaults)
         if wants_help and passes == 2:
             parser.print_help()
             parser.exit(0)
@@ -71,36 +80,47 @@ def parse(
     if not any(argument.partition("=")[0] == "--user-dir" for argument in arguments):
         arguments = ["--user-dir", str(user_dir()), *arguments]
     args = options.parse_args_and_arch(parser, arguments, modify_parser=modify)
-    args.tpu = any(argument == "--tpu" for argument in arguments)  # fairseq takes --bf16 to mean a TPU
+    # fairseq takes --bf16 to mean a TPU
+    args.tpu = any(argument == "--tpu" for argument in arguments)
     limits.check(args)
     return args
 
 
 def peek(arguments: list[str], *names: str) -> str | None:
-    """The value of one option, by which the parser of the others is chosen; None where it has none."""
+    """The value of one option, by which the parser of the others is chosen; None where it has
+    none."""
     first = ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument(*names, dest="value", nargs="?")  # without a value, it is the other parser that refuses it
+    # without a value, it is the other parser that refuses it
+    first.add_argument(*names, dest="value", nargs="?")
     return first.parse_known_args(arguments)[0].value
 
 
 def check_data(args: Namespace) -> None:
-    """Raise ValueError unless every folder of binarised data is there, of two sides where the task translates."""
+    """Raise ValueError unless every folder of binarised data is there, of two sides where the task
+    translates."""
     check_data_folders(args.data)
     for folder in args.data.split(os.pathsep):
         if not any(Path(folder).glob("dict*.txt")) and any(Path(folder, "data").glob("dict*.txt")):
-            raise ValueError(f"there are no binarised data in {folder}; give {Path(folder, 'data')}")
-        if args.task == TASK and [path.name for path in Path(folder).glob("dict*.txt")] == ["dict.txt"]:
             raise ValueError(
-                f"{folder} holds text without translations; language models read it: --task {LANGUAGE_MODELING}, which"
+                f"there are no binarised data in {folder}; give {Path(folder, 'data')}"
+            )
+        if args.task == TASK and [path.name for path in Path(folder).glob("dict*.txt")] == [
+            "dict.txt"
+        ]:
+            raise ValueError(
+                f"{folder} holds text without translations; language models read it: --task"
+                f" {LANGUAGE_MODELING}, which"
                 " lsq train takes by itself with --arch lsq_transformer_lm"
             )
 
 
 def check_save_dir(args: Namespace) -> None:
-    """Refuse to begin anew over checkpoints: without a last one fairseq would, and write over the best one.
+    """Refuse to begin anew over checkpoints: without a last one fairseq would, and write over the
+    best one.
 
     Raises:
-        ValueError: --save-dir is a file, cannot be written, is not UTF-8, or holds checkpoints, but none to go on from.
+        ValueError: --save-dir is a file, cannot be written, is not UTF-8, or holds checkpoints, but
+            none to go on from.
     """
     check_name(args.save_dir)
     if os.path.exists(args.save_dir) and not os.path.isdir(args.save_dir):
@@ -108,18 +128,29 @@ def check_save_dir(args: Namespace) -> None:
     if not args.no_save:
         check_writable(Path(args.save_dir), "--save-dir", makes_folders=True)
     default = args.restore_file == LAST
-    if args.no_save or args.no_last_checkpoints or not default or os.path.lexists(Path(args.save_dir, LAST)):
+    if (
+        args.no_save
+        or args.no_last_checkpoints
+        or not default
+        or os.path.lexists(Path(args.save_dir, LAST))
+    ):
         return
-    found = sorted(path.name for path in Path(args.save_dir).glob("checkpoint*.pt") if CHECKPOINT.fullmatch(path.name))
+    found = sorted(
+        path.name
+        for path in Path(args.save_dir).glob("checkpoint*.pt")
+        if CHECKPOINT.fullmatch(path.name)
+    )
     if found:
         raise ValueError(
-            f"{args.save_dir} holds {found[0]}, but no {LAST} to go on from, and a new training would write over it;"
+            f"{args.save_dir} holds {found[0]}, but no {LAST} to go on from, and a new training"
+            " would write over it;"
             f" give --restore-file {Path(args.save_dir, found[0])}, or another --save-dir"
         )
 
 
 def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
-    """fairseq's options of a training from its command line; the data may be missing unless `with_data`.
+    """fairseq's options of a training from its command line; the data may be missing unless
+    `with_data`.
 
     Raises:
         ValueError: the options do not fit this machine.
@@ -136,7 +167,9 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
         defaults,
     )
     if args.max_tokens is None and args.batch_size is None:
-        raise ValueError("give the size of a batch: --max-tokens (in tokens) or --batch-size (in sentences)")
+        raise ValueError(
+            "give the size of a batch: --max-tokens (in tokens) or --batch-size (in sentences)"
+        )
     limits.check_training(args)
     if with_data:
         check_data(args)
@@ -152,7 +185,8 @@ def train_process(cfg: DictConfig) -> None:
 
     Raises:
         Interrupted: a signal came; a checkpoint was written if there was something to write.
-        ExchangeFailed: other processes are gone, or too late; the message says which (see `lsq.dist.roll_call`).
+        ExchangeFailed: other processes are gone, or too late; the message says which (see
+            `lsq.dist.roll_call`).
     """
     for function in (checkpoint_utils.save_checkpoint, fairseq_train.should_stop_early):
         if hasattr(function, "best"):  # of an earlier training in this process
@@ -165,7 +199,8 @@ def train_process(cfg: DictConfig) -> None:
 
 @contextlib.contextmanager
 def writing_alone(cfg: DictConfig) -> Iterator[None]:
-    """Within this context no other training writes into --save-dir; with --no-save nobody writes, and it is free.
+    """Within this context no other training writes into --save-dir; with --no-save nobody writes,
+    and it is free.
 
     Raises:
         Busy: another training does.
@@ -182,7 +217,8 @@ def writing_alone(cfg: DictConfig) -> Iterator[None]:
 def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
     """Within this context fairseq's training looks for an interruption after every update.
 
-    One that goes on first makes the validation that the interruption came before, and no update beyond --max-update.
+    One that goes on first makes the validation that the interruption came before, and no update
+    beyond --max-update.
     """
     validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
     train_epoch, load_checkpoint = fairseq_train.train, checkpoint_utils.load_checkpoint
@@ -194,8 +230,11 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
         if extra_state is not None and trainer.get_num_updates() > 0:
             state = extra_state["train_iterator"]
             ended = state["iterations_in_epoch"] == 0  # the state then is that of the next epoch
-            reached = SimpleNamespace(  # what fairseq asks its iterator of batches for when it writes a checkpoint
-                epoch=state["epoch"] - ended, end_of_epoch=lambda: ended, state_dict=lambda: state,
+            # what fairseq asks its iterator of batches for when it writes a checkpoint
+            reached = SimpleNamespace(
+                epoch=state["epoch"] - ended,
+                end_of_epoch=lambda: ended,
+                state_dict=lambda: state,
                 validated=extra_state.get("val_loss") is not None,
             )
         return extra_state, epoch_itr
@@ -205,7 +244,10 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
         place, reached = reached, None
         if place is None:
             return train_epoch(cfg, trainer, task, epoch_itr)
-        losses, stop = [None], trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf)
+        losses, stop = (
+            [None],
+            trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf),
+        )
         if not place.validated:
             subsets = cfg.dataset.valid_subset.split(",")
             losses, stop = after_update(cfg, trainer, task, place, subsets, place.end_of_epoch())
@@ -213,10 +255,15 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
 
     def save_and_stop(cfg: DictConfig, trainer, epoch_itr) -> None:
         path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
-        any_process(False, trainer.device)  # wait for the one that writes: torchrun stops all when the first one ends
-        number = interruption.requested or signal.SIGTERM  # it may have reached another process only
+        # wait for the one that writes: torchrun stops all when the first one ends
+        any_process(False, trainer.device)
+        # it may have reached another process only
+        number = interruption.requested or signal.SIGTERM
         what = f"wrote {path}" if path else "this process was not to write a checkpoint"
-        raise Interrupted(number, f"stopped by {name_of(number)} after {trainer.get_num_updates()} updates; {what}")
+        raise Interrupted(
+            number,
+            f"stopped by {name_of(number)} after {trainer.get_num_updates()} updates; {what}",
+        )
 
     def after_update(cfg: DictConfig, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
         interruption.defer()
@@ -236,10 +283,17 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
         except KeyError as error:
             if error.args != (metric,):
                 raise
-            raise ValueError(f"--best-checkpoint-metric is {metric}, which this training does not compute") from error
+            raise ValueError(
+                f"--best-checkpoint-metric is {metric}, which this training does not compute"
+            ) from error
 
     with (
-        replaced(fairseq_train, validate_and_save=after_update, validate=interruptible_validate, train=train_on),
+        replaced(
+            fairseq_train,
+            validate_and_save=after_update,
+            validate=interruptible_validate,
+            train=train_on,
+        ),
         replaced(checkpoint_utils, load_checkpoint=load),
     ):
         yield

@@ -54,13 +54,22 @@ def load(source: Source) -> Trained:
     overrides = {"data": str(source.data), **dict.fromkeys(OF_TRAINING)}
     state = checkpoint_utils.load_checkpoint_to_cpu(str(source.checkpoint), overrides)
     task = tasks.setup_task(state["cfg"].task, from_checkpoint=True)
-    (model,), options = load_fitting(str(source.data), [str(source.checkpoint)], overrides, task, state=state)
+    (model,), options = load_fitting(
+        str(source.data), [str(source.checkpoint)], overrides, task, state=state
+    )
     translates, updates = hasattr(model, "encoder"), state["optimizer_history"][-1]["num_updates"]
     return Trained(
-        model=model.to(torch.device("cpu")).eval(), options=vars(options.model),
-        languages=Languages(source=task.cfg.source_lang, target=task.cfg.target_lang) if translates else Languages(),
-        updates=updates, source=task.source_dictionary if translates else None, target=task.target_dictionary,
-        subwords=source.subwords, task=task, criterion=state["cfg"].get("criterion"),
+        model=model.to(torch.device("cpu")).eval(),
+        options=vars(options.model),
+        languages=Languages(source=task.cfg.source_lang, target=task.cfg.target_lang)
+        if translates
+        else Languages(),
+        updates=updates,
+        source=task.source_dictionary if translates else None,
+        target=task.target_dictionary,
+        subwords=source.subwords,
+        task=task,
+        criterion=state["cfg"].get("criterion"),
         trained_length=trained_length(source.checkpoint),
         search=evaluation(source.checkpoint) or evaluation_of_task(task.cfg) or SearchOptions(),
     )

@@ -23,7 +23,12 @@ TRAINING = (
     ("--warmup", 1000, "updates until the highest learning rate", "--warmup-updates"),
     ("--label-smoothing", 0.1, "label smoothing", "--label-smoothing"),
     ("--clip-norm", 1.0, "largest norm of the gradient", "--clip-norm"),
-    ("--validate-every", 500, "updates between validations, each with a checkpoint", "--save-interval-updates"),
+    (
+        "--validate-every",
+        500,
+        "updates between validations, each with a checkpoint",
+        "--save-interval-updates",
+    ),
     ("--log-every", 50, "updates between points of the loss curve", "--log-interval"),
 )
 """(option of `lsq train-text`, default, help, options of `lsq train` that it sets)"""
@@ -42,12 +47,16 @@ FIXED = {
 NAMES = {name: option for option, _, _, *names in (*MODEL, *TRAINING) for name in names}
 """Options of `lsq train` -> those of `lsq train-text` that set them."""
 UNBOUND = frozenset(
-    "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar --tensorboard-logdir"
-    " --save-interval --save-interval-updates --validate-interval --validate-interval-updates --keep-interval-updates"
-    " --keep-last-epochs --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours --lsq-memory"
+    "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar"
+    " --tensorboard-logdir"
+    " --save-interval --save-interval-updates --validate-interval --validate-interval-updates"
+    " --keep-interval-updates"
+    " --keep-last-epochs --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours"
+    " --lsq-memory"
     " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout --lsq-device --lsq-activations".split()
 )
-"""Options of `lsq train` that change nothing of what a run has made: they may differ when it goes on."""
+"""Options of `lsq train` that change nothing of what a run has made: they may differ when it goes
+on."""
 OF_THIS_COMMAND = {
     "--disable-validation": "the checkpoint that translates is chosen by it",
     "--no-last-checkpoints": "an interrupted training goes on from them",
@@ -58,22 +67,30 @@ OF_THIS_COMMAND = {
 """Options of `lsq train` that cannot follow a lone --, and what to do instead."""
 
 
-def add(parser: ArgumentParser, table: tuple[tuple, ...], defaults: dict[str, int | float] | None = None) -> None:
-    """Add the options of MODEL or TRAINING to a parser; with `defaults`, those alone that have one there."""
+def add(
+    parser: ArgumentParser, table: tuple[tuple, ...], defaults: dict[str, int | float] | None = None
+) -> None:
+    """Add the options of MODEL or TRAINING to a parser; with `defaults`, those alone that have one
+    there."""
     for option, default, text, *_ in table:
         if defaults is None or option in defaults:
             default = (defaults or {}).get(option, default)
-            parser.add_argument(option, type=positive if type(default) is int else float, default=default, help=text)
+            parser.add_argument(
+                option, type=positive if type(default) is int else float, default=default, help=text
+            )
 
 
 def values(given: Namespace) -> dict[str, str | None]:
     """The options of `lsq train`, with their values, from what `add` parsed."""
-    found = {name: str(getattr(given, option[2:].replace("-", "_"))) for name, option in NAMES.items()}
+    found = {
+        name: str(getattr(given, option[2:].replace("-", "_"))) for name, option in NAMES.items()
+    }
     return {**FIXED, **found}
 
 
 def named_options(words: list[str]) -> dict[str, str | None]:
-    """Options of a command line with their values, None for those without; words before any option are under ""."""
+    """Options of a command line with their values, None for those without; words before any option
+    are under ""."""
     found: dict[str, list[str]] = {}
     option = ""
     for word in words:
@@ -93,7 +110,11 @@ def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | 
         extra: further ones, as the user gave them.
     """
     further = named_options(extra)
-    ours = {name: value for name, value in training.items() if name not in further and name not in UNBOUND}
+    ours = {
+        name: value
+        for name, value in training.items()
+        if name not in further and name not in UNBOUND
+    }
     found = {NAMES.get(name, name): value for name, value in ours.items()}
     found |= {name: value for name, value in further.items() if name not in UNBOUND}
     return {name: True if value is None else value for name, value in found.items()}

@@ -27,9 +27,9 @@ from lsq.translate.translator import LONG_LINES
 logger = logging.getLogger(__name__)
 
 DESCRIPTION = """
-Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of line i of what is read. At
-a terminal, each line is translated as it is typed. With --nbest above 1, what is written begins with the number of the
-line that it translates, and a tab.
+Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of line i
+of what is read. At a terminal, each line is translated as it is typed. With --nbest above 1, what
+is written begins with the number of the line that it translates, and a tab.
 """
 STANDARD_INPUT = Path("-")
 BUFFER = 4096
@@ -52,19 +52,36 @@ class Line:
 def parser() -> ArgumentParser:
     """The command line of `lsq translate`."""
     made = ArgumentParser(
-        prog="lsq translate", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+        prog="lsq translate",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     made.add_argument(
-        "files", type=Path, nargs="*", metavar="FILE", help="text, one after the other (default: -, standard input)"
+        "files",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="text, one after the other (default: -, standard input)",
     )
     made.add_argument(
-        "--output", type=Path, metavar="FILE", help="written whole or not at all (default: standard output)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="written whole or not at all (default: standard output)",
     )
-    made.add_argument("--prefix", type=Path, metavar="FILE", help="its line i is what translation i begins with")
-    made.add_argument("--scores", action="store_true", help="begin each line with its score and a tab")
     made.add_argument(
-        "--buffer", type=count, default=BUFFER, help="lines that are read before they are translated, sorted by length"
+        "--prefix", type=Path, metavar="FILE", help="its line i is what translation i begins with"
+    )
+    made.add_argument(
+        "--scores", action="store_true", help="begin each line with its score and a tab"
+    )
+    made.add_argument(
+        "--buffer",
+        type=count,
+        default=BUFFER,
+        help="lines that are read before they are translated, sorted by length",
     )
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     add_model(made)
@@ -105,11 +122,13 @@ def check_files(given: Namespace) -> None:
 
     Raises:
         FileNotFoundError: a file is not there.
-        ValueError: a file is a folder, --output cannot be written, is part of what is read, a device or a pipe, or text
-            and prefixes are both standard input.
+        ValueError: a file is a folder, --output cannot be written, is part of what is read, a
+            device or a pipe, or text and prefixes are both standard input.
     """
     if given.prefix == STANDARD_INPUT and STANDARD_INPUT in given.files:
-        raise ValueError("the text and --prefix cannot both be standard input; name a file for one of them")
+        raise ValueError(
+            "the text and --prefix cannot both be standard input; name a file for one of them"
+        )
     inputs = [path for path in (*given.files, given.prefix) if path not in (None, STANDARD_INPUT)]
     for path in inputs:
         check_file(path)
@@ -118,8 +137,14 @@ def check_files(given: Namespace) -> None:
     check_writable(given.output)
     if given.output.is_dir():
         raise ValueError(f"--output {given.output} is a folder; name a file")
-    if given.output.absolute().parent == DEVICES or given.output.exists() and not given.output.is_file():
-        raise ValueError(f"--output {given.output} is a device or a pipe, and would be replaced; use > instead")
+    if (
+        given.output.absolute().parent == DEVICES
+        or given.output.exists()
+        and not given.output.is_file()
+    ):
+        raise ValueError(
+            f"--output {given.output} is a device or a pipe, and would be replaced; use > instead"
+        )
     read = [*inputs, *filter(None, (given.model, given.data, given.sentencepiece_model))]
     if given.output.exists() and is_part_of(given.output, read):
         raise ValueError(f"--output {given.output} is what is read, or part of it; choose another")
@@ -134,21 +159,29 @@ def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
 
     def lines(path: Path) -> Iterator[tuple[str, str]]:
         name = "standard input" if path == STANDARD_INPUT else str(path)
-        file: BinaryIO = sys.stdin.buffer if path == STANDARD_INPUT else opened.enter_context(path.open("rb"))
+        file: BinaryIO = (
+            sys.stdin.buffer if path == STANDARD_INPUT else opened.enter_context(path.open("rb"))
+        )
         for number, text in enumerate(read_lines(file, name), 1):
             yield f"{name}, line {number}", text
 
     texts = itertools.chain.from_iterable(map(lines, given.files))
     prefixes = itertools.repeat((None, "")) if given.prefix is None else lines(given.prefix)
     number = 0
-    for number, ((place, text), prefix) in enumerate(zip(texts, itertools.chain(prefixes, [None]), strict=False), 1):
+    for number, ((place, text), prefix) in enumerate(
+        zip(texts, itertools.chain(prefixes, [None]), strict=False), 1
+    ):
         if prefix is None:
-            raise ValueError(f"{given.prefix} has {number - 1} lines, and there are more to translate ({place})")
+            raise ValueError(
+                f"{given.prefix} has {number - 1} lines, and there are more to translate ({place})"
+            )
         yield Line(place=place, number=number, text=text, prefix=prefix[1])
     if not number:
         logger.warning("standard input is empty: there is nothing to translate")
     if given.prefix is not None and next(prefixes, None) is not None:
-        raise ValueError(f"{given.prefix} has more lines than the {number} that are to be translated")
+        raise ValueError(
+            f"{given.prefix} has more lines than the {number} that are to be translated"
+        )
 
 
 def translated(
@@ -167,7 +200,10 @@ def translated(
         for some in chunks(lines, 1 if typed else given.buffer):
             try:
                 found = translator.translate(
-                    [line.text for line in some], options, prefixes=[line.prefix for line in some], progress=bar.update
+                    [line.text for line in some],
+                    options,
+                    prefixes=[line.prefix for line in some],
+                    progress=bar.update,
                 )
             except RefusedLine as refused:
                 message = f"{some[refused.line].place}: {refused.reason}"
@@ -178,13 +214,19 @@ def translated(
             for line, translations in zip(some, found, strict=True):
                 if translations[0].too_long:
                     too_long, first = too_long + 1, first or line.place
-                yield from (shown(line, translation, options, given.scores) for translation in translations)
+                yield from (
+                    shown(line, translation, options, given.scores) for translation in translations
+                )
     if too_long:
         logger.warning(
-            "lines of more than %d subwords are too long for the model: %d such lines %s (see --long-lines), the first"
+            "lines of more than %d subwords are too long for the model: %d such lines %s (see"
+            " --long-lines), the first"
             " of them %s",
-            translator.model.longest_source - 1, too_long, LONG_LINES[translator.long_lines], first,
-        )  # fmt: skip
+            translator.model.longest_source - 1,
+            too_long,
+            LONG_LINES[translator.long_lines],
+            first,
+        )
 
 
 def chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
@@ -195,7 +237,8 @@ def chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
 
 
 def shown(line: Line, translation: Translation, options: SearchOptions, scores: bool) -> str:
-    """A line of the output: [number of its line, if there are several for each] [score] text, with tabs between."""
+    """A line of the output: [number of its line, if there are several for each] [score] text, with
+    tabs between."""
     columns = [str(line.number)] if options.nbest > 1 else []
     columns += [f"{translation.score:.6f}"] if scores else []
     return "\t".join([*columns, translation.text]) + "\n"

@@ -1,4 +1,5 @@
-"""What the command lines of `lsq translate` and `lsq serve` share: which model, and how it searches."""
+"""What the command lines of `lsq translate` and `lsq serve` share: which model, and how it
+searches."""
 
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -15,7 +16,8 @@ from lsq.translate.translator import BATCH_TOKENS, LONG_LINES, Translator
 
 SEARCH = tuple(fields(SearchOptions))
 MODEL_HELP = (
-    "a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file of `lsq export --to lsq`, or a"
+    "a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file of `lsq"
+    " export --to lsq`, or a"
     " checkpoint with --data and --sentencepiece-model"
 )
 
@@ -24,47 +26,62 @@ def add_model(parser: ArgumentParser) -> None:
     """Add the options that say which model translates, and on what."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", type=Path, required=True, metavar="PATH", help=MODEL_HELP)
-    model.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt")
+    model.add_argument(
+        "--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt"
+    )
     model.add_argument(
         "--sentencepiece-model",
         type=Path,
         metavar="FILE",
-        help="of a checkpoint: its subwords; without it, lines are words of its dictionaries with spaces between them",
+        help="of a checkpoint: its subwords; without it, lines are words of its dictionaries with"
+        " spaces between them",
     )
     model.add_argument(
-        "--device", choices=tuple(DEVICES), default="cpu",
-        help="where it computes; emulator: a GPU's kernels on the CPU, thousands of times as slow, for tests",
-    )  # fmt: skip
-    model.add_argument("--threads", type=count, help="of the processor (default: as PyTorch chooses)")
+        "--device",
+        choices=tuple(DEVICES),
+        default="cpu",
+        help="where it computes; emulator: a GPU's kernels on the CPU, thousands of times as slow,"
+        " for tests",
+    )
+    model.add_argument(
+        "--threads", type=count, help="of the processor (default: as PyTorch chooses)"
+    )
     model.add_argument(
         "--batch-tokens",
         type=count,
         default=BATCH_TOKENS,
-        help="words of sentences that are translated together; their hypotheses are limited in proportion",
+        help="words of sentences that are translated together; their hypotheses are limited in"
+        " proportion",
     )
     model.add_argument(
         "--long-lines",
         choices=tuple(LONG_LINES),
         default="cut",
-        help="what becomes of lines that are too long for the model: cut translates them in parts, skip leaves them"
+        help="what becomes of lines that are too long for the model: cut translates them in parts,"
+        " skip leaves them"
         " empty, copy copies them as they are, refuse ends with an error",
     )
 
 
 def add_search(parser: ArgumentParser) -> None:
-    """Add an option for every field of SearchOptions; those that are not given are missing in the namespace."""
+    """Add an option for every field of SearchOptions; those that are not given are missing in the
+    namespace."""
     search = parser.add_argument_group("search", argument_default=SUPPRESS)
     texts = documentation(SearchOptions)
     for field in SEARCH:
         option, text = "--" + field.name.replace("_", "-"), texts[field.name].replace("%", "%%")
         if field.name == "normalize_scores":
-            search.add_argument("--unnormalized", dest=field.name, action="store_false", help="Scores are sums.")
+            search.add_argument(
+                "--unnormalized", dest=field.name, action="store_false", help="Scores are sums."
+            )
         elif field.type is bool:
             search.add_argument(option, action="store_true", help=text)
         else:
             of_run = field.name in ("beam", "max_len_b")
             default = "as the run translated its test set" if of_run else field.default
-            search.add_argument(option, type=field.type, help=f"{text or 'See --max-len-b.'} Default: {default}.")
+            search.add_argument(
+                option, type=field.type, help=f"{text or 'See --max-len-b.'} Default: {default}."
+            )
 
 
 def translator_of(given: Namespace) -> Translator:
@@ -75,7 +92,10 @@ def translator_of(given: Namespace) -> Translator:
     """
     cores = os.cpu_count() or 1
     if given.threads is not None and given.threads > cores:
-        raise ValueError(f"--threads is {given.threads}, and this machine has {cores} cores; give {cores} at most")
+        raise ValueError(
+            f"--threads is {given.threads}, and this machine has {cores} cores; give {cores} at"
+            " most"
+        )
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     return Translator(
@@ -95,4 +115,6 @@ def search_options(given: Namespace, defaults: SearchOptions) -> SearchOptions:
         ValueError: a value is out of its range, or two do not go together.
     """
     found = vars(given)
-    return replace(defaults, **{field.name: found[field.name] for field in SEARCH if field.name in found})
+    return replace(
+        defaults, **{field.name: found[field.name] for field in SEARCH if field.name in found}
+    )

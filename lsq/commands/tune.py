@@ -1,4 +1,5 @@
-"""`lsq tune`: find the fastest way to run each matrix product on this device, and keep it in a file."""
+"""`lsq tune`: find the fastest way to run each matrix product on this device, and keep it in a
+file."""
 
 import contextlib
 import functools
@@ -37,35 +38,69 @@ def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="lsq tune",
         description=(
-            "Try the ways to run each matrix product on this device, and write the fastest into a file that trainings "
-            "and translations here use by themselves. Every way is checked against exact arithmetic first. Stop it "
-            "whenever you like: what is done is in the file, and the same command goes on with the rest."
+            "Try the ways to run each matrix product on this device, and write the fastest into a"
+            " file that trainings "
+            "and translations here use by themselves. Every way is checked against exact arithmetic"
+            " first. Stop it "
+            "whenever you like: what is done is in the file, and the same command goes on with the"
+            " rest."
         ),
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     what = made.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
-    what.add_argument("--arch", metavar="NAME", help="the products of training and generation with this architecture")
     what.add_argument(
-        "--shapes", type=Path, metavar="FILE",
-        help="a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV with op, m, n, k",
+        "--arch",
+        metavar="NAME",
+        help="the products of training and generation with this architecture",
+    )
+    what.add_argument(
+        "--shapes",
+        type=Path,
+        metavar="FILE",
+        help="a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV"
+        " with op, m, n, k",
     )
     training = made.add_argument_group("with --arch; further options of fairseq-train may follow")
     training.add_argument("--max-tokens", type=count, default=4096, metavar="N", help="of a batch")
-    training.add_argument("--step", type=count, metavar="N", help="tokens from one batch size to the next")
-    training.add_argument("--backward", choices=BACKWARD, default="both", help="--lsq-backward of the training")
-    training.add_argument("--vocabulary-size", type=count, default=32000, metavar="N", help="joined vocabulary")
+    training.add_argument(
+        "--step", type=count, metavar="N", help="tokens from one batch size to the next"
+    )
+    training.add_argument(
+        "--backward", choices=BACKWARD, default="both", help="--lsq-backward of the training"
+    )
+    training.add_argument(
+        "--vocabulary-size", type=count, default=32000, metavar="N", help="joined vocabulary"
+    )
     training.add_argument("--beam", type=count, default=5, metavar="N", help="of generation")
-    training.add_argument("--sentences", type=count, default=64, metavar="N", help="translated at a time")
-    made.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
-    made.add_argument("--threads", type=count, metavar="N", help="of the CPU; a file is for one number of threads")
-    made.add_argument("--output", type=Path, metavar="FILE.json", help="by default in the user's folder")
-    made.add_argument("--exhaustive", action="store_true", help="all algorithms of cuBLASLt, not its proposals alone")
-    made.add_argument("--seconds", type=seconds, metavar="S", help="begin no further product after so many")
+    training.add_argument(
+        "--sentences", type=count, default=64, metavar="N", help="translated at a time"
+    )
+    made.add_argument(
+        "--device", choices=("cpu", "cuda"), help="by default the GPU where there is one"
+    )
+    made.add_argument(
+        "--threads", type=count, metavar="N", help="of the CPU; a file is for one number of threads"
+    )
+    made.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="by default in the user's folder"
+    )
+    made.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="all algorithms of cuBLASLt, not its proposals alone",
+    )
+    made.add_argument(
+        "--seconds", type=seconds, metavar="S", help="begin no further product after so many"
+    )
     made.add_argument("--again", action="store_true", help="tune also what the file has already")
-    made.add_argument("--list", action="store_true", help="print the products as CSV, and tune nothing")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw what the file holds (.png, .svg, .pdf)")
+    made.add_argument(
+        "--list", action="store_true", help="print the products as CSV, and tune nothing"
+    )
+    made.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw what the file holds (.png, .svg, .pdf)"
+    )
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
 
@@ -74,8 +109,8 @@ def run(arguments: list[str]) -> int:
     """The subcommand; the exit status: 130 after Ctrl-C, 1 if a product could not be tuned, else 0.
 
     Raises:
-        ValueError, OSError: a mistake in the options or the files, another tuner is at work, or there is no GPU, or no
-            libcublasLt, where one is asked for.
+        ValueError, OSError: a mistake in the options or the files, another tuner is at work, or
+            there is no GPU, or no libcublasLt, where one is asked for.
     """
     given, training = parser().parse_known_args(arguments)
     if training and given.arch is None:
@@ -103,11 +138,19 @@ def run(arguments: list[str]) -> int:
         due = [key for key in keys if key not in known]
         durations = estimate(made, due) if due else {}
         if due:
-            print(f"to tune    {len(due)} products, which take {duration(sum(durations.values()))}", flush=True)
+            print(
+                f"to tune    {len(due)} products, which take {duration(sum(durations.values()))}",
+                flush=True,
+            )
         with _progress(durations, given.quiet) as progress:
             summary = tune(
-                made, keys, path, validators, again=given.again,
-                seconds=given.seconds or math.inf, progress=progress,
+                made,
+                keys,
+                path,
+                validators,
+                again=given.again,
+                seconds=given.seconds or math.inf,
+                progress=progress,
             )
         print(report(summary))
         status = 130 if summary.interrupted else 1 if summary.failed else 0
@@ -131,13 +174,20 @@ def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey
         if any(key.op == MATMUL for key in keys):  # which a CPU does not run
             kind = "cuda"
         if given.device not in (None, kind):
-            raise ValueError(f"{given.shapes} lists products of a run on {kind}, and --device is {given.device}")
+            raise ValueError(
+                f"{given.shapes} lists products of a run on {kind}, and --device is {given.device}"
+            )
     return list(dict.fromkeys(key.rounded() for key in keys)), kind
 
 
 def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[ProductKey]:
     step = given.step or -(-given.max_tokens // (STEPS * TOKEN_STEP)) * TOKEN_STEP
-    from lsq.fairseq.products import generation_rows, products_of_training, token_counts  # takes seconds
+    # takes seconds
+    from lsq.fairseq.products import (
+        generation_rows,
+        products_of_training,
+        token_counts,
+    )
 
     tokens = token_counts(given.max_tokens, step)
     return products_of_training(
@@ -154,7 +204,8 @@ def trials(kind: str, *, exhaustive: bool = False, cache: int | None = None) -> 
     """What runs products on a device of this kind.
 
     Args:
-        cache: bytes that the operands of a product exceed together; None: those of the device's cache.
+        cache: bytes that the operands of a product exceed together; None: those of the device's
+            cache.
 
     Raises:
         RuntimeError, ValueError: there is no libcublasLt, or the GPU cannot be used.
@@ -176,12 +227,18 @@ def _default_path(name: str) -> Path:
 def _progress(
     durations: Mapping[ProductKey, float], quiet: bool
 ) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
-    """Within this context, what to call after each product. A product fills as much of the bar as it lasts, about."""
+    """Within this context, what to call after each product.
+
+    A product fills as much of the bar as it lasts, about.
+    """
     gains, done = [], 0
     with tqdm(
-        total=sum(durations.values()), desc="tuning", disable=quiet or None, file=sys.stderr,
+        total=sum(durations.values()),
+        desc="tuning",
+        disable=quiet or None,
+        file=sys.stderr,
         bar_format="{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]",
-    ) as bar:  # fmt: skip
+    ) as bar:
 
         def progress(key: ProductKey, outcome: Outcome | None) -> None:
             nonlocal done
@@ -212,16 +269,26 @@ def report(summary: Summary) -> str:
     if entries:
         gains = [entry.gain for entry in entries]
         average = statistics.geometric_mean(gains)
-        floats = statistics.geometric_mean(entry.times.float / entry.times.chosen for entry in entries)
+        floats = statistics.geometric_mean(
+            entry.times.float / entry.times.chosen for entry in entries
+        )
         changed = sum(entry.times.chosen != entry.times.default for entry in entries)
         lines.append(f"faster     {changed} of them")
-        lines.append(f"           {average:.3f} times as fast as untuned on average, {max(gains):.2f} at best")
+        lines.append(
+            f"           {average:.3f} times as fast as untuned on average, {max(gains):.2f} at"
+            " best"
+        )
         lines.append(f"           {floats:.1f} times as fast as floats on average")
     compared = [entry for entry in entries if entry.times.other is not None]
     if compared:
         tiled = sum(isinstance(entry.configuration, TileConfiguration) for entry in compared)
-        average = statistics.geometric_mean(entry.times.other / entry.times.chosen for entry in compared)
-        lines.append(f"in one     {tiled} of {len(compared)}: one kernel multiplies and ends; the others by cuBLASLt")
+        average = statistics.geometric_mean(
+            entry.times.other / entry.times.chosen for entry in compared
+        )
+        lines.append(
+            f"in one     {tiled} of {len(compared)}: one kernel multiplies and ends; the others by"
+            " cuBLASLt"
+        )
         lines.append(f"           {average:.3f} times as fast as the other way on average")
     counts = [
         (summary.skipped, "had an entry already; --again tunes them, too"),

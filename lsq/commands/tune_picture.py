@@ -16,7 +16,8 @@ MARKERS = "osD^vP"
 
 
 def draw(file: ConfigurationFile, path: Path) -> None:
-    """Draw the speed-up over the default, and over the product of floats, by operations of the product.
+    """Draw the speed-up over the default, and over the product of floats, by operations of the
+    product.
 
     Args:
         file: its entries are the points.
@@ -31,25 +32,39 @@ def draw(file: ConfigurationFile, path: Path) -> None:
     figure = Figure(figsize=(12, 8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     _panel(above, file.entries, lambda entry: entry.gain, "as run untuned")
-    _panel(below, file.entries, lambda entry: entry.times.float / entry.times.chosen, "as the product of floats")
+    _panel(
+        below,
+        file.entries,
+        lambda entry: entry.times.float / entry.times.chosen,
+        "as the product of floats",
+    )
     below.set_xlabel("multiplications and additions of the product")
     validators = file.validators
     more = f", threads: {validators.threads}" if validators.kind == "cpu" else ""
     figure.suptitle(
-        f"{validators.device}{more}, {validators.library} {validators.library_version}: {len(file.entries)} products"
+        f"{validators.device}{more}, {validators.library} {validators.library_version}:"
+        f" {len(file.entries)} products"
     )
     figure.savefig(path, dpi=150)
 
 
-def _panel(axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str) -> None:
+def _panel(
+    axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
+) -> None:
     for number, op in enumerate(REQUESTS):
         chosen = [entry for entry in entries if entry.key.op == op]
         if not chosen:
             continue
         gains = [gain(entry) for entry in chosen]
         axes.plot(
-            [entry.key.arithmetic for entry in chosen], gains, MARKERS[number], color=f"C{number}", alpha=0.7,
-            markersize=5, markeredgewidth=0, label=f"{op}: {statistics.geometric_mean(gains):.2f} on average",
+            [entry.key.arithmetic for entry in chosen],
+            gains,
+            MARKERS[number],
+            color=f"C{number}",
+            alpha=0.7,
+            markersize=5,
+            markeredgewidth=0,
+            label=f"{op}: {statistics.geometric_mean(gains):.2f} on average",
         )
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")

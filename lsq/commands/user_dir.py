@@ -16,7 +16,8 @@ def run(arguments: list[str]) -> int:
     """The subcommand: print the folder."""
     parser = ArgumentParser(
         prog="lsq user-dir",
-        description='Print the folder for fairseq\'s --user-dir: fairseq-train --user-dir "$(lsq user-dir)" ...',
+        description="Print the folder for fairseq's --user-dir: fairseq-train --user-dir \"$(lsq"
+        ' user-dir)" ...',
         allow_abbrev=False,
     )
     one_line_errors(parser)

@@ -9,7 +9,8 @@ from dataclasses import fields
 from torch import nn
 
 DIMENSION_MULTIPLE = 16
-"""Inner dimensions of int8 products must be multiples of this (16-byte rows; as cuBLASLt and VNNI want them)."""
+"""Inner dimensions of int8 products must be multiples of this (16-byte rows; as cuBLASLt and VNNI
+want them)."""
 
 
 def require_choice(name: str, value, allowed) -> None:
@@ -41,13 +42,20 @@ def require_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
     kind = type(model).__name__
-    if isinstance(getattr(model, "model", None), nn.Module):  # as of a Trainer or a pipeline of transformers
-        raise TypeError(f"model is a {kind}; give the model in it, its .model, before the {kind} is made")
-    raise TypeError(f"model is {model!r:.80}, a {kind}; give a torch.nn.Module, such as what from_pretrained returns")
+    # as of a Trainer or a pipeline of transformers
+    if isinstance(getattr(model, "model", None), nn.Module):
+        raise TypeError(
+            f"model is a {kind}; give the model in it, its .model, before the {kind} is made"
+        )
+    raise TypeError(
+        f"model is {model!r:.80}, a {kind}; give a torch.nn.Module, such as what from_pretrained"
+        " returns"
+    )
 
 
 def documentation(dataclass: type) -> dict[str, str]:
-    """The docstrings that stand under the fields of `dataclass`: field name -> text, "" where there is none."""
+    """The docstrings that stand under the fields of `dataclass`: field name -> text, "" where there
+    is none."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(dataclass))).body
     found = {field.name: "" for field in fields(dataclass)}
     for statement, following in zip(body.body, body.body[1:], strict=False):
@@ -66,5 +74,6 @@ def check_dimension(name: str, value: int) -> None:
     if value % DIMENSION_MULTIPLE:
         larger = -(-value // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
         raise ValueError(
-            f"{name} is {value}, but int8 products need a multiple of {DIMENSION_MULTIPLE}; use {larger}"
+            f"{name} is {value}, but int8 products need a multiple of {DIMENSION_MULTIPLE}; use"
+            f" {larger}"
         )

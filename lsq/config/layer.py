@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from lsq.config.checks import check_dimension, require_choice, require_positive, require_share, require_whole
+from lsq.config.checks import (
+    check_dimension,
+    require_choice,
+    require_positive,
+    require_share,
+    require_whole,
+)
 from lsq.config.quantization import QuantConfig
 from lsq.quant.pruning import check_width
 
@@ -12,7 +18,8 @@ NORMS = ("layer", "rms")
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """How queries and keys turn by their places (RoFormer, Su et al. 2021), in halves as Llama's: lsq.ops.rotation."""
+    """How queries and keys turn by their places (RoFormer, Su et al. 2021), in halves as Llama's:
+    lsq.ops.rotation."""
 
     places: int
     """Words of the longest sentence."""
@@ -29,7 +36,9 @@ class Rotary:
         require_whole("places", self.places)
         require_positive("base", self.base)
         require_positive("factor", self.factor)
-        if self.width is not None and (not isinstance(self.width, int) or self.width < 2 or self.width % 2):
+        if self.width is not None and (
+            not isinstance(self.width, int) or self.width < 2 or self.width % 2
+        ):
             raise ValueError(f"width is {self.width!r}; it must be an even number above 0, or None")
 
     def columns(self, head: int) -> int:
@@ -40,37 +49,48 @@ class Rotary:
         """
         found = head if self.width is None else self.width
         if found > head or found % 2:
-            raise ValueError(f"{found} columns of a head cannot turn; give an even number up to its width, {head}")
+            raise ValueError(
+                f"{found} columns of a head cannot turn; give an even number up to its width,"
+                f" {head}"
+            )
         if self.frequencies is not None and 2 * len(self.frequencies) != found:
-            raise ValueError(f"{len(self.frequencies)} frequencies are given; {found} columns need {found // 2}")
+            raise ValueError(
+                f"{len(self.frequencies)} frequencies are given; {found} columns need {found // 2}"
+            )
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeBias:
-    """What scores get for how far a key stands from its query: a learned number for each head and bucket of distances
-    (T5, Raffel et al. 2020). Half of the buckets are of one distance each, the others of ranges that grow."""
+    """What scores get for how far a key stands from its query: a learned number for each head and
+    bucket of distances (T5, Raffel et al. 2020). Half of the buckets are of one distance each, the
+    others of ranges that grow.
+    """
 
     buckets: int = 32
-    """Rows of the table; in attention that is not causal, half of them for keys behind the query."""
+    """Rows of the table; in attention that is not causal, half of them for keys behind the query.
+    """
     farthest: int = 128
     """Distance from which on all are in one bucket."""
     shared: bool = False
-    """Whether the table is one for several layers: it comes along with each pass, and is no parameter of the layer."""
+    """Whether the table is one for several layers: it comes along with each pass, and is no
+    parameter of the layer."""
 
     def __post_init__(self) -> None:
         for name in ("buckets", "farthest"):
             require_whole(name, getattr(self, name))
         if self.buckets % 4 or self.farthest <= self.buckets // 2:
             raise ValueError(
-                f"buckets is {self.buckets} and farthest {self.farthest}; buckets must be a multiple of 4, and "
+                f"buckets is {self.buckets} and farthest {self.farthest}; buckets must be a"
+                " multiple of 4, and "
                 "farthest above half of them"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Low-rank adapters of one weight of a layer (LoRA, Hu et al. 2022), trained in floats beside it."""
+    """Low-rank adapters of one weight of a layer (LoRA, Hu et al. 2022), trained in floats beside
+    it."""
 
     weight: str
     """The name of the weight in the layer."""
@@ -92,7 +112,10 @@ class LayerConfig:
     heads: int
     """Attention heads; must divide `hidden`."""
     key_heads: int | None = None
-    """Heads of keys and of values; must divide `heads`, of which groups share one. None: as many as `heads`."""
+    """Heads of keys and of values; must divide `heads`, of which groups share one.
+
+    None: as many as `heads`.
+    """
     head_width: int | None = None
     """Columns of a head; None: hidden / heads."""
     score_factor: float | None = None
@@ -102,7 +125,8 @@ class LayerConfig:
     rotary: Rotary | None = None
     """How queries and keys of self-attention turn; None: they do not."""
     head_norm: float | None = None
-    """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it; None: there is none."""
+    """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it;
+    None: there is none."""
     relative_bias: RelativeBias | None = None
     """What scores of self-attention get for the distance of key and query; None: nothing."""
     feed_forward: int
@@ -114,9 +138,11 @@ class LayerConfig:
     activation_dropout: float = 0.0
     """Dropout after the feed-forward activation."""
     activation: str = "relu"
-    """"relu", "gelu" (the exact form, with erf), "gelu_tanh" (its approximation), "silu" or "squared_relu"."""
+    """"relu", "gelu" (the exact form, with erf), "gelu_tanh" (its approximation), "silu" or
+    "squared_relu"."""
     gated: bool = False
-    """Whether the activation's result is multiplied by another projection of the same width (SwiGLU, GEGLU)."""
+    """Whether the activation's result is multiplied by another projection of the same width
+    (SwiGLU, GEGLU)."""
     bias: bool = True
     """Whether projections have a bias."""
     head_bias: bool | None = None
@@ -150,12 +176,18 @@ class LayerConfig:
         if self.head_norm is not None:
             require_positive("head_norm", self.head_norm)
             if self.rotary is None:
-                raise ValueError(f"head_norm is {self.head_norm!r}, but only heads that turn have norms: give `rotary`")
+                raise ValueError(
+                    f"head_norm is {self.head_norm!r}, but only heads that turn have norms: give"
+                    " `rotary`"
+                )
         if self.quant.coded:
             for name in ("hidden", "feed_forward"):
                 check_dimension(name, getattr(self, name))
             check_dimension("the width of all heads of queries", self.query_columns)
-            check_dimension("the width of all queries, keys and values", self.query_columns + 2 * self.key_columns)
+            check_dimension(
+                "the width of all queries, keys and values",
+                self.query_columns + 2 * self.key_columns,
+            )
         if self.quant.pruning is not None:
             for name in ("hidden", "feed_forward", "query_columns"):
                 check_width(name, getattr(self, name))

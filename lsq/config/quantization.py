@@ -8,7 +8,16 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 
 from lsq.config.checks import require_choice, require_positive
-from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, GRADIENT, WEIGHT_FORMATS, Format, Grain, Pruning, WeightFormat
+from lsq.quant import (
+    CALIBRATIONS,
+    CLIP_GRADIENTS,
+    GRADIENT,
+    WEIGHT_FORMATS,
+    Format,
+    Grain,
+    Pruning,
+    WeightFormat,
+)
 from lsq.quant.choices import check_choice, format_choice
 from lsq.quant.numbers import ScaledFormat, scaled_format
 
@@ -17,17 +26,27 @@ BACKWARDS = ("float", "int8")
 GRANULARITIES = ("tensor", "channel")
 CLIPS = ("auto", "absmax", "learned")
 ONLY_LEARNED = {
-    "weight_init": "mse", "activation_init": "mse", "weight_clip": 1.0, "activation_clip": 16.0,
-    "calibration_passes": 4096, "clip_step": 0.002, "percentile": 99.99, "weight_granularity": "channel",
+    "weight_init": "mse",
+    "activation_init": "mse",
+    "weight_clip": 1.0,
+    "activation_clip": 16.0,
+    "calibration_passes": 4096,
+    "clip_step": 0.002,
+    "percentile": 99.99,
+    "weight_granularity": "channel",
     "clip_gradient": "pact",
-}  # fmt: skip
+}
 """Fields that say how clips are found and learn, and their defaults."""
 PRODUCT_DTYPES = ("float32", "bfloat16")
 Names = Mapping[str, Sequence[str]]
 """What a part of a model calls a tensor -> its names in the state dict of the part."""
 Fitted = dict[str, dict[str, set[str]]]
 """Names of fields of QuantConfig -> patterns that fit a tensor -> formats of all that they fit."""
-FAST_FORMATS = {"weight_format": WEIGHT_FORMATS, "activation_format": ("int8",), "gradient_format": ("int8",)}
+FAST_FORMATS = {
+    "weight_format": WEIGHT_FORMATS,
+    "activation_format": ("int8",),
+    "gradient_format": ("int8",),
+}
 """Field of QuantConfig -> formats that products read as they are."""
 UNROUNDED = "float32"
 """What is not rounded."""
@@ -37,7 +56,8 @@ def check_format(fast: Collection[str], name: str) -> None:
     """Refuse a format that does not exist.
 
     Raises:
-        ValueError: `name` is no fast format, nor "float32", nor one of lsq.quant.numbers; the nearest is offered.
+        ValueError: `name` is no fast format, nor "float32", nor one of lsq.quant.numbers; the
+            nearest is offered.
     """
     if name in (*fast, UNROUNDED):
         return
@@ -45,7 +65,9 @@ def check_format(fast: Collection[str], name: str) -> None:
         scaled_format(name)
     except ValueError as error:
         allowed = ", ".join(map(repr, (*fast, UNROUNDED)))
-        raise ValueError(f"allowed are {allowed}, and formats of docs/formats.md, but {error}") from None
+        raise ValueError(
+            f"allowed are {allowed}, and formats of docs/formats.md, but {error}"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +75,19 @@ class QuantConfig:
     """How tensors become integers. Formulas: docs/numbers.md."""
 
     mode: str = "int8"
-    """"int8" quantises every projection; "float" quantises nothing and equals fairseq's own layers."""
+    """"int8" quantises every projection; "float" quantises nothing and equals fairseq's own layers.
+    """
     bits: int = 8
-    """Width of the integers, 2 to 8; of weights only under weight_format="int8". Narrower ones fill an int8 as well."""
+    """Width of the integers, 2 to 8; of weights only under weight_format="int8".
+
+    Narrower ones fill an int8 as well.
+    """
     clips: str = "auto"
-    """Where clips come from. "absmax": a weight's is the largest magnitude of each row at every update, an activation's
-    follows that of the passes before. "learned": PACT, they are measured, then trained as parameters. "auto": "absmax"
-    where all formats are int8 of 8 bits and no option below that is of learned clips is given."""
+    """Where clips come from. "absmax": a weight's is the largest magnitude of each row at every
+    update, an activation's follows that of the passes before. "learned": PACT, they are measured,
+    then trained as parameters. "auto": "absmax" where all formats are int8 of 8 bits and no option
+    below that is of learned clips is given.
+    """
     weight_init: str = "mse"
     """How a weight's first clip is measured: "fixed", "absmax", "percentile" or "mse" (OCTAV)."""
     activation_init: str = "mse"
@@ -69,37 +97,53 @@ class QuantConfig:
     activation_clip: float = 16.0
     """First clip of every activation under activation_init="fixed"."""
     calibration_passes: int = 4096
-    """Clips are measured again at training passes 2, 4, 8, ... up to this one, while tensors still grow fast.
+    """Clips are measured again at training passes 2, 4, 8, ... up to this one, while tensors still
+    grow fast.
 
-    Clips of activations are the largest that one of these passes, or of the seven after it, gives: so every kind of
-    batch counts. Where a layer runs more often in a step, all passes of the step count. Those of weights are measured
+    Clips of activations are the largest that one of these passes, or of the seven after it, gives:
+    so every kind of batch counts. Where a layer runs more often in a step, all passes of the step
+    count. Those of weights are measured
     eight times as often: each time the number of passes has grown by 9 %.
     """
     clip_step: float = 0.002
-    """Largest relative change of a clip in one update. An optimizer such as Adam takes steps as long as its
-    learning rate, which may be several percent of a small clip; see docs/numbers.md."""
+    """Largest relative change of a clip in one update.
+
+    An optimizer such as Adam takes steps as long as its learning rate, which may be several percent
+    of a small clip; see docs/numbers.md.
+    """
     percentile: float = 99.99
     """Share of |x| in percent that lies inside the first clip under "percentile"."""
     weight_granularity: str = "channel"
-    """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per
-    tensor. The middle of a gated block has a scale for each row, unless clips learn."""
+    """One clip per output channel ("channel") or one per weight ("tensor").
+
+    Activations have one per tensor. The middle of a gated block has a scale for each row, unless
+    clips learn.
+    """
     weight_format: str = "int8"
-    """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast products; any format of
-    docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or "float32": not at all. Patterns of names
-    may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"."""
+    """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast
+    products; any format of docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or
+    "float32": not at all. Patterns of names
+    may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
+    """
     activation_format: str = "int8"
-    """The same of activations: "int8" has fast products. Patterns fit names of the weights that read them, too."""
+    """The same of activations: "int8" has fast products.
+
+    Patterns fit names of the weights that read them, too.
+    """
     gradient_format: str = "int8"
     """The same of the gradients of products: "int8" rounds at random, all others to the nearest."""
     clip_gradient: str = "pact"
-    """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in range)."""
+    """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in
+    range)."""
     backward: str = "int8"
-    """Products of the backward pass: "int8" (gradients rounded at random) or "float" (on the dequantised codes)."""
+    """Products of the backward pass: "int8" (gradients rounded at random) or "float" (on the
+    dequantised codes)."""
     backward_dtype: str = "float32"
     """dtype of the products under backward="float"; sums stay float32."""
     sparsity: str = ""
-    """"2:4": of four neighbouring inputs of an output two weights count, in either mode; "": all do. More may follow:
-    "2:4,every=16,decay=1,begin=0,end=500"; docs/sparsity.md."""
+    """"2:4": of four neighbouring inputs of an output two weights count, in either mode; "": all
+    do. More may follow: "2:4,every=16,decay=1,begin=0,end=500"; docs/sparsity.md.
+    """
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -111,11 +155,16 @@ class QuantConfig:
         require_positive("weight_clip", self.weight_clip)
         require_positive("activation_clip", self.activation_clip)
         if not isinstance(self.calibration_passes, int) or self.calibration_passes < 0:
-            raise ValueError(f"calibration_passes is {self.calibration_passes!r}; it must be a whole number, 0 or more")
+            raise ValueError(
+                f"calibration_passes is {self.calibration_passes!r}; it must be a whole number, 0"
+                " or more"
+            )
         if not 0 < self.clip_step < 1:
             raise ValueError(f"clip_step is {self.clip_step!r}; it must be above 0 and below 1")
         if not 0 < self.percentile <= 100:
-            raise ValueError(f"percentile is {self.percentile!r}; it must be above 0 and at most 100")
+            raise ValueError(
+                f"percentile is {self.percentile!r}; it must be above 0 and at most 100"
+            )
         require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
         for name, fast in FAST_FORMATS.items():
             check_choice(name, getattr(self, name), partial(check_format, fast))
@@ -132,30 +181,42 @@ class QuantConfig:
             return
         if self.gradient_format != "int8" and self.backward == "float":
             raise ValueError(
-                f'gradient_format is {self.gradient_format!r}, but backward="float" rounds no gradients: leave one out'
+                f'gradient_format is {self.gradient_format!r}, but backward="float" rounds no'
+                " gradients: leave one out"
             )
         formats = ", ".join(f"{name} {getattr(self, name)!r}" for name in FAST_FORMATS)
         if self.clip_gradient == "lsq":
             raise ValueError(
-                f'clip_gradient is "lsq", which knows integers with fast products alone, not {formats}: take "pact"'
+                'clip_gradient is "lsq", which knows integers with fast products alone, not'
+                f' {formats}: take "pact"'
             )
         if "int4" in format_choice(self.weight_format).formats:
-            raise ValueError(f"{formats}: int4 weights go with int8 activations and gradients; take int4/group32/uint4")
+            raise ValueError(
+                f"{formats}: int4 weights go with int8 activations and gradients; take"
+                " int4/group32/uint4"
+            )
 
     def _check_clips(self) -> None:
         """Refuse what only clips that learn can do."""
         others = self._only_learned if self.clips == "absmax" and self.quantized else ()
         for name in others:
             raise ValueError(
-                f'{name} is {getattr(self, name)!r}, but clips is "absmax", which is for int8 and measures every clip '
+                f'{name} is {getattr(self, name)!r}, but clips is "absmax", which is for int8 and'
+                " measures every clip "
                 f'in every pass: leave {name} out, or take clips="learned"'
             )
 
     @property
     def _only_learned(self) -> list[str]:
         """The names of fields whose values only clips that learn can have."""
-        formats = [name for name in FAST_FORMATS if set(format_choice(getattr(self, name)).formats) != {"int8"}]
-        return formats + [name for name, default in ONLY_LEARNED.items() if getattr(self, name) != default]
+        formats = [
+            name
+            for name in FAST_FORMATS
+            if set(format_choice(getattr(self, name)).formats) != {"int8"}
+        ]
+        return formats + [
+            name for name, default in ONLY_LEARNED.items() if getattr(self, name) != default
+        ]
 
     @property
     def quantized(self) -> bool:
@@ -176,9 +237,14 @@ class QuantConfig:
 
     @property
     def coded(self) -> bool:
-        """Whether products read integers: all formats have fast ones. Else anything quantised is decoded first."""
+        """Whether products read integers: all formats have fast ones.
+
+        Else anything quantised is decoded first.
+        """
         return self.quantized and all(
-            form in fast for name, fast in FAST_FORMATS.items() for form in format_choice(getattr(self, name)).formats
+            form in fast
+            for name, fast in FAST_FORMATS.items()
+            for form in format_choice(getattr(self, name)).formats
         )
 
     @property
@@ -206,15 +272,20 @@ class QuantConfig:
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")
 
     def weight_form(self, name: str) -> WeightFormat | ScaledFormat | None:
-        """What a weight is rounded to, with a clip for each output channel, or one for all; None: it is not."""
-        form, per_row = format_choice(self.weight_format).of(name), self.weight_granularity == "channel"
+        """What a weight is rounded to, with a clip for each output channel, or one for all; None:
+        it is not."""
+        form, per_row = (
+            format_choice(self.weight_format).of(name),
+            self.weight_granularity == "channel",
+        )
         if self.coded:
             return WEIGHT_FORMATS[form](self.bits, Grain.ROW if per_row else Grain.TENSOR)
         return self._decoded(form, "row" if per_row else "tensor")
 
     def gradient_form(self, name: str) -> Format | ScaledFormat | None:
-        """What the gradient of a product with a weight is rounded to: GRADIENT at random, others to the nearest; None:
-        it is not."""
+        """What the gradient of a product with a weight is rounded to: GRADIENT at random, others to
+        the nearest; None: it is not.
+        """
         if not self.quantized or self.backward == "float":
             return None
         form = format_choice(self.gradient_format).of(name)
@@ -228,7 +299,11 @@ class QuantConfig:
         form = self.weight_form(name)
         if isinstance(form, WeightFormat):
             return form.scales(rows)
-        per_row = form.grain.rows == 1 if form.grain.columns is None else self.weight_granularity == "channel"
+        per_row = (
+            form.grain.rows == 1
+            if form.grain.columns is None
+            else self.weight_granularity == "channel"
+        )
         return rows if per_row else 1
 
     @property
@@ -246,12 +321,15 @@ class QuantConfig:
             return "in int8"
         return "with " + ", ".join(f"{what}s in {form}" for what, form in formats.items())
 
-    def at(self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None) -> "QuantConfig":
+    def at(
+        self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None
+    ) -> "QuantConfig":
         """What concerns a part of a model: the same where patterns say nothing else.
 
         Args:
             path: of the part in the model.
-            weights, activations: what the part calls its tensors -> their names in the state dict of the part.
+            weights, activations: what the part calls its tensors -> their names in the state dict
+                of the part.
             fitted: gets the patterns that fit something, by the names of fields.
 
         Raises:
@@ -261,7 +339,11 @@ class QuantConfig:
         if not self.formats_differ:
             return self
         fitted, chosen = {} if fitted is None else fitted, {}
-        named = {"weight_format": weights, "activation_format": activations, "gradient_format": weights}
+        named = {
+            "weight_format": weights,
+            "activation_format": activations,
+            "gradient_format": weights,
+        }
         for field, names in named.items():
             choice, found = format_choice(getattr(self, field)), fitted.setdefault(field, {})
             try:
@@ -296,7 +378,8 @@ class QuantConfig:
                 if form not in formats:
                     raise ValueError(
                         f"{given} later patterns give all that it fits "
-                        f"{' or '.join(sorted(formats))}, since the last one that fits counts: write it "
+                        f"{' or '.join(sorted(formats))}, since the last one that fits counts:"
+                        " write it "
                         "behind them, or leave it out"
                     )
 

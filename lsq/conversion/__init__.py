@@ -1,4 +1,5 @@
-"""Models of others in int8: `convert` turns their linear layers into lsq's, `revert` turns them back."""
+"""Models of others in int8: `convert` turns their linear layers into lsq's, `revert` turns them
+back."""
 
 from lsq.conversion.convert import convert, float_state_dict, revert
 from lsq.conversion.frozen import Frozen, freeze

@@ -1,4 +1,5 @@
-"""Notices an optimizer that was made before `convert`: clips that learn are not among its parameters."""
+"""Notices an optimizer that was made before `convert`: clips that learn are not among its
+parameters."""
 
 import gc
 import logging
@@ -25,12 +26,19 @@ def watch(model: nn.Module) -> None:
         if model is not None and _parameters(optimizer).isdisjoint(map(id, model.parameters())):
             return  # it is another model's
         upkeep.agreements.remove(look)
-        clips = {id(clip) for _, clip in quantized_tensors(model) if clip.requires_grad} if model is not None else ()
+        clips = (
+            {id(clip) for _, clip in quantized_tensors(model) if clip.requires_grad}
+            if model is not None
+            else ()
+        )
         if clips and not any(clips & _parameters(one) for one in _optimizers()):
             logger.warning(
-                "no optimizer has the %d clips of this %s, so that they do not learn: it was made before lsq.convert; "
-                "make the optimizer, or the Trainer, afterwards", len(clips), type(model).__name__,
-            )  # fmt: skip
+                "no optimizer has the %d clips of this %s, so that they do not learn: it was made"
+                " before lsq.convert; "
+                "make the optimizer, or the Trainer, afterwards",
+                len(clips),
+                type(model).__name__,
+            )
 
     upkeep.agreements.append(look)
 
@@ -41,4 +49,8 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 def _optimizers() -> list[Optimizer]:
     """All that there are: clips may have one of their own."""
-    return [one for one in gc.get_objects() if issubclass(type(one), Optimizer) and hasattr(one, "param_groups")]
+    return [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), Optimizer) and hasattr(one, "param_groups")
+    ]

@@ -34,11 +34,14 @@ class Frozen:
     """Why others were left -> how many."""
 
     def __str__(self) -> str:
-        return "\n".join([
-            f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f} MB; "
-            f"their floats took {self.floats / 1e6:,.1f} MB more",
-            *(f"left: {count} {reason}" for reason, count in self.left.items()),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f}"
+                " MB; "
+                f"their floats took {self.floats / 1e6:,.1f} MB more",
+                *(f"left: {count} {reason}" for reason, count in self.left.items()),
+            ]
+        )
 
     __repr__ = __str__
 
@@ -51,8 +54,8 @@ def freeze(model: nn.Module) -> Frozen:
     read as the values that products see. Nothing can write to them. `lsq.revert` gives floats back.
 
     Args:
-        model: of lsq.convert, on the CPU, with its weights loaded. Its frozen weights are those that
-            do not require a gradient, as PEFT leaves them.
+        model: of lsq.convert, on the CPU, with its weights loaded. Its frozen weights are those
+            that do not require a gradient, as PEFT leaves them.
 
     Returns:
         What was frozen, and why other weights were left; print it.
@@ -97,10 +100,17 @@ def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
     parts, clip = module.sources(name), module.declared[name].clip
     if module.is_coded(name):
         return "codes alone already"
-    if module.schedule.fallen or clip is None or not isinstance(module.quant.weight_form(name), WeightFormat):
+    if (
+        module.schedule.fallen
+        or clip is None
+        or not isinstance(module.quant.weight_form(name), WeightFormat)
+    ):
         return "read as floats by products, by their mode, their format or a fall back"
     if any(one.requires_grad for one in (*parts, module.own_parameter(clip))):
-        return "trained, or their clips are; PEFT's adapters or requires_grad_(False) come before lsq.freeze"
+        return (
+            "trained, or their clips are; PEFT's adapters or requires_grad_(False) come before"
+            " lsq.freeze"
+        )
     if any(type(one) is not nn.Parameter for one in parts):
         return "parametrized, or otherwise no plain parameters"
     if any(id(one) in shared for one in parts):
@@ -121,10 +131,16 @@ def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
     declared, parts = module.declared[name], module.sources(name)
     values = module.own_parameter(name)
     codes = encoded(
-        values, module.own_parameter(declared.clip), module.quant.weight_form(name), module.target,
-        rows=module.vocabulary.padded if isinstance(module, Head) else values.shape[declared.by_inputs],
-        by_inputs=declared.by_inputs, absmax=not module.quant.learned,
-    )  # fmt: skip
+        values,
+        module.own_parameter(declared.clip),
+        module.quant.weight_form(name),
+        module.target,
+        rows=module.vocabulary.padded
+        if isinstance(module, Head)
+        else values.shape[declared.by_inputs],
+        by_inputs=declared.by_inputs,
+        absmax=not module.quant.learned,
+    )
     first = 0
     for (_, holder, last), part in zip(module.holders(name), parts, strict=True):
         count = codes.rows if declared.by_inputs else len(part)

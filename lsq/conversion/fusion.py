@@ -25,7 +25,8 @@ class Fusion:
 
 
 def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> list[Fusion]:
-    """Every layer of `model` of a class that there is a program for: all its linear layers must be chosen.
+    """Every layer of `model` of a class that there is a program for: all its linear layers must be
+    chosen.
 
     `choices`: whatever the widths are, which a whole layer gains with.
     """
@@ -36,7 +37,11 @@ def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> 
             continue
         prefix = f"{name}." if name else ""
         inside = [choice.layer for choice in choices if choice.layer.name.startswith(prefix)]
-        whole = Whole(name=name, kind=type(module).__name__, reason=_reason(module, kind, quant, inside, prefix))
+        whole = Whole(
+            name=name,
+            kind=type(module).__name__,
+            reason=_reason(module, kind, quant, inside, prefix),
+        )
         linears = frozenset(one.name for one in inside if not one.adapter)
         found.append(Fusion(module=module, kind=kind, whole=whole, linears=linears))
     return found
@@ -44,38 +49,47 @@ def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> 
 
 def of_transformers(model: nn.Module) -> bool:
     """Whether a module in it is one of Hugging Face's transformers, which is not lsq's already."""
-    return any(type(module).__module__.startswith("transformers.models.") for module in model.modules()) and not any(
-        isinstance(module, InPlace) for module in model.modules()
-    )
+    return any(
+        type(module).__module__.startswith("transformers.models.") for module in model.modules()
+    ) and not any(isinstance(module, InPlace) for module in model.modules())
 
 
 def told(choices: Sequence[Choice], whole: Sequence[Fusion]) -> tuple[Layer, ...]:
     """Every linear layer with the fused one that it is in."""
-    within = {name: one.whole.name for one in whole if one.whole.reason is None for name in one.linears}
+    within = {
+        name: one.whole.name for one in whole if one.whole.reason is None for name in one.linears
+    }
     return tuple(
         dataclasses.replace(choice.layer, within=within[choice.layer.name], reason=None)
-        if choice.layer.name in within else choice.layer
+        if choice.layer.name in within
+        else choice.layer
         for choice in choices
-    )  # fmt: skip
+    )
 
 
 FUSED = "Fused"
 """With which names of fused layers' classes begin."""
 UNDIVIDED = "_no_split_modules"
-"""What models of transformers call the names of the classes that accelerate and others wrap one by one."""
+"""What models of transformers call the names of the classes that accelerate and others wrap one by
+one."""
 
 
 def name_classes(model: nn.Module) -> None:
-    """Let these name the classes of layers that there are now: fused ones, beside the others or in their place."""
+    """Let these name the classes of layers that there are now: fused ones, beside the others or in
+    their place."""
     for module in model.modules():
         listed = getattr(module, UNDIVIDED, None)
         if listed:
             plain = {name.removeprefix(FUSED) for name in listed}
             kinds = {type(one) for one in module.modules()}
             fused = {
-                kind.__name__ for kind in kinds if issubclass(kind, InPlace) and kind.float_class.__name__ in plain
+                kind.__name__
+                for kind in kinds
+                if issubclass(kind, InPlace) and kind.float_class.__name__ in plain
             }
-            left = {name for name in plain if FUSED + name not in fused} | {kind.__name__ for kind in kinds} & plain
+            left = {name for name in plain if FUSED + name not in fused} | {
+                kind.__name__ for kind in kinds
+            } & plain
             setattr(module, UNDIVIDED, type(listed)(sorted(fused | left)))
 
 
@@ -85,7 +99,8 @@ def _reason(
     fine = None, FLOAT_MODE, IN_ATTENTION
     left = [one for one in inside if one.reason not in fine and not one.adapter]
     if left:
-        return f"its {left[0].name.removeprefix(prefix)} is left"  # for the reason that stands beside its name
+        # for the reason that stands beside its name
+        return f"its {left[0].name.removeprefix(prefix)} is left"
     try:
         kind.check(module)
         kind.config_of(module, quant)

@@ -20,26 +20,32 @@ CLIP = "_clip"
 
 def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What the formats of its modules are called in the state dict of `model` -> their fields."""
-    return {prefix + clip_format.NAME: clip_format.fields_of(module.quant) for prefix, module in _rounding(model)}
+    return {
+        prefix + clip_format.NAME: clip_format.fields_of(module.quant)
+        for prefix, module in _rounding(model)
+    }
 
 
-def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wanted: Collection[str]) -> bool:
+def load_other_format(
+    model: nn.Module, state: Mapping[str, torch.Tensor], wanted: Collection[str]
+) -> bool:
     """Load a state dict whose clips may be of another format than those of `model`.
 
-    Clips of weights are measured anew, on the weights that the model then has. Those of activations are kept; where
-    their format is another one, the next pass measures them.
+    Clips of weights are measured anew, on the weights that the model then has. Those of activations
+    are kept; where their format is another one, the next pass measures them.
 
     Args:
         model: in which lsq's layers have clips.
-        state: of such a model; one of earlier versions does not say its formats, see clip_format.stored.
+        state: of such a model; one of earlier versions does not say its formats, see
+            clip_format.stored.
         wanted: names that it shall hold, but for clips of weights, and formats.
 
     Returns:
         Whether the next pass measures clips of activations.
 
     Raises:
-        ValueError: names or shapes do not fit, a clip that is kept cannot be used, or clips would have to be measured
-            where QuantConfig says that they are fixed. Nothing is loaded then.
+        ValueError: names or shapes do not fit, a clip that is kept cannot be used, or clips would
+            have to be measured where QuantConfig says that they are fixed. Nothing is loaded then.
     """
     own, kept, later, optional = model.state_dict(), dict(state), False, set()
     for prefix, module in _rounding(model):
@@ -49,13 +55,20 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
         optional.add(prefix + "fallen")  # which earlier versions do not have
         if theirs != ours:  # formats that do not round have no clips
             ending = [name for name in kept if name.startswith(prefix) and name.endswith(CLIP)]
-            kept = {name: value for name, value in kept.items() if name not in ending or name in own}
+            kept = {
+                name: value for name, value in kept.items() if name not in ending or name in own
+            }
         anew = any(theirs.get(field) != ours.get(field) for field in OF_ACTIVATIONS)
-        clips = {prefix + module.state_name(name): module.declared[name].kind for name in module.clips()}
-        of_activations = [name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP and anew]
+        clips = {
+            prefix + module.state_name(name): module.declared[name].kind for name in module.clips()
+        }
+        of_activations = [
+            name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP and anew
+        ]
         of_weights = [name for name, kind in clips.items() if kind is Kind.WEIGHT_CLIP]
         _check_measured(module.quant, weight_init=of_weights, activation_init=of_activations)
-        kept |= {name: own[name] for name in (entry, *of_weights, *of_activations)}  # clips until they are measured
+        # clips until they are measured
+        kept |= {name: own[name] for name in (entry, *of_weights, *of_activations)}
         if of_activations and prefix + "calibrated" in kept:
             kept[prefix + "calibrated"] = torch.tensor(False)
             later = True
@@ -67,12 +80,15 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
 
 
 def _check_measured(quantization: QuantConfig, **due: list[str]) -> None:
-    """Refuse to measure what is fixed: names of clips that are due, by the fields that say how clips are measured."""
+    """Refuse to measure what is fixed: names of clips that are due, by the fields that say how
+    clips are measured."""
     for field, names in due.items():
         if names and getattr(quantization, field) == "fixed":
             raise ValueError(
-                f"{names[0]} must be measured for the new format, but {field} is 'fixed', under which nothing is "
-                f"measured: add {clip_format.option(field)} mse, in Python QuantConfig({field}='mse')"
+                f"{names[0]} must be measured for the new format, but {field} is 'fixed', under"
+                " which nothing is "
+                f"measured: add {clip_format.option(field)} mse, in Python"
+                f" QuantConfig({field}='mse')"
             )
 
 
@@ -84,15 +100,21 @@ def _rounding(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
 
 
 def _check(
-    model: nn.Module, own: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor], wanted: Collection[str]
+    model: nn.Module,
+    own: Mapping[str, torch.Tensor],
+    kept: Mapping[str, torch.Tensor],
+    wanted: Collection[str],
 ) -> None:
-    there, here = ({name: list(one.shape) for name, one in values.items()} for values in (kept, own))
+    there, here = (
+        {name: list(one.shape) for name, one in values.items()} for values in (kept, own)
+    )
     problems = [name for name in kept.keys() | wanted if there.get(name) != here.get(name)]
     if problems:
         name = min(problems)
         raise ValueError(
             f"the checkpoint does not fit this model in {len(problems)} tensors, first {name}: "
-            f"{there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')} here; make the model with "
+            f"{there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')} here;"
+            " make the model with "
             "the options that it was trained with, apart from formats"
         )
     for prefix, module in _rounding(model):

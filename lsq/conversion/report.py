@@ -19,7 +19,8 @@ class Layer:
     within: str | None = None
     """The fused layer that it is a part of, if it is; that is called in its place."""
     head: bool = False
-    """Whether it is the projection onto the vocabulary, whose logits are computed when they are asked for."""
+    """Whether it is the projection onto the vocabulary, whose logits are computed when they are
+    asked for."""
     adapter: bool = False
     """Whether PEFT has put it beside a layer. As text, those that are left share a line."""
 
@@ -43,7 +44,8 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Weights of several linear layers in one parameter, such as those of experts, which stay floats."""
+    """Weights of several linear layers in one parameter, such as those of experts, which stay
+    floats."""
 
     name: str
     """As in named_parameters."""
@@ -52,7 +54,10 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Every linear layer of a model. As text, layers that differ by numbers in their names alone share a line."""
+    """Every linear layer of a model.
+
+    As text, layers that differ by numbers in their names alone share a line.
+    """
 
     layers: tuple[Layer, ...]
     numbers: str = "in int8"
@@ -61,7 +66,8 @@ class Report:
     """Layers that there is a program for."""
     stacks: tuple[Stack, ...] = ()
     unknown: str | None = None
-    """The class of a model of transformers none of whose layers there is a program for, where one was looked for."""
+    """The class of a model of transformers none of whose layers there is a program for, where one
+    was looked for."""
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -81,16 +87,28 @@ class Report:
     def __str__(self) -> str:
         converted = [layer for layer in self.layers if layer.reason is None]
         left = [layer for layer in self.layers if layer.reason is not None]
-        part, total = (sum(layer.weights for layer in layers) for layers in (converted, self.layers))
+        part, total = (
+            sum(layer.weights for layer in layers) for layers in (converted, self.layers)
+        )
         share = f", {part:,} of their {total:,} weights ({part / total:.1%})" if total else ""
-        whole = [(one.name, one.kind, f"not fused: {one.reason}" if one.reason else "fused") for one in self.whole]
+        whole = [
+            (one.name, one.kind, f"not fused: {one.reason}" if one.reason else "fused")
+            for one in self.whole
+        ]
         first = f"{len(converted)} of {len(self.layers)} linear layers run {self.numbers}{share}:"
         lines = [first, *_lines(map(_row, converted))]
         lines += ["left as they are:", *_lines(map(_row, left))] if left else []
-        lines += ["stacks of weights, which stay floats:", *_lines(map(_stack_row, self.stacks))] if self.stacks else []
+        lines += (
+            ["stacks of weights, which stay floats:", *_lines(map(_stack_row, self.stacks))]
+            if self.stacks
+            else []
+        )
         lines += ["whole layers:", *_lines(whole)] if whole else []
         if self.unknown is not None:
-            lines.append(f"whole layers: none of {self.unknown} is one that lsq knows; linear layers run one by one")
+            lines.append(
+                f"whole layers: none of {self.unknown} is one that lsq knows; linear layers run one"
+                " by one"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -110,7 +128,9 @@ def _stack_row(stack: Stack) -> tuple[str, str, str]:
 def _lines(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     names: dict[tuple[str, str, str], list[str]] = {}
     for name, *others in rows:
-        names.setdefault((re.sub(r"\b\d+\b", "*", name) or "the model itself", *others), []).append(name)
+        names.setdefault((re.sub(r"\b\d+\b", "*", name) or "the model itself", *others), []).append(
+            name
+        )
     counts = {
         (every[0] if len(every) == 1 and every[0] else pattern, *others): len(every)
         for (pattern, *others), every in names.items()

@@ -17,7 +17,8 @@ from lsq.layers.linear import Projection
 from lsq.quant.choices import format_choice
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
-"""Names or patterns of modules to leave as they are, or a function of a linear layer and its name that says so."""
+"""Names or patterns of modules to leave as they are, or a function of a linear layer and its name
+that says so."""
 FLOAT_MODE = "mode is 'float', in which nothing is rounded"
 """Why linear layers stay, but not whole ones."""
 IN_ATTENTION = "is of a torch.nn.MultiheadAttention, which multiplies by itself"
@@ -38,12 +39,23 @@ class Choice:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the Conv1D of transformers, which GPT-2 has: a linear layer with a weight [inputs, outputs]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nx") and _is_matrix(getattr(module, "weight", None))
+    """Whether it is the Conv1D of transformers, which GPT-2 has: a linear layer with a weight
+    [inputs, outputs]."""
+    return (
+        type(module).__name__ == "Conv1D"
+        and hasattr(module, "nx")
+        and _is_matrix(getattr(module, "weight", None))
+    )
 
 
 def choose(
-    model: nn.Module, quant: QuantConfig, skip: Skip, *, minimum_width: int, tied: bool, heads: bool = False
+    model: nn.Module,
+    quant: QuantConfig,
+    skip: Skip,
+    *,
+    minimum_width: int,
+    tied: bool,
+    heads: bool = False,
 ) -> list[Choice]:
     """Every linear layer in `model`.
 
@@ -59,16 +71,25 @@ def choose(
     names = {name: module for name, module in model.named_modules()}
     skips = skipping(skip, names)
     embeddings = {
-        id(module.weight): name for name, module in names.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        id(module.weight): name
+        for name, module in names.items()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
-    inside = {id(part) for one in names.values() if isinstance(one, InPlace) for part in one.modules()}
+    inside = {
+        id(part) for one in names.values() if isinstance(one, InPlace) for part in one.modules()
+    }
     adapters = _adapters(names)
     whole_tiles = quant.coded or quant.formats_differ
     found = _heads(names) if heads and not _packed(quant) else set()
     return [
         Choice(
-            module=module, layer=Layer(
-                name=name, inputs=inputs, outputs=outputs, reason=reason, head=reason is None and id(module) in found,
+            module=module,
+            layer=Layer(
+                name=name,
+                inputs=inputs,
+                outputs=outputs,
+                reason=reason,
+                head=reason is None and id(module) in found,
                 adapter=id(module) in adapters,
             ),
         )
@@ -78,14 +99,17 @@ def choose(
             or ("skip names it" if skips(module, name) else None)
             or (None if quant.quantized else FLOAT_MODE)
             or _unusual(module, quant)
-            or _unfit(inputs, inputs if id(module) in found else outputs, minimum_width, whole_tiles)
+            or _unfit(
+                inputs, inputs if id(module) in found else outputs, minimum_width, whole_tiles
+            )
             or (None if tied or id(module) in found else _shared(module, embeddings))
         ]
     ]
 
 
 def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
-    """Parameters [layers, ...] that are wide enough to be weights of several linear layers, as of experts.
+    """Parameters [layers, ...] that are wide enough to be weights of several linear layers, as of
+    experts.
 
     Those of PyTorch's own modules, such as convolutions, are something else.
     """
@@ -114,18 +138,27 @@ def _linears(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tupl
 
 def _adapters(names: dict[str, nn.Module]) -> set[int]:
     """What PEFT has put beside the layers that it wraps."""
-    wraps = [one for one in names.values() if type(one).__module__.startswith("peft.") and hasattr(one, "base_layer")]
-    return {id(part) for one in wraps for part in set(one.modules()) - set(one.base_layer.modules())}
+    wraps = [
+        one
+        for one in names.values()
+        if type(one).__module__.startswith("peft.") and hasattr(one, "base_layer")
+    ]
+    return {
+        id(part) for one in wraps for part in set(one.modules()) - set(one.base_layer.modules())
+    }
 
 
 def _heads(names: dict[str, nn.Module]) -> set[int]:
-    """Of the linear layers without a bias those that project onto a vocabulary: what models of transformers say is one;
-    in other models, what is as wide as one."""
+    """Of the linear layers without a bias those that project onto a vocabulary: what models of
+    transformers say is one; in other models, what is as wide as one.
+    """
     asked = [module for module in names.values() if hasattr(module, "get_output_embeddings")]
     found = [module.get_output_embeddings() for module in asked] or [
-        module for module in names.values()
-        if type(module) is nn.Linear and module.out_features >= max(VOCABULARY, 6 * module.in_features)
-    ]  # fmt: skip
+        module
+        for module in names.values()
+        if type(module) is nn.Linear
+        and module.out_features >= max(VOCABULARY, 6 * module.in_features)
+    ]
     return {id(one) for one in found if type(one) is nn.Linear and one.bias is None}
 
 
@@ -148,16 +181,22 @@ def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
         return f"has {changed}"
     parameters = dict(module.named_parameters(recurse=False))
     if not parameters.keys() <= {"weight", "bias"} or "weight" not in parameters:
-        return f"has the parameters {', '.join(parameters) or 'of nobody'} in place of weight and bias"
+        return (
+            f"has the parameters {', '.join(parameters) or 'of nobody'} in place of weight and bias"
+        )
     if type(module.weight) is not nn.Parameter:
         return f"has a weight that is a {type(module.weight).__name__}"
     if module.weight.dtype not in DTYPES:
         return f"has a weight of {module.weight.dtype}"
-    sizes = (module.nx, module.nf) if is_conv1d(module) else (module.out_features, module.in_features)
+    sizes = (
+        (module.nx, module.nf) if is_conv1d(module) else (module.out_features, module.in_features)
+    )
     if tuple(module.weight.shape) != sizes:
         return f"has a weight {list(module.weight.shape)} in the place of {list(sizes)}"
     bias = parameters.get("bias")
-    if bias is not None and (bias.dtype not in DTYPES or bias.shape != (module.nf if is_conv1d(module) else sizes[0],)):
+    if bias is not None and (
+        bias.dtype not in DTYPES or bias.shape != (module.nf if is_conv1d(module) else sizes[0],)
+    ):
         return f"has a bias of {bias.dtype} {list(bias.shape)}"
     if is_conv1d(module) and _packed(quant):
         return "has a weight [inputs, outputs], which int4 does not store"
@@ -175,7 +214,11 @@ def _unfit(inputs: int, outputs: int, minimum_width: int, whole_tiles: bool) -> 
 
 def _shared(module: nn.Module, embeddings: dict[int, str]) -> str | None:
     embedding = embeddings.get(id(module.weight))
-    return None if embedding is None else f"shares its weight with the embedding {embedding} (tied=True converts it)"
+    return (
+        None
+        if embedding is None
+        else f"shares its weight with the embedding {embedding} (tied=True converts it)"
+    )
 
 
 def _is_matrix(weight: object) -> bool:
@@ -193,10 +236,20 @@ def skipping(skip: Skip, names: dict[str, nn.Module]) -> Callable[[nn.Module, st
     patterns = [skip] if isinstance(skip, str) else list(skip)
     for pattern in patterns:
         if not any(_fits(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, {part for name in names for part in _ends(name)}, n=3)
+            near = difflib.get_close_matches(
+                pattern, {part for name in names for part in _ends(name)}, n=3
+            )
             ends = sorted({name.rpartition(".")[2] for name in names if name})[:SHOWN]
-            hint = f"; near are {', '.join(near)}" if near else f"; there are {', '.join(ends)}" if ends else ""
-            raise ValueError(f"skip names {pattern!r}, but no module of this model is called so{hint}")
+            hint = (
+                f"; near are {', '.join(near)}"
+                if near
+                else f"; there are {', '.join(ends)}"
+                if ends
+                else ""
+            )
+            raise ValueError(
+                f"skip names {pattern!r}, but no module of this model is called so{hint}"
+            )
     return lambda module, name: any(_fits(name, pattern) for pattern in patterns)
 
 

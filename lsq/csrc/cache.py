@@ -1,4 +1,5 @@
-"""Compiled code kept on disk: files in the user's cache folder, whole or absent, each with a checksum of its content.
+"""Compiled code kept on disk: files in the user's cache folder, whole or absent, each with a
+checksum of its content.
 
 The folder is lsq/<kind> in $XDG_CACHE_HOME, or in ~/.cache where that is not set.
 """
@@ -30,7 +31,8 @@ def digest(*parts: str | bytes) -> str:
 
 
 def load(path: Path) -> bytes | None:
-    """The content that `store` wrote, or None where there is none or it was damaged (said once for each file)."""
+    """The content that `store` wrote, or None where there is none or it was damaged (said once for
+    each file)."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -73,6 +75,9 @@ def write(path: Path, content: bytes) -> None:
 @functools.cache
 def _say_unwritable(place: Path, reason: str) -> None:
     logger.warning(
-        "compiled kernels cannot be kept in %s (%s) and are compiled again in every process; make it writable, or "
-        "name another folder in XDG_CACHE_HOME", place, reason,
+        "compiled kernels cannot be kept in %s (%s) and are compiled again in every process; make"
+        " it writable, or "
+        "name another folder in XDG_CACHE_HOME",
+        place,
+        reason,
     )

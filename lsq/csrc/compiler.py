@@ -1,7 +1,9 @@
-"""Compiles kernels for one GPU architecture with NVRTC, the CUDA compiler as a library, and keeps them on disk.
+"""Compiles kernels for one GPU architecture with NVRTC, the CUDA compiler as a library, and keeps
+them on disk.
 
-NVRTC is reached through cuda.bindings, which PyTorch's CUDA builds bring along; it needs neither a driver nor a GPU.
-Kernels go straight to machine code (cubin), because PTX cannot name sm_90a without tying it to one driver.
+NVRTC is reached through cuda.bindings, which PyTorch's CUDA builds bring along; it needs neither a
+driver nor a GPU. Kernels go straight to machine code (cubin), because PTX cannot name sm_90a
+without tying it to one driver.
 """
 
 import functools
@@ -17,7 +19,8 @@ from lsq.csrc import cache, sources
 
 KERNELS = Path(__file__).parent / "kernels"
 OLDEST = (8, 0)
-"""Compute capability below which kernels do not run: bfloat16 conversions and int8 products of cuBLASLt need it."""
+"""Compute capability below which kernels do not run: bfloat16 conversions and int8 products of
+cuBLASLt need it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,8 @@ def architecture(capability: tuple[int, int]) -> str:
     """
     if capability < OLDEST:
         raise ValueError(
-            f"this GPU has compute capability {capability[0]}.{capability[1]}; lsq's CUDA kernels need "
+            f"this GPU has compute capability {capability[0]}.{capability[1]}; lsq's CUDA kernels"
+            " need "
             f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or newer: train on the CPU, or on a newer GPU"
         )
     return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
@@ -72,7 +76,10 @@ def remedy() -> str:
     """What to do where PyTorch sees no GPU."""
     if torch.version.cuda is None:
         return "install the NVIDIA driver and a CUDA build of PyTorch"
-    return f"install the NVIDIA driver, or update it to one for CUDA {torch.version.cuda}, as this PyTorch wants"
+    return (
+        f"install the NVIDIA driver, or update it to one for CUDA {torch.version.cuda}, as this"
+        " PyTorch wants"
+    )
 
 
 def check_driver(supported: tuple[int, int]) -> None:
@@ -84,8 +91,10 @@ def check_driver(supported: tuple[int, int]) -> None:
     major = int(version().partition(".")[0])
     if supported[0] < major:
         raise RuntimeError(
-            f"the NVIDIA driver supports CUDA {supported[0]}.{supported[1]}, but kernels are compiled by NVRTC "
-            f"{version()}: update the driver to one for CUDA {major}, or install NVRTC {supported[0]}"
+            f"the NVIDIA driver supports CUDA {supported[0]}.{supported[1]}, but kernels are"
+            " compiled by NVRTC "
+            f"{version()}: update the driver to one for CUDA {major}, or install NVRTC"
+            f" {supported[0]}"
         )
 
 
@@ -98,14 +107,19 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
         target: such as "sm_90a".
 
     Raises:
-        RuntimeError: NVRTC is not installed, or refuses the source; the message holds its own words.
+        RuntimeError: NVRTC is not installed, or refuses the source; the message holds its own
+            words.
     """
     nvrtc = _nvrtc()
     options = [
-        f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", "--ptxas-options=-v",
-        f"--include-path={KERNELS}", f"--include-path={KERNELS.parent}",
+        f"--gpu-architecture={target}",
+        "--std=c++17",
+        "--fmad=false",
+        "--ptxas-options=-v",
+        f"--include-path={KERNELS}",
+        f"--include-path={KERNELS.parent}",
         *(f"--define-macro={name}={value}" for name, value in defines),
-    ]  # fmt: skip
+    ]
     text = (KERNELS / source).read_text(encoding="utf-8")
     made_of = text, device_headers(), sources.operations_header(), target, repr(defines), version()
     name = cache.digest(*made_of, "".join(options[:4]))
@@ -149,10 +163,14 @@ def _nvrtc():
 
 def _compile(nvrtc, source: str, text: str, options: list[str]) -> Compiled:
     header = sources.operations_header().encode()
-    created = nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 1, [header], [b"operations.h"])
+    created = nvrtc.nvrtcCreateProgram(
+        text.encode(), source.encode(), 1, [header], [b"operations.h"]
+    )
     program = _checked(nvrtc, created)
     try:
-        status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        status, *_ = nvrtc.nvrtcCompileProgram(
+            program, len(options), [option.encode() for option in options]
+        )
         log = bytearray(_checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))
         nvrtc.nvrtcGetProgramLog(program, log)
         words = log.rstrip(b"\0 ").decode(errors="replace")
@@ -182,11 +200,16 @@ def resources(log: str) -> dict[str, Resources]:
     """What the assembler reports under -v of each kernel."""
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
-        sizes = (re.search(rf"(\d+) bytes {what}", part) for what in ("stack frame", "spill stores", "spill loads"))
+        sizes = (
+            re.search(rf"(\d+) bytes {what}", part)
+            for what in ("stack frame", "spill stores", "spill loads")
+        )
         stack, stores, loads = (int(size.group(1)) for size in sizes)
         shared = re.search(r"(\d+) bytes smem", part)
         found[part.partition("'")[0]] = Resources(
-            registers=int(re.search(r"Used (\d+) registers", part).group(1)), spill_bytes=stores + loads,
-            stack_bytes=stack, shared_bytes=int(shared.group(1)) if shared else 0,
+            registers=int(re.search(r"Used (\d+) registers", part).group(1)),
+            spill_bytes=stores + loads,
+            stack_bytes=stack,
+            shared_bytes=int(shared.group(1)) if shared else 0,
         )
     return found

@@ -1,16 +1,19 @@
-"""Reads the structs that Python declares, and writes them as one C++ header for the CPU library and the kernels.
+"""Reads the structs that Python declares, and writes them as one C++ header for the CPU library and
+the kernels.
 
-A class that inherits from Value or Operation declares a struct: its annotated fields in order, then its properties
-marked @size (int64_t) or @factor (float) and sizes read off a tensor by extent(...). Annotations:
+A class that inherits from Value or Operation declares a struct: its annotated fields in order, then
+its properties marked @size (int64_t) or @factor (float) and sizes read off a tensor by extent(...).
+Annotations:
 
     In[T]      read by the operation          T | None   may be missing: a null pointer
     Out[T]     written by it                  Host[...]  known to Python alone: not in the struct
 
-with T a kind of tensor (TENSORS), a number (NUMBERS), an enumeration, or a value. An operation says In or Out of every
-tensor and value; a value's own fields go the way of the field that holds it, unless they say In[...] themselves. A
-docstring below a field that begins with its shape, such as `[M, N]` or `[N] or [1]`, states it: program/declare.py
-checks tensors by it before C++ sees them. Every size and offset that Python assumes is asserted in the header, and
-the header is part of the library's checksum: a library of other declarations is refused when it is loaded.
+with T a kind of tensor (TENSORS), a number (NUMBERS), an enumeration, or a value. An operation says
+In or Out of every tensor and value; a value's own fields go the way of the field that holds it,
+unless they say In[...] themselves. A docstring below a field that begins with its shape, such as
+`[M, N]` or `[N] or [1]`, states it: program/declare.py checks tensors by it before C++ sees them.
+Every size and offset that Python assumes is asserted in the header, and the header is part of the
+library's checksum: a library of other declarations is refused when it is loaded.
 
 Imports nothing of lsq: setup.py runs this file as well.
 """
@@ -25,12 +28,22 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 TENSORS = {
-    "Activations": "Float", "Floats": "float", "Codes": "int8_t", "Bits": "uint8_t", "Offsets": "int32_t",
-    "Indices": "int64_t", "Key": "int64_t", "Bytes": "uint8_t", "AnyFloats": "void",
+    "Activations": "Float",
+    "Floats": "float",
+    "Codes": "int8_t",
+    "Bits": "uint8_t",
+    "Offsets": "int32_t",
+    "Indices": "int64_t",
+    "Key": "int64_t",
+    "Bytes": "uint8_t",
+    "AnyFloats": "void",
     "Parameters": "float",
-}  # fmt: skip
-"""Kinds of tensors -> what their elements are in C++. Float is float32, or on a GPU a dtype of half the size; of
-AnyFloats C++ learns the dtype from another field."""
+}
+"""Kinds of tensors -> what their elements are in C++.
+
+Float is float32, or on a GPU a dtype of half the size; of AnyFloats C++ learns the dtype from
+another field.
+"""
 NUMBERS = {"int": "int64_t", "bool": "int64_t", "float": "float"}
 MARKS = {"size": "int", "factor": "float"}
 OFFSET = (
@@ -42,7 +55,9 @@ OFFSET = (
 )
 """Where a field lies in its struct, as a constant, for every compiler of the header."""
 _SHAPE = re.compile(r"\[([^\]]+)\]")
-_FORM = re.compile(r"(?:(?P<direction>In|Out)\[)?(?P<kind>\w+)(?(direction)\])(?P<optional> \| None)?")
+_FORM = re.compile(
+    r"(?:(?P<direction>In|Out)\[)?(?P<kind>\w+)(?(direction)\])(?P<optional> \| None)?"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,8 @@ class Field:
     derived: bool = False
     """A property: computed from the other fields."""
     shapes: tuple[tuple[str, ...], ...] = ()
-    """What its docstring allows: names of sizes, numbers, and sums and products of both; () says nothing."""
+    """What its docstring allows: names of sizes, numbers, and sums and products of both; () says
+    nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,10 @@ def parse(owner: str, name: str, annotation: str) -> Field | None:
         return None
     form = _FORM.fullmatch(annotation)
     if form is None:
-        raise ValueError(f"{owner}.{name} is {annotation}; write T, In[T], Out[T] or Host[...], and | None behind it")
+        raise ValueError(
+            f"{owner}.{name} is {annotation}; write T, In[T], Out[T] or Host[...], and | None"
+            " behind it"
+        )
     return Field(name, form["kind"], form["direction"] or "", form["optional"] is not None)
 
 
@@ -90,25 +109,36 @@ def check(one: Declaration, known: Mapping[str, str]) -> None:
     """Refuse fields that no struct can have; `known`: names of classes -> names of their bases.
 
     Raises:
-        ValueError: a kind is unknown, a number may be missing, or an operation does not say In or Out.
+        ValueError: a kind is unknown, a number may be missing, or an operation does not say In or
+            Out.
     """
     for field in one.fields:
         where, base = f"{one.name}.{field.name}", known.get(field.kind)
-        number, holds = field.kind in NUMBERS or base == "IntEnum", field.kind in TENSORS or base == "Value"
+        number, holds = (
+            field.kind in NUMBERS or base == "IntEnum",
+            field.kind in TENSORS or base == "Value",
+        )
         if not (number or holds):
             allowed = ", ".join([*TENSORS, *NUMBERS])
-            raise ValueError(f"{where} is of kind {field.kind}; allowed: {allowed}, enumerations and values")
+            raise ValueError(
+                f"{where} is of kind {field.kind}; allowed: {allowed}, enumerations and values"
+            )
         if number and (field.optional or field.direction):
             raise ValueError(f"{where} is a number: it is always there, and neither In nor Out")
         if holds and one.base == "Operation" and not field.direction:
-            raise ValueError(f"{where} belongs to an operation: write In[{field.kind}] or Out[{field.kind}]")
+            raise ValueError(
+                f"{where} belongs to an operation: write In[{field.kind}] or Out[{field.kind}]"
+            )
 
 
 @cache
 def declarations() -> dict[str, Declaration]:
-    """Every declared struct and enumeration of the package by name, each after those that it holds."""
+    """Every declared struct and enumeration of the package by name, each after those that it
+    holds."""
     sources = [PACKAGE / "program" / "values.py", *sorted((PACKAGE / "ops").glob("*.py"))]
-    found = [one for path in sources for one in _declared(ast.parse(path.read_text(encoding="utf-8")))]
+    found = [
+        one for path in sources for one in _declared(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     order = {"IntEnum": 0, "Value": 1, "Operation": 2}
     bases = {one.name: one.base for one in found}
     for one in found:
@@ -122,13 +152,19 @@ def _declared(tree: ast.Module) -> Iterator[Declaration]:
         if base in ("Value", "Operation"):
             yield Declaration(node.name, base, tuple(_fields(node)))
         elif base == "IntEnum":
-            members = [(one.targets[0].id, one.value.value) for one in node.body if isinstance(one, ast.Assign)]
+            members = [
+                (one.targets[0].id, one.value.value)
+                for one in node.body
+                if isinstance(one, ast.Assign)
+            ]
             yield Declaration(node.name, base, members=tuple(members))
 
 
 def _fields(node: ast.ClassDef) -> Iterator[Field]:
     for one, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(one, ast.AnnAssign) and (field := parse(node.name, one.target.id, ast.unparse(one.annotation))):
+        if isinstance(one, ast.AnnAssign) and (
+            field := parse(node.name, one.target.id, ast.unparse(one.annotation))
+        ):
             told = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             yield replace(field, shapes=_shapes(following.value.value) if told else ())
     for one in node.body:
@@ -147,7 +183,8 @@ def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def layout(name: str) -> tuple[int, list[tuple[str, int]]]:
-    """(bytes, offset of each field) of a struct, as every C++ compiler of a 64-bit machine lays it out."""
+    """(bytes, offset of each field) of a struct, as every C++ compiler of a 64-bit machine lays it
+    out."""
     offset, widest, offsets = 0, 1, []
     for field in declarations()[name].fields:
         size, alignment = _size(field)
@@ -168,7 +205,10 @@ def _size(field: Field) -> tuple[int, int]:
 
 def header() -> str:
     """The C++ header, which wants Float and Pointer<T> to be defined before it is included."""
-    lines = ["// Written by lsq/csrc/declarations.py from the classes of the same names in lsq/program and lsq/ops."]
+    lines = [
+        "// Written by lsq/csrc/declarations.py from the classes of the same names in lsq/program"
+        " and lsq/ops."
+    ]
     lines += ["#pragma once", "", *OFFSET, "", "namespace lsq {", ""]
     for one in declarations().values():
         lines += _enumeration(one) if one.base == "IntEnum" else _struct(one)
@@ -185,8 +225,13 @@ def _struct(one: Declaration) -> list[str]:
     checks = [f"sizeof({one.name}) == {size}"]
     checks += [f"LSQ_OFFSET({one.name}, {name}) == {offset}" for name, offset in offsets]
     return [
-        f"struct {one.name} {{", *(f"    {_member(field)} {field.name};" for field in one.fields), "};",
-        "static_assert(", "    " + " &&\n    ".join(checks) + ',', '    "laid out as in Python");', "",
+        f"struct {one.name} {{",
+        *(f"    {_member(field)} {field.name};" for field in one.fields),
+        "};",
+        "static_assert(",
+        "    " + " &&\n    ".join(checks) + ",",
+        '    "laid out as in Python");',
+        "",
     ]
 
 

@@ -21,12 +21,19 @@ class Device:
         name: for people.
         driver: the CUDA driver, or the emulator's.
         compile: makes the machine code of a kernel.
-        products: finds the algorithms of products (lsq.gemm.cublaslt.Products); None where lists hold none.
+        products: finds the algorithms of products (lsq.gemm.cublaslt.Products); None where lists
+            hold none.
         place: the torch device whose tensors it works on.
     """
 
     def __init__(
-        self, *, name: str, driver: Driver, compile: Callable[[Kernel], bytes], products, place: torch.device
+        self,
+        *,
+        name: str,
+        driver: Driver,
+        compile: Callable[[Kernel], bytes],
+        products,
+        place: torch.device,
     ):
         self.name = name
         self.place = place
@@ -37,7 +44,10 @@ class Device:
         self._memories: dict[int, StreamMemory] = {}
         self._of_captures: StreamMemory | None = None
         self.lock = threading.RLock()
-        """Held while a list is launched: what lists share is handed on. A signal may launch another one meanwhile."""
+        """Held while a list is launched: what lists share is handed on.
+
+        A signal may launch another one meanwhile.
+        """
         self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
         """What went wrong then."""
 
@@ -48,9 +58,14 @@ class Device:
             self._functions[key] = self.driver.load(self._compile(kernel), kernel.name, shared)
         return self._functions[key]
 
-    def list(self, entries: Sequence[Launch | Product], *, title: str = "", products=None) -> LaunchList:
-        """Prepare `entries` for running on their tensors, which the list keeps; `products` as of LaunchList."""
-        return LaunchList(self, [Part(entries=entries, places=Places(self.place), title=title)], products)
+    def list(
+        self, entries: Sequence[Launch | Product], *, title: str = "", products=None
+    ) -> LaunchList:
+        """Prepare `entries` for running on their tensors, which the list keeps; `products` as of
+        LaunchList."""
+        return LaunchList(
+            self, [Part(entries=entries, places=Places(self.place), title=title)], products
+        )
 
     def run(self, entries: Sequence[Launch | Product]) -> None:
         """Run `entries` once on the current stream."""
@@ -73,7 +88,8 @@ class Device:
 
     @contextlib.contextmanager
     def captures_in_turn(self) -> Iterator[None]:
-        """Within this context all captures share one memory, which is made before: no graph fills it again.
+        """Within this context all captures share one memory, which is made before: no graph fills
+        it again.
 
         Whoever captures here replays one graph after another, and none once the context has ended.
         """
@@ -85,7 +101,8 @@ class Device:
             self._of_captures = None
 
     def record(self, tensor: torch.Tensor) -> None:
-        """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it was made on."""
+        """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it
+        was made on."""
         if self.place.type != "cpu":
             tensor.record_stream(torch.accelerator.current_stream(self.place))
 
@@ -93,7 +110,11 @@ class Device:
         """The handle of PyTorch's current stream on this device."""
         if self.place.type == "cuda":
             return torch.cuda.current_stream(self.place).cuda_stream
-        return torch.accelerator.current_stream(self.place).stream_id if self.place.type != "cpu" else 0
+        return (
+            torch.accelerator.current_stream(self.place).stream_id
+            if self.place.type != "cpu"
+            else 0
+        )
 
     def synchronize(self) -> None:
         """Wait until everything launched on the current stream is done."""

@@ -1,4 +1,5 @@
-"""How rows are spread over the threads of a CUDA block: what csrc/kernels/rows.cuh takes as -DCOLUMNS and -DLANES."""
+"""How rows are spread over the threads of a CUDA block: what csrc/kernels/rows.cuh takes as
+-DCOLUMNS and -DLANES."""
 
 from lsq.csrc.launch import check
 
@@ -9,7 +10,10 @@ WARPS = THREADS // 32
 VECTOR = 8
 """Values that a thread reads at a time."""
 BLOCKS = 256
-"""Blocks of a kernel that sums over rows: each leaves one partial row. Fixed, so that sums do not depend on the GPU."""
+"""Blocks of a kernel that sums over rows: each leaves one partial row.
+
+Fixed, so that sums do not depend on the GPU.
+"""
 MANY_BLOCKS = 4096
 """Most blocks of a kernel on rows that sums nothing over them."""
 WIDEST = 16384
@@ -24,7 +28,8 @@ def lanes(columns: int) -> int:
     """
     check(
         columns % VECTOR == 0 and 0 < columns <= WIDEST,
-        f"rows of {columns} values cannot run on CUDA: the width must be a multiple of {VECTOR}, up to {WIDEST}",
+        f"rows of {columns} values cannot run on CUDA: the width must be a multiple of {VECTOR}, up"
+        f" to {WIDEST}",
     )
     found = 32
     while found < THREADS and found * 2 * VECTOR < columns:
@@ -44,7 +49,8 @@ def sums_in_shared_memory(columns: int, sums: int) -> int:
 
 
 def strided(turns: int, most: int) -> int:
-    """Blocks of a kernel whose blocks stride over what is left: one for each turn, at most `most`; at least 1."""
+    """Blocks of a kernel whose blocks stride over what is left: one for each turn, at most `most`;
+    at least 1."""
     return max(1, min(most, turns))
 
 
@@ -59,18 +65,21 @@ def row_blocks(rows: int, columns: int, most: int | None = None) -> int:
 
 
 def warp_blocks(rows: int) -> int:
-    """Blocks for `rows` rows of which each warp takes one at a time, at most MANY_BLOCKS; at least 1."""
+    """Blocks for `rows` rows of which each warp takes one at a time, at most MANY_BLOCKS; at least
+    1."""
     return strided(-(-rows // WARPS), MANY_BLOCKS)
 
 
 TILE = 128
 """Rows and columns of the codes that a block transposes (csrc/kernels/transpose.cuh)."""
 PATCH = (32, 256)
-"""Rows and columns of a block of kernels that look at each value by itself (csrc/kernels/patch.cuh)."""
+"""Rows and columns of a block of kernels that look at each value by itself
+(csrc/kernels/patch.cuh)."""
 
 
 def padded(rows: int) -> int:
-    """Rows of a matrix that becomes the inner dimension of an int8 product: a multiple of 16, at least 16."""
+    """Rows of a matrix that becomes the inner dimension of an int8 product: a multiple of 16, at
+    least 16."""
     return max(16, -(-rows // 16) * 16)
 
 
@@ -80,5 +89,6 @@ def tiles(rows: int, columns: int) -> tuple[int, int]:
 
 
 def patches(rows: int, columns: int) -> tuple[int, int]:
-    """Grid of a kernel that looks at each value of a matrix [rows, columns] by itself; at least one block."""
+    """Grid of a kernel that looks at each value of a matrix [rows, columns] by itself; at least one
+    block."""
     return max(1, -(-rows // PATCH[0])), max(1, -(-columns // PATCH[1]))

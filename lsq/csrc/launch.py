@@ -1,6 +1,8 @@
-"""Plain data that says what a GPU is to do: launches of kernels with their arguments, and matrix products.
+"""Plain data that says what a GPU is to do: launches of kernels with their arguments, and matrix
+products.
 
-An operation's `cuda` function returns a list of these; lsq.csrc.device runs lists, on a GPU or in the emulator.
+An operation's `cuda` function returns a list of these; lsq.csrc.device runs lists, on a GPU or in
+the emulator.
 """
 
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ FLOATS = {torch.float32: 0, torch.bfloat16: 1}
 TICKETS = 4096
 """Words behind TICKET."""
 TICKET = object()
-"""Stands for TICKETS uint32 of zeroed memory that the runner of a list brings along, which kernels leave at zero."""
+"""Stands for TICKETS uint32 of zeroed memory that the runner of a list brings along, which kernels
+leave at zero."""
 
 
 def check(condition: bool, message: str) -> None:
@@ -32,7 +35,8 @@ def float_define(*tensors: torch.Tensor | None) -> dict[str, int]:
     found = {tensor.dtype for tensor in tensors if tensor is not None}
     check(
         len(found) == 1 and found <= set(FLOATS),
-        f"activations are {', '.join(sorted(map(str, found))) or 'missing'}; a CUDA kernel takes one dtype of "
+        f"activations are {', '.join(sorted(map(str, found))) or 'missing'}; a CUDA kernel takes"
+        " one dtype of "
         f"{', '.join(map(str, FLOATS))}: convert them with .to(dtype)",
     )
     return {"FLOAT": FLOATS[found.pop()]}
@@ -57,8 +61,9 @@ class Kernel:
 class Launch:
     """One launch of a kernel.
 
-    Arguments are what the kernel's parameters are: the operation (lsq.program.operation.Operation) for its struct,
-    tensors (contiguous) or None for pointers, TICKET, whole numbers for int64_t, floats for float.
+    Arguments are what the kernel's parameters are: the operation (lsq.program.operation.Operation)
+    for its struct, tensors (contiguous) or None for pointers, TICKET, whole numbers for int64_t,
+    floats for float.
     """
 
     kernel: Kernel
@@ -86,14 +91,20 @@ class Product:
     transpose_a: bool = False
     transpose_b: bool = False
     op: str = "matmul"
-    """The operation that reads the result, where tuned files tell them apart; else any product by itself."""
+    """The operation that reads the result, where tuned files tell them apart; else any product by
+    itself."""
 
 
-def launch(source: str, name: str, *arguments, grid, block=256, shared: int = 0, **defines: int) -> Launch:
+def launch(
+    source: str, name: str, *arguments, grid, block=256, shared: int = 0, **defines: int
+) -> Launch:
     """A launch; grid and block are a whole number or up to three."""
     return Launch(
-        kernel=Kernel(source=source, name=name, defines=tuple(sorted(defines.items()))), grid=_three(grid),
-        block=_three(block), arguments=arguments, shared=shared,
+        kernel=Kernel(source=source, name=name, defines=tuple(sorted(defines.items()))),
+        grid=_three(grid),
+        block=_three(block),
+        arguments=arguments,
+        shared=shared,
     )
 
 

@@ -25,11 +25,11 @@ class Part:
 class LaunchList:
     """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
 
-    Operations and operands stand where their Places say, and are read from there at every run. A run in a capture of a
-    graph takes what stands there at that moment.
+    Operations and operands stand where their Places say, and are read from there at every run. A
+    run in a capture of a graph takes what stands there at that moment.
 
-    Runs on several streams follow each other: a run waits for the stream of the one before. Until the work of a list is
-    done, whoever made it keeps the tensors that are not `held`.
+    Runs on several streams follow each other: a run waits for the stream of the one before. Until
+    the work of a list is done, whoever made it keeps the tensors that are not `held`.
 
     Args:
         device: the lsq.csrc.device.Device where it runs.
@@ -71,15 +71,20 @@ class LaunchList:
             if not capturing:
                 self._follow(stream)
             memory = self.device.memory(stream, self._workspace_bytes, capturing)
-            if capturing and self.device.place.type != "cuda":  # PyTorch keeps a capture's memory with its graph
+            # PyTorch keeps a capture's memory with its graph
+            if capturing and self.device.place.type != "cuda":
                 self._captured.append(memory)
             if self._ticket is not None:
                 self._ticket.value = memory.ticket.data_ptr()
             workspace = memory.workspace
             if self._library.lsq_list_run(
-                self._list, ctypes.c_void_p(stream), ctypes.c_void_p(workspace.data_ptr()),
-                ctypes.c_int64(workspace.numel()), self.device.message, ctypes.c_int64(runtime.MESSAGE_BYTES),
-            ):  # fmt: skip
+                self._list,
+                ctypes.c_void_p(stream),
+                ctypes.c_void_p(workspace.data_ptr()),
+                ctypes.c_int64(workspace.numel()),
+                self.device.message,
+                ctypes.c_int64(runtime.MESSAGE_BYTES),
+            ):
                 memory.clear()
                 raise RuntimeError(self.device.message.value.decode(errors="replace"))
 
@@ -88,7 +93,8 @@ class LaunchList:
             self._library.lsq_list_destroy(self._list)
 
     def _follow(self, stream: int) -> None:
-        """Wait for the last run where that was on another stream, and let PyTorch know who uses the tensors."""
+        """Wait for the last run where that was on another stream, and let PyTorch know who uses the
+        tensors."""
         if stream == self._stream:
             return
         self.device.driver.follow(self._stream, stream)
@@ -118,7 +124,8 @@ class LaunchList:
         return shifted
 
     def _parameter(self, value, places: Places, what: str) -> int:
-        """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8 bytes."""
+        """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8
+        bytes."""
         if value is TICKET:
             if self._ticket is None:
                 self._ticket = ctypes.c_uint64()
@@ -126,20 +133,30 @@ class LaunchList:
         if isinstance(value, torch.Tensor):
             check(
                 value.is_contiguous(),
-                f"{what}: a tensor with strides {value.stride()} is not contiguous; call .contiguous()",
+                f"{what}: a tensor with strides {value.stride()} is not contiguous; call"
+                " .contiguous()",
             )
             return self._pointer(value, places, what)
         if hasattr(value, "pack"):
             return ctypes.addressof(places.struct(value, what))
-        return self._word(struct.pack("<fxxxx", value) if isinstance(value, float) else struct.pack("<q", value or 0))
+        return self._word(
+            struct.pack("<fxxxx", value)
+            if isinstance(value, float)
+            else struct.pack("<q", value or 0)
+        )
 
     def _add_launch(self, entry: Launch, part: Part) -> None:
         what = _named(part.title, entry.kernel)
         function = self.device.function(entry.kernel, entry.shared)
         values = [self._parameter(value, part.places, what) for value in entry.arguments]
         self._library.lsq_list_add_launch(
-            self._list, what.encode(), ctypes.c_void_p(function), (ctypes.c_int64 * 6)(*entry.grid, *entry.block),
-            ctypes.c_int64(entry.shared), (ctypes.c_void_p * len(values))(*values), ctypes.c_int64(len(values)),
+            self._list,
+            what.encode(),
+            ctypes.c_void_p(function),
+            (ctypes.c_int64 * 6)(*entry.grid, *entry.block),
+            ctypes.c_int64(entry.shared),
+            (ctypes.c_void_p * len(values))(*values),
+            ctypes.c_int64(len(values)),
         )
 
     def _add_product(self, entry: Product, part: Part) -> None:
@@ -150,8 +167,11 @@ class LaunchList:
         words = [self._pointer(tensor, part.places, what) for tensor in operands]
         self._workspace_bytes = max(self._workspace_bytes, prepared.algorithm.workspace_bytes)
         self._library.lsq_list_add_product(
-            self._list, what.encode(), ctypes.c_void_p(prepared.native.address),
-            *map(ctypes.c_void_p, (*words, None)[:4]), ctypes.c_float(1.0 if vector else entry.alpha),
+            self._list,
+            what.encode(),
+            ctypes.c_void_p(prepared.native.address),
+            *map(ctypes.c_void_p, (*words, None)[:4]),
+            ctypes.c_float(1.0 if vector else entry.alpha),
         )
 
 

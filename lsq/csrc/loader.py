@@ -1,7 +1,7 @@
 """Finds the C++ host library that this CPU can run, and calls it.
 
-setup.py builds the library once per x86-64 level (v4: AVX-512, v3: AVX2, v1: any); elsewhere there is v1 alone.
-Without a library, every operation runs its plain PyTorch reference; that is said once.
+setup.py builds the library once per x86-64 level (v4: AVX-512, v3: AVX2, v1: any); elsewhere there
+is v1 alone. Without a library, every operation runs its plain PyTorch reference; that is said once.
 """
 
 import ctypes
@@ -35,7 +35,8 @@ def library() -> ctypes.CDLL | None:
     found = _load()
     if found is None:
         logger.warning(
-            "the C++ host library of lsq is not built; operations run as plain PyTorch, several times slower. "
+            "the C++ host library of lsq is not built; operations run as plain PyTorch, several"
+            " times slower. "
             "Install g++ (Debian: apt-get install g++) and reinstall lsq."
         )
     return found
@@ -67,8 +68,8 @@ def description() -> str:
 def call(name: str, *arguments) -> None:
     """Call a function of the library.
 
-    An operation goes as its struct, tensors (contiguous, on the CPU) as pointers, None as a null pointer, whole numbers
-    and truth values as int64, floats as float32.
+    An operation goes as its struct, tensors (contiguous, on the CPU) as pointers, None as a null
+    pointer, whole numbers and truth values as int64, floats as float32.
     """
     function(name)(*map(_convert, arguments))
 
@@ -83,7 +84,8 @@ def function(name: str):
         return getattr(library(), name)
     except AttributeError:
         raise shared_library.LibraryError(
-            f"the C++ host library has no {name}; write it in lsq/csrc/cpu, or take the backend 'reference'"
+            f"the C++ host library has no {name}; write it in lsq/csrc/cpu, or take the backend"
+            " 'reference'"
         ) from None
 
 
@@ -100,7 +102,8 @@ def _convert(argument):
 
 
 def run(operation) -> None:
-    """Run the loop of an operation (lsq.program.operation.Operation) on tensors in memory of the CPU."""
+    """Run the loop of an operation (lsq.program.operation.Operation) on tensors in memory of the
+    CPU."""
     function(f"lsq_{operation.name}")(operation.packed)
 
 
@@ -110,11 +113,17 @@ def words(struct: bytes) -> ctypes.Array:
 
 
 def sequence(operations: Sequence) -> Callable[[], None]:
-    """What runs the loops of `operations` in one foreign call, as often as it is called. Keeps their tensors alive."""
+    """What runs the loops of `operations` in one foreign call, as often as it is called.
+
+    Keeps their tensors alive.
+    """
     found, count = library(), len(operations)
     structs = [operation.packed for operation in operations]
     loops = (ctypes.c_void_p * count)(
-        *(ctypes.cast(function(f"lsq_{operation.name}"), ctypes.c_void_p).value for operation in operations)
+        *(
+            ctypes.cast(function(f"lsq_{operation.name}"), ctypes.c_void_p).value
+            for operation in operations
+        )
     )
     pointers = (ctypes.c_void_p * count)(*map(ctypes.addressof, structs))
 

@@ -1,4 +1,5 @@
-"""Where the operands of launches and products stand in memory: fixed, or read through words that may change."""
+"""Where the operands of launches and products stand in memory: fixed, or read through words that
+may change."""
 
 import ctypes
 from collections.abc import Callable, Iterable
@@ -13,7 +14,8 @@ ALIGNMENT = 16
 
 
 class Places:
-    """Tensors at their addresses, and operations in structs that are made of them and stay as they are.
+    """Tensors at their addresses, and operations in structs that are made of them and stay as they
+    are.
 
     Args:
         place: the device where tensors must lie.
@@ -36,7 +38,8 @@ class Places:
         return self.memory[-1]
 
     def address(self, tensor: torch.Tensor, what: str) -> tuple[int | None, int]:
-        """(address of a word, offset): the tensor lies `offset` bytes after what stands there; no word: at it."""
+        """(address of a word, offset): the tensor lies `offset` bytes after what stands there; no
+        word: at it."""
         self._held.append(tensor)
         return None, tensor_address(tensor, self._place, what)
 
@@ -46,7 +49,8 @@ class Places:
 
 
 class MovingPlaces(Places):
-    """One operation whose struct is read again and again, and so are its operands, through the words of the struct.
+    """One operation whose struct is read again and again, and so are its operands, through the
+    words of the struct.
 
     Args:
         operation: what launches are given as such.
@@ -77,12 +81,18 @@ class MovingPlaces(Places):
             word[0] = real.data_ptr()
 
     def struct(self, operation, what):
-        check(operation is self._operation, f"{what}: the launch is given another operation than its own")
+        check(
+            operation is self._operation,
+            f"{what}: the launch is given another operation than its own",
+        )
         return self._struct
 
     def address(self, tensor, what):
         word = self._words.get(_storage(tensor))
-        check(word is not None, f"{what}: an operand is neither a field of the operation nor its scratch memory")
+        check(
+            word is not None,
+            f"{what}: an operand is neither a field of the operation nor its scratch memory",
+        )
         return word, tensor.storage_offset() * tensor.element_size()
 
 
@@ -97,17 +107,26 @@ def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> 
         ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
     """
     if not tensor.is_contiguous():
-        raise ValueError(f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()")
+        raise ValueError(
+            f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()"
+        )
     return tensor_address(tensor, place, what)
 
 
 def tensor_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
-    """The same for a tensor that may have any strides. Every border of a pass comes here: no message is made ahead."""
+    """The same for a tensor that may have any strides.
+
+    Every border of a pass comes here: no message is made ahead.
+    """
     if tensor.device != place:
-        raise ValueError(f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with .to()")
+        raise ValueError(
+            f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with"
+            " .to()"
+        )
     found = tensor.data_ptr()
     if found % ALIGNMENT:
         raise ValueError(
-            f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT}; copy it with .clone()"
+            f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT};"
+            " copy it with .clone()"
         )
     return found

@@ -1,6 +1,7 @@
 """Calls the matrix products of lsq/csrc/runtime, which run in libcublasLt.
 
-Which product for which tensors is decided in lsq/gemm/cublaslt.py; here everything is numbers and addresses.
+Which product for which tensors is decided in lsq/gemm/cublaslt.py; here everything is numbers and
+addresses.
 """
 
 import ctypes
@@ -23,14 +24,30 @@ DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 ALPHAS = {"one": 0, "scalar": 1, "vector": 2}
 
 CONFIGURATION = (
-    "id", "tile", "split_k", "reduction_scheme", "swizzle", "custom_option", "stages", "inner_shape", "cluster_shape",
-)  # fmt: skip
-"""What an algorithm is made of, in the order of cublasLtMatmulAlgoConfigAttributes_t. All but the id may be changed."""
+    "id",
+    "tile",
+    "split_k",
+    "reduction_scheme",
+    "swizzle",
+    "custom_option",
+    "stages",
+    "inner_shape",
+    "cluster_shape",
+)
+"""What an algorithm is made of, in the order of cublasLtMatmulAlgoConfigAttributes_t.
+
+All but the id may be changed.
+"""
 
 CAPABILITIES = {
-    "split_k": 0, "reduction_schemes": 1, "swizzle": 2, "custom_option_max": 7, "alignment_a": 16, "alignment_b": 17,
+    "split_k": 0,
+    "reduction_schemes": 1,
+    "swizzle": 2,
+    "custom_option_max": 7,
+    "alignment_a": 16,
+    "alignment_b": 17,
     "alignment_d": 19,
-}  # fmt: skip
+}
 """What an algorithm can do, one number each -> cublasLtMatmulAlgoCapAttributes_t."""
 
 CAPABILITY_LISTS = {"tiles": 6, "stages": 13}
@@ -53,7 +70,9 @@ class _Spec(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in "m n k dtype out_dtype alpha transpose_a transpose_b leading_a leading_b leading_out".split()
+        for name in (
+            "m n k dtype out_dtype alpha transpose_a transpose_b leading_a leading_b leading_out"
+        ).split()
     ]
 
 
@@ -89,14 +108,16 @@ def _call(name: str, *arguments) -> None:
 def _checked(data: bytes) -> bytes:
     if len(data) != ALGORITHM_BYTES:
         raise ValueError(
-            f"an algorithm of cuBLASLt is {ALGORITHM_BYTES} bytes, these are {len(data)}; the file that they come from "
+            f"an algorithm of cuBLASLt is {ALGORITHM_BYTES} bytes, these are {len(data)}; the file"
+            " that they come from "
             "is damaged: tune again"
         )
     return bytes(data)
 
 
 class ProductLibrary:
-    """One libcublasLt, for one device: the one that is current when an algorithm is first looked up.
+    """One libcublasLt, for one device: the one that is current when an algorithm is first looked
+    up.
 
     Args:
         path: what `find_cublaslt` returns, or an emulated library.
@@ -116,7 +137,8 @@ class ProductLibrary:
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def product(self, **spec: int) -> "Matmul":
-        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha as in ALPHAS.
+        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha
+        as in ALPHAS.
 
         Raises:
             ProductError: the library refuses the description.
@@ -138,7 +160,8 @@ class ProductLibrary:
         return decoded
 
     def configure(self, data: bytes, **configuration: int) -> bytes:
-        """The bytes of an algorithm with another configuration, whose names are those of CONFIGURATION.
+        """The bytes of an algorithm with another configuration, whose names are those of
+        CONFIGURATION.
 
         Raises:
             ValueError: not 64 bytes.
@@ -150,20 +173,27 @@ class ProductLibrary:
         return changed.raw
 
     def capabilities(self, data: bytes) -> dict[str, int | list[int]]:
-        """What an algorithm can do, named as in CAPABILITIES and CAPABILITY_LISTS: the space of an exhaustive search.
+        """What an algorithm can do, named as in CAPABILITIES and CAPABILITY_LISTS: the space of an
+        exhaustive search.
 
         Raises:
             ValueError: not 64 bytes.
             ProductError: not an algorithm.
         """
         data = _checked(data)
-        numbers = {name: self._capability(data, attribute)[0] for name, attribute in CAPABILITIES.items()}
-        lists = {name: self._capability(data, attribute) for name, attribute in CAPABILITY_LISTS.items()}
+        numbers = {
+            name: self._capability(data, attribute)[0] for name, attribute in CAPABILITIES.items()
+        }
+        lists = {
+            name: self._capability(data, attribute) for name, attribute in CAPABILITY_LISTS.items()
+        }
         return {**numbers, **lists}
 
     def _capability(self, data: bytes, attribute: int) -> list[int]:
         values, count = (ctypes.c_int64 * _LONGEST_LIST)(), ctypes.c_int64()
-        _call("capability", self._handle, data, attribute, values, _LONGEST_LIST, ctypes.byref(count))
+        _call(
+            "capability", self._handle, data, attribute, values, _LONGEST_LIST, ctypes.byref(count)
+        )
         return values[: count.value]
 
     def close(self) -> None:
@@ -173,7 +203,8 @@ class ProductLibrary:
 
 
 class Matmul:
-    """One product in C++ (class MatrixProduct of cublaslt.h), which a launcher runs through `address`."""
+    """One product in C++ (class MatrixProduct of cublaslt.h), which a launcher runs through
+    `address`."""
 
     def __init__(self, library: ctypes.c_void_p, spec: _Spec) -> None:
         self._handle = ctypes.c_void_p()
@@ -191,10 +222,28 @@ class Matmul:
             ProductError: the product is not supported, or no CUDA context is current.
         """
         algorithms = ctypes.create_string_buffer(limit * ALGORITHM_BYTES)
-        workspaces, waves, count = (ctypes.c_int64 * limit)(), (ctypes.c_float * limit)(), ctypes.c_int64()
-        _call("candidates", self._handle, workspace_bytes, limit, algorithms, workspaces, waves, ctypes.byref(count))
-        parts = [algorithms.raw[i : i + ALGORITHM_BYTES] for i in range(0, limit * ALGORITHM_BYTES, ALGORITHM_BYTES)]
-        return [Candidate(*each) for each in zip(parts[: count.value], workspaces, waves, strict=False)]
+        workspaces, waves, count = (
+            (ctypes.c_int64 * limit)(),
+            (ctypes.c_float * limit)(),
+            ctypes.c_int64(),
+        )
+        _call(
+            "candidates",
+            self._handle,
+            workspace_bytes,
+            limit,
+            algorithms,
+            workspaces,
+            waves,
+            ctypes.byref(count),
+        )
+        parts = [
+            algorithms.raw[i : i + ALGORITHM_BYTES]
+            for i in range(0, limit * ALGORITHM_BYTES, ALGORITHM_BYTES)
+        ]
+        return [
+            Candidate(*each) for each in zip(parts[: count.value], workspaces, waves, strict=False)
+        ]
 
     def check(self, data: bytes) -> Candidate:
         """The workspace and waves of an algorithm for this product.
@@ -204,7 +253,13 @@ class Matmul:
             ProductError: the algorithm does not run this product on this device.
         """
         workspace_bytes, waves = ctypes.c_int64(), ctypes.c_float()
-        _call("check", self._handle, _checked(data), ctypes.byref(workspace_bytes), ctypes.byref(waves))
+        _call(
+            "check",
+            self._handle,
+            _checked(data),
+            ctypes.byref(workspace_bytes),
+            ctypes.byref(waves),
+        )
         return Candidate(bytes(data), workspace_bytes.value, waves.value)
 
     def choose(self, data: bytes) -> None:
@@ -244,7 +299,8 @@ class Matmul:
 
         Args:
             operands: addresses of a, b and out, multiples of 16.
-            alpha: the number for "scalar", the address of N float32 for "vector", nothing for "one".
+            alpha: the number for "scalar", the address of N float32 for "vector", nothing for
+                "one".
             workspace: address of the workspace, a multiple of 256.
             workspace_bytes: its size.
             stream: a cudaStream_t.

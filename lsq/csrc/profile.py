@@ -1,7 +1,9 @@
-"""What kernels do, counted in the emulator: memory as warps access it, instructions by kind, blocks that fit.
+"""What kernels do, counted in the emulator: memory as warps access it, instructions by kind, blocks
+that fit.
 
-Lanes of a warp that access memory together are one request (csrc/emulator/counters.h). Instructions are those of the
-kernel compiled for this machine's scalar units, at each execution of a basic block by a warp: no GPU's, but near them.
+Lanes of a warp that access memory together are one request (csrc/emulator/counters.h). Instructions
+are those of the kernel compiled for this machine's scalar units, at each execution of a basic block
+by a warp: no GPU's, but near them.
 """
 
 import ctypes
@@ -22,24 +24,52 @@ from lsq.csrc.runtime import Driver
 
 WARP = 32
 CALLED = {
-    "emulator_float_to_bfloat16": "convert", "emulator_bfloat16_pair": "convert",
-    "emulator_collective": "exchange", "emulator_barrier": "barrier",
-    "emulator_load": "memory", "emulator_store": "memory",
-    "emulator_load_matrices": "memory", "emulator_copy_async": "memory", "emulator_multiply": "mma",
-    "emulator_begin_multiplication": "wgmma", "emulator_fence_shared": "barrier",
-    "nearbyintf": "convert", "rintf": "convert",
-    "emulator_larger_magnitude": "float", "__fadd_rd": "float", "__byte_perm": "permute", "__dp4a": "multiply",
-    "floorf": "convert", "ceilf": "convert", "fmaf": "float", "fminf": "float", "fmaxf": "float", "fabsf": "float",
-    "sqrtf": "root", "sqrt": "root", "logf": "logarithm",
-}  # fmt: skip
-"""Functions that stand for an instruction or a few of a GPU, and their kind; what they execute is not counted."""
+    "emulator_float_to_bfloat16": "convert",
+    "emulator_bfloat16_pair": "convert",
+    "emulator_collective": "exchange",
+    "emulator_barrier": "barrier",
+    "emulator_load": "memory",
+    "emulator_store": "memory",
+    "emulator_load_matrices": "memory",
+    "emulator_copy_async": "memory",
+    "emulator_multiply": "mma",
+    "emulator_begin_multiplication": "wgmma",
+    "emulator_fence_shared": "barrier",
+    "nearbyintf": "convert",
+    "rintf": "convert",
+    "emulator_larger_magnitude": "float",
+    "__fadd_rd": "float",
+    "__byte_perm": "permute",
+    "__dp4a": "multiply",
+    "floorf": "convert",
+    "ceilf": "convert",
+    "fmaf": "float",
+    "fminf": "float",
+    "fmaxf": "float",
+    "fabsf": "float",
+    "sqrtf": "root",
+    "sqrt": "root",
+    "logf": "logarithm",
+}
+"""Functions that stand for an instruction or a few of a GPU, and their kind; what they execute is
+not counted."""
 KINDS = (
-    ("root", r"sqrt[sp][sd]"), ("division", r"div[sp][sd]|i?div[lq]?"), ("convert", r"cvt\w+"),
-    ("float", r"(add|sub|mul|min|max|and|andn|or|xor|u?comi|cmp\w*|unpckl)(ss|sd|ps|pd)|p(and|or|xor)n?"),
-    ("multiply", r"i?mul[lq]?"), ("branch", r"j\w+"),
-    ("integer", r"(add|sub|and|or|xor|not|neg|sh[lr]d?|sa[lr]|ro[lr]|inc|dec|cmp|test|lea|bt\w*)[bwlq]?|(set|cmov)\w+"),
-)  # fmt: skip
-"""Kinds of instructions and the mnemonics of x86-64 that stand for them; others (moves, calls) are not counted."""
+    ("root", r"sqrt[sp][sd]"),
+    ("division", r"div[sp][sd]|i?div[lq]?"),
+    ("convert", r"cvt\w+"),
+    (
+        "float",
+        r"(add|sub|mul|min|max|and|andn|or|xor|u?comi|cmp\w*|unpckl)(ss|sd|ps|pd)|p(and|or|xor)n?",
+    ),
+    ("multiply", r"i?mul[lq]?"),
+    ("branch", r"j\w+"),
+    (
+        "integer",
+        r"(add|sub|and|or|xor|not|neg|sh[lr]d?|sa[lr]|ro[lr]|inc|dec|cmp|test|lea|bt\w*)[bwlq]?|(set|cmov)\w+",
+    ),
+)
+"""Kinds of instructions and the mnemonics of x86-64 that stand for them; others (moves, calls) are
+not counted."""
 _KINDS = [(kind, re.compile(pattern)) for kind, pattern in KINDS]
 _HOOK = "__sanitizer_cov_trace_pc"
 
@@ -76,7 +106,8 @@ class Profile:
     kernel: str
     warps: int
     operands: tuple[Operand, ...]
-    """In the order of `operands_of`; of a tensor that is there twice, the second has no accesses."""
+    """In the order of `operands_of`; of a tensor that is there twice, the second has no accesses.
+    """
     elsewhere: tuple[Traffic, Traffic, Traffic]
     """Reads, writes and atomics of memory that belongs to none of them."""
     shared_requests: int
@@ -97,8 +128,12 @@ def device() -> Device:
         RuntimeError: there is no C++ compiler.
     """
     return Device(
-        name="CUDA emulator that counts", driver=Driver(str(emulator.build_driver())), products=None,
-        compile=lambda kernel: emulator.compile_kernels(kernel.source, kernel.defines, profile=True),
+        name="CUDA emulator that counts",
+        driver=Driver(str(emulator.build_driver())),
+        products=None,
+        compile=lambda kernel: emulator.compile_kernels(
+            kernel.source, kernel.defines, profile=True
+        ),
         place=torch.device("cpu"),
     )
 
@@ -125,8 +160,13 @@ def profile(entries: Sequence[Launch]) -> list[Profile]:
     library = ctypes.CDLL(str(emulator.build_driver()))
     library.emulator_profile_end.restype = ctypes.c_char_p
     operands = [operands_of(entry) for entry in entries]
-    regions = sorted({_span(tensor) for tensors in operands for tensor in tensors if tensor.numel()})
-    begins, ends = ((ctypes.c_uint64 * len(regions))(*side) for side in ([one[i] for one in regions] for i in (0, 1)))
+    regions = sorted(
+        {_span(tensor) for tensors in operands for tensor in tensors if tensor.numel()}
+    )
+    begins, ends = (
+        (ctypes.c_uint64 * len(regions))(*side)
+        for side in ([one[i] for one in regions] for i in (0, 1))
+    )
     library.emulator_profile_begin(begins, ends, ctypes.c_int64(len(regions)))
     try:
         ready.run()
@@ -144,12 +184,19 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _profile(record: dict, entry: Launch, tensors: list[torch.Tensor], places: dict) -> Profile:
-    *regions, elsewhere = ([Traffic(**dict(zip(("requests", "bytes", "sectors", "touched"), one, strict=True)))
-                            for one in region] for region in record["regions"])
+    *regions, elsewhere = (
+        [
+            Traffic(**dict(zip(("requests", "bytes", "sectors", "touched"), one, strict=True)))
+            for one in region
+        ]
+        for region in record["regions"]
+    )
     operands, seen = [], set()
     for tensor in tensors:
         place = places.get(_span(tensor))
-        reads, writes, atomics = [Traffic()] * 3 if place is None or place in seen else regions[place]
+        reads, writes, atomics = (
+            [Traffic()] * 3 if place is None or place in seen else regions[place]
+        )
         seen.add(place)
         size = tensor.numel() * tensor.element_size()
         operands.append(Operand(bytes=size, reads=reads, writes=writes, atomics=atomics))
@@ -157,9 +204,15 @@ def _profile(record: dict, entry: Launch, tensors: list[torch.Tensor], places: d
     requests, passes, least = record["shared"]
     threads = entry.block[0] * entry.block[1] * entry.block[2]
     return Profile(
-        kernel=record["kernel"], warps=-(-threads // WARP) * entry.grid[0] * entry.grid[1] * entry.grid[2],
-        operands=tuple(operands), elsewhere=tuple(elsewhere), shared_requests=requests, shared_passes=passes,
-        shared_least=least, instructions=instructions, activity=activity,
+        kernel=record["kernel"],
+        warps=-(-threads // WARP) * entry.grid[0] * entry.grid[1] * entry.grid[2],
+        operands=tuple(operands),
+        elsewhere=tuple(elsewhere),
+        shared_requests=requests,
+        shared_passes=passes,
+        shared_least=least,
+        instructions=instructions,
+        activity=activity,
     )
 
 
@@ -177,7 +230,8 @@ def _instructions(record: dict) -> tuple[dict[str, int], float]:
 
 @functools.cache
 def _code(module: str) -> dict[int, Counter]:
-    """Of each basic block, by the address after its call of the hook: how many instructions of each kind it has.
+    """Of each basic block, by the address after its call of the hook: how many instructions of each
+    kind it has.
 
     Raises:
         RuntimeError: there is no objdump.
@@ -187,7 +241,8 @@ def _code(module: str) -> dict[int, Counter]:
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise RuntimeError(
-            f"objdump, which counts instructions, cannot be run ({error}); install binutils (`apt install binutils`)"
+            f"objdump, which counts instructions, cannot be run ({error}); install binutils (`apt"
+            " install binutils`)"
         ) from error
     blocks: dict[int, Counter] = {}
     now, hooked, inside = None, False, False
@@ -195,7 +250,9 @@ def _code(module: str) -> dict[int, Counter]:
         title = re.match(r"[0-9a-f]+ <(.*)>:$", line)
         if title:
             now, inside = None, _called(title.group(1)) is not None
-        part = re.match(r"\s*([0-9a-f]+):\s+(?:(?:lock|rep\w*|bnd|data16|cs|notrack)\s+)*(\w+)\s*(.*)", line)
+        part = re.match(
+            r"\s*([0-9a-f]+):\s+(?:(?:lock|rep\w*|bnd|data16|cs|notrack)\s+)*(\w+)\s*(.*)", line
+        )
         if not part or inside:
             continue
         address, name, given = int(part.group(1), 16), part.group(2), part.group(3)

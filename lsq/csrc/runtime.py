@@ -1,4 +1,5 @@
-"""Calls the launcher in csrc/runtime: a CUDA driver and its functions; launch_list.py has its lists."""
+"""Calls the launcher in csrc/runtime: a CUDA driver and its functions; launch_list.py has its
+lists."""
 
 import contextlib
 import ctypes
@@ -18,11 +19,13 @@ def library() -> ctypes.CDLL:
     """The launcher.
 
     Raises:
-        LibraryError: it is not built, is damaged, or was built from other sources than those beside it.
+        LibraryError: it is not built, is damaged, or was built from other sources than those beside
+            it.
     """
     if not LIBRARY.exists():
         raise LibraryError(
-            f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++) and install lsq again"
+            f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++)"
+            " and install lsq again"
         )
     found = shared_library.load(LIBRARY, "runtime")
     found.lsq_list_create.restype = ctypes.c_void_p
@@ -30,10 +33,16 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments) -> tuple[int, str]:
-    """Call a function that returns a status and fills a message: both. Whole numbers go as int64."""
+    """Call a function that returns a status and fills a message: both.
+
+    Whole numbers go as int64.
+    """
     function = getattr(library(), name)
     function.restype = ctypes.c_int64
-    numbers = (ctypes.c_int64(argument) if isinstance(argument, int) else argument for argument in arguments)
+    numbers = (
+        ctypes.c_int64(argument) if isinstance(argument, int) else argument
+        for argument in arguments
+    )
     message = ctypes.create_string_buffer(MESSAGE_BYTES)
     status = function(*numbers, message, ctypes.c_int64(MESSAGE_BYTES))
     return status, message.value.decode(errors="replace")
@@ -46,7 +55,8 @@ def _call(name: str, *arguments) -> None:
 
 
 class Driver:
-    """A CUDA driver, or the emulator's, for one device in its primary context, which PyTorch works in, too.
+    """A CUDA driver, or the emulator's, for one device in its primary context, which PyTorch works
+    in, too.
 
     The context is made, if it is not there, when it is first needed.
 
@@ -60,7 +70,13 @@ class Driver:
 
     def __init__(self, path: str, ordinal: int = 0):
         self.handle, version = ctypes.c_void_p(), ctypes.c_int64()
-        _call("lsq_driver_open", path.encode(), ordinal, ctypes.byref(self.handle), ctypes.byref(version))
+        _call(
+            "lsq_driver_open",
+            path.encode(),
+            ordinal,
+            ctypes.byref(self.handle),
+            ctypes.byref(version),
+        )
         self.version = (version.value // 1000, version.value % 1000 // 10)
         """Newest CUDA version that it supports."""
 

@@ -15,7 +15,8 @@ FOLDER = Path(__file__).parent
 
 @functools.cache
 def operations_header() -> str:
-    """The text of operations.h, which the sources in "cpu" and all kernels include; see declarations.py."""
+    """The text of operations.h, which the sources in "cpu" and all kernels include; see
+    declarations.py."""
     known = sys.modules.get("lsq.csrc.declarations")  # which has read them already
     return known.header() if known else runpy.run_path(str(FOLDER / "declarations.py"))["header"]()
 
@@ -26,7 +27,8 @@ def headers(folder: str) -> list[Path]:
 
 
 def checksum(folder: str) -> int:
-    """CRC-32 of the names and contents of the C++ sources of a library; 0 where they were not installed."""
+    """CRC-32 of the names and contents of the C++ sources of a library; 0 where they were not
+    installed."""
     implementations = sorted(FOLDER.joinpath(folder).glob("*.cpp"))
     value = zlib.crc32(operations_header().encode()) if folder == "cpu" and implementations else 0
     for path in [*headers(folder), *implementations] if implementations else []:
@@ -35,12 +37,14 @@ def checksum(folder: str) -> int:
 
 
 def sealed(content: bytes) -> bytes:
-    """What is written of a library: behind its content, where nothing that loads it looks, the SHA-256 of that."""
+    """What is written of a library: behind its content, where nothing that loads it looks, the
+    SHA-256 of that."""
     return content + hashlib.sha256(content).digest()
 
 
 def unsealed(content: bytes) -> bytes:
-    """What `sealed` was given, or nothing where this is not what it returned: a byte less, or one changed."""
+    """What `sealed` was given, or nothing where this is not what it returned: a byte less, or one
+    changed."""
     size = hashlib.sha256().digest_size
     inner, seal = content[:-size], content[-size:]
     return inner if hashlib.sha256(inner).digest() == seal else b""

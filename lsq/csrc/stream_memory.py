@@ -1,4 +1,5 @@
-"""Memory that the work of one stream shares: what kernels and products need for a moment, one after another."""
+"""Memory that the work of one stream shares: what kernels and products need for a moment, one after
+another."""
 
 import contextlib
 import functools
@@ -11,7 +12,8 @@ WORKSPACE_ALIGNMENT = 256
 
 
 class StreamMemory:
-    """The workspace of products, and words for tickets, which every kernel finds and leaves at zero.
+    """The workspace of products, and words for tickets, which every kernel finds and leaves at
+    zero.
 
     Args:
         place: where.
@@ -28,7 +30,10 @@ class StreamMemory:
         return torch.zeros(TICKETS, dtype=torch.int32, device=self.place)
 
     def grow(self, workspace_bytes: int) -> None:
-        """Make room for a larger workspace. The stream is current: PyTorch reuses the old one after its work."""
+        """Make room for a larger workspace.
+
+        The stream is current: PyTorch reuses the old one after its work.
+        """
         if self.workspace.numel() < workspace_bytes:
             self.workspace = aligned_workspace(workspace_bytes, self.place)
 
@@ -39,7 +44,8 @@ class StreamMemory:
 
 
 def aligned_workspace(size: int, place: torch.device) -> torch.Tensor:
-    """uint8 [size] on a device that begins at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt wants its workspace."""
+    """uint8 [size] on a device that begins at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt wants
+    its workspace."""
     whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=place)
     first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
     return whole[first : first + size]

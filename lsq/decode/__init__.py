@@ -1,4 +1,6 @@
-"""Decoding: what a search asks of a model, the search, and the engine that answers in int8. Nothing here needs fairseq.
+"""Decoding: what a search asks of a model, the search, and the engine that answers in int8.
+
+Nothing here needs fairseq.
 
 R hypotheses that are still open, "rows", of all sentences of a batch; V words.
 """

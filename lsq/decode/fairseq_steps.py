@@ -1,4 +1,5 @@
-"""Steps of models with fairseq's interface, taken as its own generator takes them: slow, the reference of others.
+"""Steps of models with fairseq's interface, taken as its own generator takes them: slow, the
+reference of others.
 
 S source words, B sentences, R rows, T words of a row so far, V words of the vocabulary.
 """
@@ -13,7 +14,8 @@ from lsq.decode.steps import Candidates
 
 
 class FairseqSteps:
-    """Any encoder-decoder or language models of fairseq that decode word by word; several are averaged.
+    """Any encoder-decoder or language models of fairseq that decode word by word; several are
+    averaged.
 
     Args:
         models: in eval mode, with one target dictionary.
@@ -25,11 +27,15 @@ class FairseqSteps:
     def __init__(self, *models: nn.Module):
         for model in models:
             if not hasattr(getattr(model, "decoder", None), "reorder_incremental_state_scripting"):
-                raise ValueError(f"{type(model).__name__} has no decoder of fairseq's that goes word by word")
+                raise ValueError(
+                    f"{type(model).__name__} has no decoder of fairseq's that goes word by word"
+                )
         self.models = models
         dictionaries = [model.decoder.dictionary for model in models]
         if any(dictionary != dictionaries[0] for dictionary in dictionaries):
-            raise ValueError("the models have different target dictionaries; give models of one training's data")
+            raise ValueError(
+                "the models have different target dictionaries; give models of one training's data"
+            )
         self.words = len(dictionaries[0])
         self.padding = dictionaries[0].pad()
         self.longest = min(model.max_decoder_positions() for model in models)
@@ -43,7 +49,8 @@ class FairseqSteps:
         self.encoded = [self._encode(model, sources) for model in self.models]
 
     def _encode(self, model: nn.Module, sources: Sequence[Tensor]) -> dict | None:
-        """What the encoder makes of the sentences, padded on their left as fairseq does; None for a language model."""
+        """What the encoder makes of the sentences, padded on their left as fairseq does; None for a
+        language model."""
         if not hasattr(model, "encoder"):
             return None
         lengths = torch.tensor([len(source) for source in sources], device=sources[0].device)
@@ -52,12 +59,16 @@ class FairseqSteps:
             row[len(row) - len(source) :] = source
         return model.encoder.forward_torchscript({"src_tokens": tokens, "src_lengths": lengths})
 
-    def step(self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None) -> Candidates:
+    def step(
+        self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None
+    ) -> Candidates:
         """See `Steps.step`."""
         found = self.step_all(words, parents)
         best, places = highest(found, top)
         return Candidates(
-            words=places, log_probabilities=best, wanted=None if wanted is None else found.gather(1, wanted)
+            words=places,
+            log_probabilities=best,
+            wanted=None if wanted is None else found.gather(1, wanted),
         )
 
     @torch.no_grad()
@@ -66,8 +77,12 @@ class FairseqSteps:
         sentences = self.sentences[parents]
         orders = [parents]
         if len(sentences) == len(self.sentences) and not sentences.equal(self.sentences):
-            # where the number of rows stays, fairseq takes their sentences for the same and moves no memory
-            orders = [torch.cat([parents, parents[:1]]), torch.arange(len(parents), device=parents.device)]
+            # where the number of rows stays, fairseq takes their sentences for the same and moves
+            # no memory
+            orders = [
+                torch.cat([parents, parents[:1]]),
+                torch.arange(len(parents), device=parents.device),
+            ]
         self.sentences = sentences
         self.history = torch.cat([self.history[parents], words[:, None]], 1)
         found = []
@@ -75,16 +90,25 @@ class FairseqSteps:
             for order in orders if state else []:
                 model.decoder.reorder_incremental_state_scripting(state, order)
             if self.encoded[number] is not None:
-                self.encoded[number] = model.encoder.reorder_encoder_out(self.encoded[number], parents)
-            logits, *extra = model.decoder(self.history, encoder_out=self.encoded[number], incremental_state=state)
+                self.encoded[number] = model.encoder.reorder_encoder_out(
+                    self.encoded[number], parents
+                )
+            logits, *extra = model.decoder(
+                self.history, encoder_out=self.encoded[number], incremental_state=state
+            )
             output = (logits[:, -1:], *extra)
             found.append(model.get_normalized_probs(output, log_probs=True, sample=None)[:, -1])
-        return found[0] if len(found) == 1 else torch.stack(found).logsumexp(0) - math.log(len(found))
+        return (
+            found[0] if len(found) == 1 else torch.stack(found).logsumexp(0) - math.log(len(found))
+        )
 
 
 def highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` highest of float32 [R, V], best first, and their places int64 [R, count]; of equal ones the first."""
+    """The `count` highest of float32 [R, V], best first, and their places int64 [R, count]; of
+    equal ones the first."""
     best, places = values.topk(count, dim=1)
     if ((values >= best[:, -1:]).sum(1) > count).any() or (best[:, 1:] == best[:, :-1]).any():
-        best, places = (each[:, :count] for each in values.sort(dim=1, descending=True, stable=True))
+        best, places = (
+            each[:, :count] for each in values.sort(dim=1, descending=True, stable=True)
+        )
     return best, places

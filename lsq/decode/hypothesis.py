@@ -12,6 +12,7 @@ class Hypothesis:
     words: Tensor
     """int64 [T], the end of the sentence included."""
     score: float
-    """Sum of the words' log-probabilities; where scores are normalised, over T to the power of the length penalty."""
+    """Sum of the words' log-probabilities; where scores are normalised, over T to the power of the
+    length penalty."""
     word_scores: Tensor
     """float32 [T], the log-probability of each word."""

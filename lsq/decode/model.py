@@ -1,7 +1,9 @@
-"""A model as it is decoded: its architecture and plain tensors by name, without floats of what is rounded.
+"""A model as it is decoded: its architecture and plain tensors by name, without floats of what is
+rounded.
 
-Names are those of a state dict, `decoder.layers.0.self_attn.qkv_bias`; a rounded weight W stands as W.codes int8, as
-its format stores them, and W.scale float32 for each row. These are the integers that the modules compute with.
+Names are those of a state dict, `decoder.layers.0.self_attn.qkv_bias`; a rounded weight W stands as
+W.codes int8, as its format stores them, and W.scale float32 for each row. These are the integers
+that the modules compute with.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,13 +49,16 @@ class DecodingModel:
         missing, unknown = set(wanted) - set(self.tensors), set(self.tensors) - set(wanted)
         for problem, names in (("lacks", missing), ("has unknown", unknown)):
             if names:
-                listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                listed = ", ".join(sorted(names)[:3]) + (
+                    f" and {len(names) - 3} more" if len(names) > 3 else ""
+                )
                 raise ValueError(f"the model {problem} tensors: {listed}")
         for name, (shape, dtype) in wanted.items():
             found = self.tensors[name]
             if tuple(found.shape) != shape or found.dtype != dtype or not found.is_contiguous():
                 raise ValueError(
-                    f"{name} is {found.dtype} {tuple(found.shape)}; it must be a contiguous tensor of {dtype} {shape}"
+                    f"{name} is {found.dtype} {tuple(found.shape)}; it must be a contiguous tensor"
+                    f" of {dtype} {shape}"
                 )
 
     def words(self, side: str) -> Tensor:
@@ -89,28 +94,40 @@ def tensors_of(architecture: Architecture) -> dict[str, Spec]:
     return found
 
 
-def _programs(architecture: Architecture, side: str, stack: StackArchitecture) -> Iterator[tuple[str, Program]]:
+def _programs(
+    architecture: Architecture, side: str, stack: StackArchitecture
+) -> Iterator[tuple[str, Program]]:
     """(name of a module in the stack, a program with everything that it declares)."""
     mode, config = Mode(training=False, backward=False, backend=backend("reference")), stack.config
     one = Sentences(rows=1, count=1)
     table = programs.Table(
-        vocabulary=stack.words, hidden=config.hidden, positions=stack.max_positions + architecture.padding + 1,
-        padding=architecture.padding, scale=stack.embedding_scale, dropout=0.0, learned=stack.positions == "learned",
-    )  # fmt: skip
+        vocabulary=stack.words,
+        hidden=config.hidden,
+        positions=stack.max_positions + architecture.padding + 1,
+        padding=architecture.padding,
+        scale=stack.embedding_scale,
+        dropout=0.0,
+        learned=stack.positions == "learned",
+    )
     yield EMBEDDING, programs.embedding(replace(config.quant, mode="float"), 1, table, mode)
     with_memory = side == "decoder" and architecture.encoder is not None
     for index in range(stack.layers):
-        layer = programs.decoder_layer(config, one, one, mode) if with_memory else programs.encoder_layer(
-            config, one, mode
-        )  # fmt: skip
+        layer = (
+            programs.decoder_layer(config, one, one, mode)
+            if with_memory
+            else programs.encoder_layer(config, one, mode)
+        )
         yield f"layers.{index}", layer
     if side == "decoder":
-        sizes = programs.Vocabulary(words=stack.words, hidden=config.hidden, padded=stack.padded_words)
+        sizes = programs.Vocabulary(
+            words=stack.words, hidden=config.hidden, padded=stack.padded_words
+        )
         yield PROJECTION, programs.vocabulary_logits(config.quant, 1, sizes, mode)
 
 
 def _specs(program: Program) -> Iterator[tuple[str, Spec]]:
-    """What is kept of a program's parameters: codes and scales of those that are rounded, and the others."""
+    """What is kept of a program's parameters: codes and scales of those that are rounded, and the
+    others."""
     for virtual in program.parameters:
         name, kind = virtual.name, virtual.declared.kind
         if kind is Kind.WEIGHT:
@@ -127,12 +144,13 @@ def model_of(module: nn.Module) -> DecodingModel:
 
     Args:
         module: has a `decoder`, and an `encoder` if it translates, as LSQTransformerModel and
-            LSQTransformerLanguageModel have: `dictionary`, `embed_tokens`, `layers`, `layer_norm`, and the decoder
-            `output_projection`. In eval mode.
+            LSQTransformerLanguageModel have: `dictionary`, `embed_tokens`, `layers`, `layer_norm`,
+            and the decoder `output_projection`. In eval mode.
 
     Raises:
-        ValueError: it is in training mode or in float mode, its clips were never measured, its layers are in different
-            formats, or its final norm is of another kind than those of its layers.
+        ValueError: it is in training mode or in float mode, its clips were never measured, its
+            layers are in different formats, or its final norm is of another kind than those of its
+            layers.
     """
     encoder, decoder = getattr(module, "encoder", None), module.decoder
     for each in module.modules():
@@ -144,14 +162,19 @@ def model_of(module: nn.Module) -> DecodingModel:
     words, projection = decoder.dictionary, decoder.output_projection
     if encoder is not None and encoder.padding_idx != decoder.padding_idx:
         raise ValueError(
-            f"padding is word {encoder.padding_idx} of the source and {decoder.padding_idx} of the target; "
+            f"padding is word {encoder.padding_idx} of the source and {decoder.padding_idx} of the"
+            " target; "
             "both dictionaries must agree"
         )
     architecture = Architecture(
-        encoder=None if encoder is None else _architecture(encoder), decoder=_architecture(decoder),
+        encoder=None if encoder is None else _architecture(encoder),
+        decoder=_architecture(decoder),
         shared_words=shared,
-        tied_projection=projection.weight is decoder.embed_tokens.weight, padding=decoder.padding_idx,
-        bos=words.bos(), eos=words.eos(), unk=words.unk(),
+        tied_projection=projection.weight is decoder.embed_tokens.weight,
+        padding=decoder.padding_idx,
+        bos=words.bos(),
+        eos=words.eos(),
+        unk=words.unk(),
     )
     found = {} if encoder is None else dict(_tensors("encoder", encoder))
     found |= _tensors("decoder", decoder)
@@ -163,33 +186,49 @@ def model_of(module: nn.Module) -> DecodingModel:
 def _check_alike(module: nn.Module) -> None:
     """Refuse layers in different formats, as patterns of names give them."""
     rounding = {
-        path: each.quant for path, each in module.named_modules()
+        path: each.quant
+        for path, each in module.named_modules()
         if isinstance(each, ProgramModule) and each.quant.quantized
-    }  # fmt: skip
+    }
     for field in FAST_FORMATS:
         first = {getattr(quant, field): path for path, quant in reversed(rounding.items())}
         if len(first) > 1:
             listed = ", ".join(f"{form} in {path}" for form, path in sorted(first.items()))
             raise ValueError(
-                f"{field} differs between layers ({listed}); models that are kept as codes have one format: lsq "
+                f"{field} differs between layers ({listed}); models that are kept as codes have one"
+                " format: lsq "
                 f"convert-checkpoint CHECKPOINT --output OTHER {option(field)} int8"
             )
 
 
 def _architecture(stack: nn.Module) -> StackArchitecture:
     embedding: Embedding = stack.embed_tokens
-    norm, wanted = stack.layer_norm, nn.RMSNorm if stack.layers[0].config.norm == "rms" else nn.LayerNorm
+    norm, wanted = (
+        stack.layer_norm,
+        nn.RMSNorm if stack.layers[0].config.norm == "rms" else nn.LayerNorm,
+    )
     if norm is not None and not isinstance(norm, wanted):
         given = type(norm).__name__
-        raise ValueError(f"the final norm is a {given} behind layers of another norm; use {wanted.__name__}")
+        raise ValueError(
+            f"the final norm is a {given} behind layers of another norm; use {wanted.__name__}"
+        )
     config = stack.layers[0].config
     config = replace(
-        config, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, quant=replace(config.quant, sparsity=""),
-    )  # fmt: skip
+        config,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        quant=replace(config.quant, sparsity=""),
+    )
     return StackArchitecture(
-        config=config, layers=len(stack.layers), words=len(embedding.weight), max_positions=embedding.max_positions,
-        positions="learned" if embedding.learned else "sinusoidal", embedding_scale=float(embedding.scale),
-        embedding_norm=embedding.layer_norm is not None, final_norm=stack.layer_norm is not None,
+        config=config,
+        layers=len(stack.layers),
+        words=len(embedding.weight),
+        max_positions=embedding.max_positions,
+        positions="learned" if embedding.learned else "sinusoidal",
+        embedding_scale=float(embedding.scale),
+        embedding_norm=embedding.layer_norm is not None,
+        final_norm=stack.layer_norm is not None,
     )
 
 
@@ -204,10 +243,15 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
                     found[prefix + name] = module.values_of(name)
                 else:
                     weight = _rounded(module, name, declared.clip)
-                    found |= {f"{prefix}{name}.codes": weight.codes, f"{prefix}{name}.scale": weight.scale}
+                    found |= {
+                        f"{prefix}{name}.codes": weight.codes,
+                        f"{prefix}{name}.scale": weight.scale,
+                    }
         elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             found |= {prefix + name: parameter for name, parameter in module.named_parameters()}
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()
+    }
 
 
 def _rounded(module: ProgramModule, name: str, clip: str) -> Weight:
@@ -215,7 +259,9 @@ def _rounded(module: ProgramModule, name: str, clip: str) -> Weight:
     values, form, place = module.values_of(name).detach(), module.quant.weights, module.target
     rows = module.padded if isinstance(module, VocabularyProjection) else len(values)
     weight = Weight(
-        format=form, values=values, clip=module.own_parameter(clip).detach(),
+        format=form,
+        values=values,
+        clip=module.own_parameter(clip).detach(),
         codes=place.allocate((rows, form.stored_columns(values.shape[1])), form.storage),
         scale=place.allocate((rows,), torch.float32),
     )

@@ -15,7 +15,9 @@ MOST_STRENGTH = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Options of a search, named as those of fairseq-generate. Lengths count the end of the sentence as a word.
+    """Options of a search, named as those of fairseq-generate.
+
+    Lengths count the end of the sentence as a word.
 
     Raises:
         ValueError: a value is out of its range, or two do not go together.
@@ -28,10 +30,12 @@ class SearchOptions:
     normalize_scores: bool = True
     """Whether a score is divided by its length to the power of `length_penalty`."""
     length_penalty: float = 1.0
-    """Above 1 favours long hypotheses, below 1 short ones (Wu et al. 2016 have another formula; this is fairseq's)."""
+    """Above 1 favours long hypotheses, below 1 short ones (Wu et al. 2016 have another formula;
+    this is fairseq's)."""
     max_len_a: float = 0.0
     max_len_b: int = 200
-    """A hypothesis has at most max_len_a * S + max_len_b words before its end; S: words of a batch's longest source."""
+    """A hypothesis has at most max_len_a * S + max_len_b words before its end; S: words of a
+    batch's longest source."""
     min_len: int = 1
     """Words of a hypothesis before its end, at least."""
     unk_penalty: float = 0.0
@@ -45,9 +49,11 @@ class SearchOptions:
     sampling_topk: int = -1
     """Draw from so many most probable words alone; -1: from all."""
     sampling_topp: float = -1.0
-    """Draw from the fewest words whose probabilities reach this sum (Holtzman et al. 2020); -1: from all."""
+    """Draw from the fewest words whose probabilities reach this sum (Holtzman et al. 2020); -1:
+    from all."""
     diverse_beam_groups: int = -1
-    """Search in so many groups that avoid each other's words (Vijayakumar et al. 2018); -1: in one."""
+    """Search in so many groups that avoid each other's words (Vijayakumar et al. 2018); -1: in one.
+    """
     diverse_beam_strength: float = 0.5
     """What a word costs for each hypothesis of an earlier group that has it at the same place."""
     seed: int = 1
@@ -55,28 +61,48 @@ class SearchOptions:
 
     def __post_init__(self):
         for field in fields(self):
-            value, kinds = getattr(self, field.name), (int, float) if field.type is float else (field.type,)
+            value, kinds = (
+                getattr(self, field.name),
+                (int, float) if field.type is float else (field.type,),
+            )
             if type(value) is bool and field.type is not bool or not isinstance(value, kinds):
-                raise ValueError(f"{field.name} is {value!r:.100}; it must be of type {field.type.__name__}")
-        for name, least in (("beam", 1), ("nbest", 1), ("max_len_b", 0), ("min_len", 0), ("no_repeat_ngram_size", 0)):
+                raise ValueError(
+                    f"{field.name} is {value!r:.100}; it must be of type {field.type.__name__}"
+                )
+        for name, least in (
+            ("beam", 1),
+            ("nbest", 1),
+            ("max_len_b", 0),
+            ("min_len", 0),
+            ("no_repeat_ngram_size", 0),
+        ):
             value = getattr(self, name)
             if value < least:
-                raise ValueError(f"{name} is {value}; it must be a whole number of at least {least}")
+                raise ValueError(
+                    f"{name} is {value}; it must be a whole number of at least {least}"
+                )
         if self.nbest > self.beam:
-            raise ValueError(f"nbest is {self.nbest} and beam {self.beam}; a search returns at most beam hypotheses")
+            raise ValueError(
+                f"nbest is {self.nbest} and beam {self.beam}; a search returns at most beam"
+                " hypotheses"
+            )
         require_positive("temperature", self.temperature)
         for name in ("length_penalty", "max_len_a", "unk_penalty", "diverse_beam_strength"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
         if abs(self.length_penalty) > MOST_PENALTY:
             raise ValueError(
-                f"length_penalty is {self.length_penalty}; it must be from -{MOST_PENALTY} to {MOST_PENALTY}"
+                f"length_penalty is {self.length_penalty}; it must be from -{MOST_PENALTY} to"
+                f" {MOST_PENALTY}"
             )
         if self.unk_penalty < -MOST_REWARD:
-            raise ValueError(f"unk_penalty is {self.unk_penalty}; it must be at least -{MOST_REWARD}")
+            raise ValueError(
+                f"unk_penalty is {self.unk_penalty}; it must be at least -{MOST_REWARD}"
+            )
         if abs(self.diverse_beam_strength) > MOST_STRENGTH:
             raise ValueError(
-                f"diverse_beam_strength is {self.diverse_beam_strength}; it must be from -{MOST_STRENGTH} to"
+                f"diverse_beam_strength is {self.diverse_beam_strength}; it must be from"
+                f" -{MOST_STRENGTH} to"
                 f" {MOST_STRENGTH}"
             )
         if self.max_len_a < 0:
@@ -87,26 +113,33 @@ class SearchOptions:
         groups = self.diverse_beam_groups
         if groups != -1 and (groups < 1 or self.beam % groups):
             raise ValueError(
-                f"diverse_beam_groups is {groups} and beam {self.beam}; groups must divide the beam, or be -1"
+                f"diverse_beam_groups is {groups} and beam {self.beam}; groups must divide the"
+                " beam, or be -1"
             )
 
     @property
     def all_words(self) -> bool:
-        """Whether a search looks at all words of a vocabulary, not at the most probable ones alone."""
+        """Whether a search looks at all words of a vocabulary, not at the most probable ones
+        alone."""
         drawn = self.sampling and self.sampling_topk == -1
         rewarded = self.diverse_beam_groups != -1 and self.diverse_beam_strength < 0
         return drawn or rewarded or self.temperature != 1
 
     def _check_sampling(self) -> None:
         if self.sampling_topk != -1 and self.sampling_topk < 1:
-            raise ValueError(f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all words")
+            raise ValueError(
+                f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all words"
+            )
         if self.sampling_topp != -1 and not 0 < self.sampling_topp <= 1:
             raise ValueError(
-                f"sampling_topp is {self.sampling_topp}; it must be above 0 and at most 1, or -1 for all words"
+                f"sampling_topp is {self.sampling_topp}; it must be above 0 and at most 1, or -1"
+                " for all words"
             )
         limited = self.sampling_topk != -1 or self.sampling_topp != -1
         if limited and not self.sampling:
-            raise ValueError("sampling_topk and sampling_topp limit what is drawn; they need sampling")
+            raise ValueError(
+                "sampling_topk and sampling_topp limit what is drawn; they need sampling"
+            )
         if self.sampling_topk != -1 and self.sampling_topp != -1:
             raise ValueError("give sampling_topk or sampling_topp, not both")
         if self.sampling and self.diverse_beam_groups != -1:

@@ -1,4 +1,5 @@
-"""Programs of decoding bound to memory: weights put there once, temporary tensors that share it, fixed addresses."""
+"""Programs of decoding bound to memory: weights put there once, temporary tensors that share it,
+fixed addresses."""
 
 import math
 from collections import OrderedDict, defaultdict
@@ -52,10 +53,11 @@ class Recent(Generic[T]):
 
 
 class Blocks:
-    """Memory for what lives no longer than one run of a program: all programs share it, since one runs at a time.
+    """Memory for what lives no longer than one run of a program: all programs share it, since one
+    runs at a time.
 
-    Blocks have sizes of powers of two, so that few of them serve programs of any size; what is not used of a block is
-    never touched.
+    Blocks have sizes of powers of two, so that few of them serve programs of any size; what is not
+    used of a block is never touched.
     """
 
     def __init__(self, place: Backend):
@@ -80,7 +82,9 @@ class Blocks:
     def give_back(self, tensor: Tensor) -> None:
         """What was taken is not read any more: others of this program may have its memory."""
         storage = tensor.untyped_storage()
-        self._free[storage.nbytes()].append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        self._free[storage.nbytes()].append(
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        )
 
     @property
     def bytes(self) -> int:
@@ -110,7 +114,8 @@ class Preparation:
                 self._tensors[f"{side}.embed_tokens.position_weight"] = table
 
     def weight(self, name: str, inner: int, *, plain: bool = False) -> Weight | PackedWeight:
-        """The weight of that name with `inner` inputs as products read it: packed, or on the device as it is stored.
+        """The weight of that name with `inner` inputs as products read it: packed, or on the device
+        as it is stored.
 
         `plain`: there as codes, however it is stored.
         """
@@ -122,7 +127,9 @@ class Preparation:
             else:
                 if plain:
                     stored, form = self._model.codes(name, inner).contiguous(), form.unpacked
-                self._weights[name] = Weight(format=form, codes=stored.to(place), scale=scale.to(place))
+                self._weights[name] = Weight(
+                    format=form, codes=stored.to(place), scale=scale.to(place)
+                )
         return self._weights[name]
 
     def sparse_weight(self, name: str, inner: int) -> SparseWeight | None:
@@ -131,7 +138,9 @@ class Preparation:
             codes, found = self._model.codes(name, inner), None
             if is_sparse(codes) and len(codes) % OUTPUTS == 0:
                 packed, scale = pack(codes), self._model.tensors[name + ".scale"]
-                parts = (part.to(self._place.place) for part in (packed.values, packed.indices, scale))
+                parts = (
+                    part.to(self._place.place) for part in (packed.values, packed.indices, scale)
+                )
                 found = SparseWeight.of(*parts)
             self._sparse[name] = found
         return self._sparse[name]
@@ -142,7 +151,10 @@ class Preparation:
         return self._tensors[name]
 
     def calls(
-        self, program: Program, inputs: Mapping[str, Tensor], results: Mapping[VirtualTensor, Tensor] | None = None
+        self,
+        program: Program,
+        inputs: Mapping[str, Tensor],
+        results: Mapping[VirtualTensor, Tensor] | None = None,
     ) -> tuple[list[Call], dict[VirtualTensor, Tensor]]:
         """The operations of a program on real tensors, for a backend to prepare, and its tensors.
 
@@ -166,10 +178,16 @@ class Preparation:
             for tensor in program.outputs_of[index]:
                 if tensor not in found:
                     found[tensor] = self.blocks.take(tensor.shape, tensor.dtype)
-            bound = self._weighted(operation).bind(lambda one: one if isinstance(one, Tensor) else found[one])
+            bound = self._weighted(operation).bind(
+                lambda one: one if isinstance(one, Tensor) else found[one]
+            )
             scratch = [self.blocks.take(*spec) for spec in self._place.scratch(bound)]
             calls.append((bound, scratch))
-            dead = (found[one] for one in program.dying[index] if one.role == "temporary" and one in found)
+            dead = (
+                found[one]
+                for one in program.dying[index]
+                if one.role == "temporary" and one in found
+            )
             for tensor in (*dead, *scratch):
                 self.blocks.give_back(tensor)
         return calls, found
@@ -183,21 +201,30 @@ class Preparation:
         sparse = self.sparse_weight(name, inner) if few else None
         if sparse is not None:
             return SparseProject(
-                x=operation.x.bare(), weight=sparse, bias=operation.bias, out=operation.out,
-                rounded=operation.rounded, nonlinearity=operation.nonlinearity,
+                x=operation.x.bare(),
+                weight=sparse,
+                bias=operation.bias,
+                out=operation.out,
+                rounded=operation.rounded,
+                nonlinearity=operation.nonlinearity,
             )
         weight = self.weight(name, inner)
         if isinstance(weight, Weight):
             return replace(operation, weight=weight)
         end = operation.nonlinearity
         return PackedProject(
-            x=operation.x.coded.bare(), weight=weight, bias=operation.bias, out=operation.out,
-            rounded=operation.rounded, activation=Activation.none if end is None else end.activation,
+            x=operation.x.coded.bare(),
+            weight=weight,
+            bias=operation.bias,
+            out=operation.out,
+            rounded=operation.rounded,
+            activation=Activation.none if end is None else end.activation,
         )
 
 
 def _packed(form: WeightFormat, stored: Tensor, scale: Tensor, inner: int) -> PackedWeight:
-    """What the model stores of a weight with `inner` inputs, as the CPU's products with few rows read it."""
+    """What the model stores of a weight with `inner` inputs, as the CPU's products with few rows
+    read it."""
     if isinstance(form, Int4):
         return PackedWeight.of_int4(stored, scale, inner)
     if is_sparse(stored) and tiles.vectorised():

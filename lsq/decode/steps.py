@@ -12,7 +12,8 @@ class Candidates:
     """Words that may follow each of R rows."""
 
     words: Tensor
-    """int64 [R, K], the most probable ones, best first; of equally probable words the lower number first."""
+    """int64 [R, K], the most probable ones, best first; of equally probable words the lower number
+    first."""
     log_probabilities: Tensor
     """float32 [R, K], of these."""
     wanted: Tensor | None
@@ -37,13 +38,16 @@ class Steps(Protocol):
             steps: that will be taken, at most.
         """
 
-    def step(self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None) -> Candidates:
+    def step(
+        self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None
+    ) -> Candidates:
         """What may follow when each row goes on by one word.
 
         Args:
             words: int64 [R], the last word of each row.
-            parents: int64 [R], the row of the step before that each row goes on; at the first step, its sentence. A row
-                that nobody goes on is forgotten; R may change from step to step.
+            parents: int64 [R], the row of the step before that each row goes on; at the first step,
+                its sentence. A row that nobody goes on is forgotten; R may change from step to
+                step.
             top: K, how many words are wanted for each row, at most V.
             wanted: int64 [R, W], words whose log-probabilities are wanted in any case.
         """

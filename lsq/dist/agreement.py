@@ -10,7 +10,10 @@ from torch.distributed import ProcessGroup
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is set in any process; every process must call it. `device` is the one that trains."""
+    """Whether `flag` is set in any process; every process must call it.
+
+    `device` is the one that trains.
+    """
     if not distributed.is_available() or not distributed.is_initialized():
         return flag
     votes = torch.tensor(int(flag), device=device)
@@ -30,16 +33,26 @@ def least_of_all(values: torch.Tensor, group: ProcessGroup | None = None) -> tor
 
 
 def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """The texts of all processes of a group, in order of ranks; every process must call it. `device`: as above."""
+    """The texts of all processes of a group, in order of ranks; every process must call it.
+
+    `device`: as above.
+    """
     texts = [""] * group.size()
-    at = contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    at = (
+        contextlib.nullcontext()
+        if device.type == "cpu"
+        else torch.accelerator.device_index(device.index)
+    )
     with at:  # NCCL sends from there
         distributed.all_gather_object(texts, text, group=group)
     return texts
 
 
-def require_same(what: str, settings: Mapping[str, object], group: ProcessGroup, device: torch.device) -> None:
-    """Check that `settings` (JSON values) are the same in every process of a group; every process must call it.
+def require_same(
+    what: str, settings: Mapping[str, object], group: ProcessGroup, device: torch.device
+) -> None:
+    """Check that `settings` (JSON values) are the same in every process of a group; every process
+    must call it.
 
     Raises:
         ValueError: they are not; names the first ranks that differ and their values.
@@ -48,9 +61,15 @@ def require_same(what: str, settings: Mapping[str, object], group: ProcessGroup,
     for rank, text in enumerate(texts):
         if text != texts[0]:
             first, other = json.loads(texts[0]), json.loads(text)
-            differing = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
-            said = [", ".join(f"{name}={values.get(name)!r}" for name in differing) for values in (first, other)]
+            differing = sorted(
+                name for name in {*first, *other} if first.get(name) != other.get(name)
+            )
+            said = [
+                ", ".join(f"{name}={values.get(name)!r}" for name in differing)
+                for values in (first, other)
+            ]
             raise ValueError(
-                f"{what} must be the same in every process, but rank 0 has {said[0]} and rank {rank} has {said[1]}; "
+                f"{what} must be the same in every process, but rank 0 has {said[0]} and rank"
+                f" {rank} has {said[1]}; "
                 "start all processes with the same options"
             )

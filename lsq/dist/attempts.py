@@ -1,8 +1,10 @@
-"""The store of a training that torchrun starts again: without what earlier attempts have left there.
+"""The store of a training that torchrun starts again: without what earlier attempts have left
+there.
 
-torchrun's agents may keep one store over all restarts (pytorch#135712). Processes that meet there by `env://` find the
-addresses of dead ones, and roll calls the dead ones' answers. `init_method="lsq://"` meets as `env://` does, in a part
-of the store that is new. The number of restarts cannot name that part: each machine's agent counts its own.
+torchrun's agents may keep one store over all restarts (pytorch#135712). Processes that meet there
+by `env://` find the addresses of dead ones, and roll calls the dead ones' answers.
+`init_method="lsq://"` meets as `env://` does, in a part of the store that is new. The number of
+restarts cannot name that part: each machine's agent counts its own.
 """
 
 import time
@@ -17,10 +19,11 @@ METHOD = "lsq://"
 
 
 def own_part(store: distributed.Store, rank: int, size: int) -> distributed.Store:
-    """The part of `store` that the processes of this attempt alone know; every process must call it.
+    """The part of `store` that the processes of this attempt alone know; every process must call
+    it.
 
-    Rank 0 names it. A process that finds a name asks under it, and takes it once it is answered: nobody answers under
-    the name of an earlier attempt, and answers go to questions that are new.
+    Rank 0 names it. A process that finds a name asks under it, and takes it once it is answered:
+    nobody answers under the name of an earlier attempt, and answers go to questions that are new.
 
     Raises:
         TimeoutError: rank 0 does not answer within the timeout of the store.
@@ -39,7 +42,9 @@ def own_part(store: distributed.Store, rank: int, size: int) -> distributed.Stor
         time.sleep(PERIOD_S)
         if store.check([question]):
             return distributed.PrefixStore(name, store)
-    raise TimeoutError(f"rank 0 did not come to the store of this training; rank {rank} has waited for it")
+    raise TimeoutError(
+        f"rank 0 did not come to the store of this training; rank {rank} has waited for it"
+    )
 
 
 def _meet(url: str, **options):

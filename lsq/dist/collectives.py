@@ -1,4 +1,5 @@
-"""The collectives that exchanges are made of, under the name that the PyTorch at hand has for them."""
+"""The collectives that exchanges are made of, under the name that the PyTorch at hand has for
+them."""
 
 import torch
 from torch import Tensor, distributed
@@ -9,7 +10,8 @@ _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all
 
 
 def all_gather(out: Tensor, own: Tensor, group: ProcessGroup) -> Work:
-    """Write what each of N workers has, `own` of n elements, to `out` of N * n, in order of ranks; both contiguous.
+    """Write what each of N workers has, `own` of n elements, to `out` of N * n, in order of ranks;
+    both contiguous.
 
     Returns:
         What waits for it; on a GPU the current stream waits, and the host does not.
@@ -18,9 +20,14 @@ def all_gather(out: Tensor, own: Tensor, group: ProcessGroup) -> Work:
 
 
 def all_to_all(
-    out: Tensor, given: Tensor, group: ProcessGroup, received: list[int] | None = None, sent: list[int] | None = None
+    out: Tensor,
+    given: Tensor,
+    group: ProcessGroup,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
 ) -> Work:
-    """Send each worker its part of `given` and write what all sent here to `out`, in order of ranks; both contiguous.
+    """Send each worker its part of `given` and write what all sent here to `out`, in order of
+    ranks; both contiguous.
 
     Args:
         received: elements that come from each worker; None: as many from each.
@@ -29,13 +36,20 @@ def all_to_all(
     Returns:
         As `all_gather`.
     """
-    return distributed.all_to_all_single(out.view(-1), given.view(-1), received, sent, group=group, async_op=True)
+    return distributed.all_to_all_single(
+        out.view(-1), given.view(-1), received, sent, group=group, async_op=True
+    )
 
 
 @torch.no_grad()
 def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
-    """Replace tensors of one dtype and device by their means over the workers, in one exchange; None: all processes."""
+    """Replace tensors of one dtype and device by their means over the workers, in one exchange;
+    None: all processes."""
     joined = torch.cat([tensor.flatten() for tensor in tensors])
     distributed.all_reduce(joined, group=group)
-    means = joined.div_(distributed.get_world_size(group)).split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [mean.view_as(tensor) for mean, tensor in zip(means, tensors, strict=True)])
+    means = joined.div_(distributed.get_world_size(group)).split(
+        [tensor.numel() for tensor in tensors]
+    )
+    torch._foreach_copy_(
+        tensors, [mean.view_as(tensor) for mean, tensor in zip(means, tensors, strict=True)]
+    )

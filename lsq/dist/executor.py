@@ -1,7 +1,7 @@
 """Where exchanges run while the backward pass goes on: in order, one after another.
 
-A worker must not start the collectives of two buckets in another order than its peers. Callbacks that issue further
-collectives do not keep an order and hang; one queue does.
+A worker must not start the collectives of two buckets in another order than its peers. Callbacks
+that issue further collectives do not keep an order and hang; one queue does.
 """
 
 import queue
@@ -34,7 +34,9 @@ class WorkerThread:
         """A future of what `task` returns, or that raises what it raised."""
         if self._thread is None:
             arguments = self._tasks, self._explain, torch.get_num_threads()
-            self._thread = threading.Thread(target=_work, args=arguments, name="lsq gradients", daemon=True)
+            self._thread = threading.Thread(
+                target=_work, args=arguments, name="lsq gradients", daemon=True
+            )
             self._thread.start()
             weakref.finalize(self, self._tasks.put, None)
         done: Future = Future()
@@ -43,7 +45,9 @@ class WorkerThread:
         return done.then(_result)
 
 
-def _work(tasks: queue.SimpleQueue, explain: Callable[[Exception], Exception], threads: int) -> None:
+def _work(
+    tasks: queue.SimpleQueue, explain: Callable[[Exception], Exception], threads: int
+) -> None:
     """What the thread does until it gets None: nothing here keeps the WorkerThread itself alive."""
     torch.set_num_threads(threads)  # OpenMP counts for each thread that calls it
     failure: Exception | None = None
@@ -67,7 +71,8 @@ def _result(future: Future) -> Tensor:
 
 
 class SideStream:
-    """Runs exchanges of a GPU on a stream of their own, ordered by events; nothing waits on the host."""
+    """Runs exchanges of a GPU on a stream of their own, ordered by events; nothing waits on the
+    host."""
 
     def __init__(self, device: torch.device):
         self.device = device

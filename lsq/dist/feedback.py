@@ -1,8 +1,10 @@
-"""Error feedback: what rounding took from a gradient is added to the next one (Seide et al. 2014, "1-Bit Stochastic
-Gradient Descent"; Karimireddy et al. 2019).
+"""Error feedback: what rounding took from a gradient is added to the next one (Seide et al. 2014,
+"1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019).
 
-Residuals belong to parameters, by name: DDP puts parameters into other buckets after its first step. Where a step is
-not finite on some worker, all skip it and begin anew from zero: a loss scaler will have changed the unit of gradients.
+Residuals belong to parameters, by name: DDP puts parameters into other buckets after its first
+    step. Where a step is
+not finite on some worker, all skip it and begin anew from zero: a loss scaler will have changed the
+    unit of gradients.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,19 +27,24 @@ class ErrorFeedback:
         named = list(named_parameters)
         self._names = {id(parameter): name for name, parameter in named}
         self._sizes = {name: parameter.numel() for name, parameter in named}
-        self._waiting: dict[str, Tensor] = {}  # loaded, or from buckets that are no more: name -> residual, flat
-        self._buckets: dict[tuple[str, ...], Tensor] = {}  # names of parameters -> residuals, one after another
+        self._waiting: dict[
+            str, Tensor
+        ] = {}  # loaded, or from buckets that are no more: name -> residual, flat
+        self._buckets: dict[
+            tuple[str, ...], Tensor
+        ] = {}  # names of parameters -> residuals, one after another
         self._finite: Tensor | None = None
         self._last_index = -1
 
     def begin(self, index: int, parameters: Sequence[Tensor], buffer: Tensor) -> Tensor:
-        """Add a bucket's residuals to `buffer`, float [n]; where the exchange is to write its error, float32 [n].
+        """Add a bucket's residuals to `buffer`, float [n]; where the exchange is to write its
+        error, float32 [n].
 
         The memory that is returned holds zeros, for values whose error other workers keep.
 
         Args:
-            index: of the bucket. They rise within a step: one that does not begins a new step. It need not be 0, as
-                DDP can leave out buckets that no worker used.
+            index: of the bucket. They rise within a step: one that does not begins a new step. It
+                need not be 0, as DDP can leave out buckets that no worker used.
             parameters: whose gradients lie in `buffer`, in this order.
         """
         if index <= self._last_index:
@@ -51,12 +58,14 @@ class ErrorFeedback:
         return residuals.zero_()
 
     def end(self, mean: Tensor) -> None:
-        """Take note of a bucket's mean, float [n]: whether it is finite decides about the residuals of this step."""
+        """Take note of a bucket's mean, float [n]: whether it is finite decides about the residuals
+        of this step."""
         finite = mean.isfinite().all()
         self._finite = finite if self._finite is None else self._finite & finite
 
     def state(self) -> dict[str, Tensor]:
-        """PREFIX and a parameter's name -> its residual, float32 of the parameter's number of values, copied."""
+        """PREFIX and a parameter's name -> its residual, float32 of the parameter's number of
+        values, copied."""
         self._settle()
         residuals = {name: _used_here(piece).clone() for name, piece in self._waiting.items()}
         for names, values in self._buckets.items():
@@ -71,15 +80,22 @@ class ErrorFeedback:
             ValueError: a name is unknown.
         """
         known = set(self._names.values())
-        unknown = [name for name in state if name.removeprefix(PREFIX) not in known or not name.startswith(PREFIX)]
+        unknown = [
+            name
+            for name in state
+            if name.removeprefix(PREFIX) not in known or not name.startswith(PREFIX)
+        ]
         if unknown:
             raise ValueError(
-                f"residuals were given for {', '.join(sorted(unknown)[:5])}, which this model does not have; "
+                f"residuals were given for {', '.join(sorted(unknown)[:5])}, which this model does"
+                " not have; "
                 "start without them"
             )
         self._buckets.clear()
         self._finite = None
-        self._waiting = {name.removeprefix(PREFIX): residual.flatten() for name, residual in state.items()}
+        self._waiting = {
+            name.removeprefix(PREFIX): residual.flatten() for name, residual in state.items()
+        }
 
     def _settle(self) -> None:
         """Forget the errors of the last step if it was not finite."""
@@ -108,7 +124,8 @@ class ErrorFeedback:
 def _used_here(tensor: Tensor) -> Tensor:
     """`tensor`, whose memory goes to nobody else before the current stream is done with it.
 
-    Exchanges run on a side stream and states are saved and loaded on another; PyTorch knows of the one that allocated.
+    Exchanges run on a side stream and states are saved and loaded on another; PyTorch knows of the
+    one that allocated.
     """
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))

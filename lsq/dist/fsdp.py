@@ -1,8 +1,8 @@
 """int8 gradients for FSDP2: a reduce-scatter whose payload is codes.
 
-FSDP2 keeps each gradient on the worker that owns the shard, so that there is one hop: an all-to-all of packed messages,
-then a float32 sum in the order of ranks. Values are rounded once, before they are sent; those of small tensors are not
-(lsq.dist.small).
+FSDP2 keeps each gradient on the worker that owns the shard, so that there is one hop: an all-to-all
+of packed messages, then a float32 sum in the order of ranks. Values are rounded once, before they
+are sent; those of small tensors are not (lsq.dist.small).
 """
 
 import sys
@@ -25,15 +25,18 @@ from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
 from lsq.quant.random import draw_key
 
 
-def compress_reduce_scatter(model: nn.Module, config: GradientConfig | None = None) -> "Int8ReduceScatter":
+def compress_reduce_scatter(
+    model: nn.Module, config: GradientConfig | None = None
+) -> "Int8ReduceScatter":
     """Let every FSDP2 module in `model` reduce its gradients in int8.
 
-    It is FSDPModule.set_custom_reduce_scatter, called on all of them. Parameters are gathered as before. Call it after
-    `fully_shard` and before the first backward pass, in every process.
+    It is FSDPModule.set_custom_reduce_scatter, called on all of them. Parameters are gathered as
+    before. Call it after `fully_shard` and before the first backward pass, in every process.
 
     Args:
         model: holds at least one module that `fully_shard` was called on.
-        config: mode "int8"; None: that, with its defaults. Of its fields, `block` and `rounding` count.
+        config: mode "int8"; None: that, with its defaults. Of its fields, `block` and `rounding`
+            count.
 
     Raises:
         ValueError: another mode or error feedback is asked for, or there is no such module.
@@ -42,12 +45,15 @@ def compress_reduce_scatter(model: nn.Module, config: GradientConfig | None = No
     if config.mode != "int8" or config.error_feedback:
         asked = "error_feedback" if config.mode == "int8" else f"mode {config.mode}"
         raise ValueError(
-            f"FSDP2 was to use {asked}; it takes mode int8 without error feedback, or its own reduce_dtype"
+            f"FSDP2 was to use {asked}; it takes mode int8 without error feedback, or its own"
+            " reduce_dtype"
         )
     require_model(model)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
-        raise ValueError("the model holds no FSDP2 module; call torch.distributed.fsdp.fully_shard on it first")
+        raise ValueError(
+            "the model holds no FSDP2 module; call torch.distributed.fsdp.fully_shard on it first"
+        )
     reduce_scatter = Int8ReduceScatter(block=config.block, stochastic=config.stochastic)
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)
@@ -59,41 +65,55 @@ class Int8ReduceScatter:
 
     Args:
         block: values that share a scale.
-        stochastic: whether to round at random; keys come from the default generator of their device.
+        stochastic: whether to round at random; keys come from the default generator of their
+            device.
     """
 
     def __init__(self, *, block: int = 128, stochastic: bool = False):
         self.block, self.stochastic = block, stochastic
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Memory for FSDP2's own buffers."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
     ) -> None:
-        """Write the sum or mean over the group of everyone's part of `input_tensor` [N * n] to `output_tensor` [n].
+        """Write the sum or mean over the group of everyone's part of `input_tensor` [N * n] to
+        `output_tensor` [n].
 
         On a GPU it is ordered on the current stream, as FSDP2 wants it.
 
         Raises:
-            ValueError: an operation other than SUM and AVG, a dtype that cannot be compressed, or async_op.
+            ValueError: an operation other than SUM and AVG, a dtype that cannot be compressed, or
+                async_op.
         """
         workers = group.size()
         factors = {ReduceOp.SUM: 1.0, ReduceOp.AVG: 1.0 / workers}
         if op not in factors or async_op:
             raise ValueError(
-                f"a reduce-scatter in int8 was asked for {op}{' with async_op' if async_op else ''}; it does SUM and "
+                "a reduce-scatter in int8 was asked for"
+                f" {op}{' with async_op' if async_op else ''}; it does SUM and "
                 "AVG at once: call set_force_sum_reduction_for_comms(True) on the module"
             )
         if input_tensor.dtype not in DTYPES:
             raise ValueError(
-                f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))}; set reduce_dtype "
+                f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))};"
+                " set reduce_dtype "
                 "in MixedPrecisionPolicy"
             )
         values = output_tensor.numel()
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
-        layout = MessageLayout(values=workers * length, shards=workers, length=length, block=self.block)
+        layout = MessageLayout(
+            values=workers * length, shards=workers, length=length, block=self.block
+        )
         x = input_tensor.view(workers, values)
         small = _small_around(workers, x.device)
         floats = None if small is None else take_out(x, small)
@@ -101,30 +121,39 @@ class Int8ReduceScatter:
             x = functional.pad(x, (0, length - values))
         key = draw_key(x.device) if self.stochastic else None  # there: the host waits for nothing
         sent = torch.empty(workers, layout.message_bytes, dtype=torch.uint8, device=x.device)
-        backends.run(PackGradients(x=x.view(1, -1), key=key, messages=Messages(layout=layout, data=sent)))
+        backends.run(
+            PackGradients(x=x.view(1, -1), key=key, messages=Messages(layout=layout, data=sent))
+        )
         received = torch.empty_like(sent)
         all_to_all(received, sent, group).wait()
         own = MessageLayout(values=values, shards=1, length=length, block=self.block)
         messages = Messages(layout=own, data=received[:, None])
-        backends.run(UnpackGradients(messages=messages, factor=factors[op], x=output_tensor.view(-1)))
+        backends.run(
+            UnpackGradients(messages=messages, factor=factors[op], x=output_tensor.view(-1))
+        )
         if floats is not None:
             terms = torch.empty_like(floats)
             all_to_all(terms, floats, group).wait()
-            output_tensor.view(-1).index_copy_(0, small, (terms.sum(0) * factors[op]).to(output_tensor.dtype))
+            output_tensor.view(-1).index_copy_(
+                0, small, (terms.sum(0) * factors[op]).to(output_tensor.dtype)
+            )
 
 
 def _small_around(workers: int, device: torch.device) -> Tensor | None:
-    """The places of small tensors in each worker's part of what FSDP2 reduces now; None: there is none.
+    """The places of small tensors in each worker's part of what FSDP2 reduces now; None: there is
+    none.
 
-    FSDP2 does not say whose gradients it has put together: those of parameters that have one, each padded to a multiple
-    of `workers` rows. The function that calls the reduce-scatter knows.
+    FSDP2 does not say whose gradients it has put together: those of parameters that have one, each
+    padded to a multiple of `workers` rows. The function that calls the reduce-scatter knows.
     """
     known = sys._getframe(2).f_locals
     if not {"fsdp_params", "padded_unsharded_sizes"} <= known.keys():
         warnings.warn(
-            "nothing tells which gradients this reduce-scatter is given: those of small tensors, such as clips, are "
-            "rounded with their neighbours", stacklevel=3,
-        )  # fmt: skip
+            "nothing tells which gradients this reduce-scatter is given: those of small tensors,"
+            " such as clips, are "
+            "rounded with their neighbours",
+            stacklevel=3,
+        )
         return None
     pairs = zip(known["fsdp_params"], known["padded_unsharded_sizes"], strict=True)
     tensors = [(one.sharded_param.numel(), padded.numel() // workers) for one, padded in pairs]

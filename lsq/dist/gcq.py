@@ -1,10 +1,11 @@
 """gcq: LightSeq's gradient communication quantisation, in its five steps.
 
-1. The clip of each row of a bucket is a quantile of its magnitudes; the largest of all workers is taken (all-reduce
-MAX). 2. Values are divided by the number of workers N. 3. They are rounded to codes within Q // N, Q being the
-largest code of int8, 4. which are added up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the
-scale, clip / Q. Three differences: a clip of zero divides nothing, what is not finite makes its whole row non-finite on
-all workers, and the clip of a short last row comes from its own values, not from the zeros behind them.
+1. The clip of each row of a bucket is a quantile of its magnitudes; the largest of all workers is
+taken (all-reduce MAX). 2. Values are divided by the number of workers N. 3. They are rounded to
+codes within Q // N, Q being the largest code of int8, 4. which are added up in int8 (all-reduce
+SUM) and cannot overflow, 5. and multiplied by the scale, clip / Q. Three differences: a clip of
+zero divides nothing, what is not finite makes its whole row non-finite on all workers, and the clip
+of a short last row comes from its own values, not from the zeros behind them.
 """
 
 import math
@@ -39,7 +40,8 @@ class GCQ:
         """Replace `buffer`, float [n], by its mean over the group.
 
         Args:
-            error: float32 [n], gets what clipping and rounding took from this worker's values; None: not wanted.
+            error: float32 [n], gets what clipping and rounding took from this worker's values;
+                None: not wanted.
         """
         workers = self.group.size()
         rows = self.rows(buffer)
@@ -64,31 +66,37 @@ class GCQ:
 
 
 def row_scales(rows: Tensor, values: int, quantile: float) -> Tensor:
-    """clip / Q [R, 1] of each row [R, row] of a bucket of `values` values, behind which the last row has zeros.
+    """clip / Q [R, 1] of each row [R, row] of a bucket of `values` values, behind which the last
+    row has zeros.
 
-    A row that holds a NaN or an infinity has infinity: MAX between workers carries that, but may lose a NaN.
+    A row that holds a NaN or an infinity has infinity: MAX between workers carries that, but may
+        lose a NaN.
     """
     row = rows.shape[1]
     scale = _scales(rows, kept_largest(row, quantile))
     rest = values % row
-    if rest:  # zeros that are no values count for nothing: with them, the clip of a few values would be zero
+    # zeros that are no values count for nothing: with them, the clip of a few values would be zero
+    if rest:
         scale[-1:] = _scales(rows[-1:, :rest], kept_largest(rest, quantile))
     return scale
 
 
 def _scales(rows: Tensor, place: int) -> Tensor:
-    """The same where the clip is the magnitude at `place` of each row, counted from the largest, 1."""
+    """The same where the clip is the magnitude at `place` of each row, counted from the largest,
+    1."""
     largest = rows.abs().topk(place, dim=1, sorted=False).values
     scale = largest.amin(1, keepdim=True) / GRADIENT.largest
     return torch.where(largest.isfinite().all(1, keepdim=True), scale, math.inf)
 
 
 def encode(rows: Tensor, scale: Tensor, workers: int, levels: int, codes: Tensor) -> None:
-    """Write int8 `codes` [R, row] of rows / workers under scale [R, 1], within `levels`; at scale 0 they mean 0."""
+    """Write int8 `codes` [R, row] of rows / workers under scale [R, 1], within `levels`; at scale 0
+    they mean 0."""
     scaled = rows / (scale * workers)
     codes.copy_(scaled.nan_to_num_(nan=0.0).clamp_(-levels, levels).round_())
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """float32 [R, row] of codes [R, row] under scale [R, 1]: NaN or infinity where the scale is infinite."""
+    """float32 [R, row] of codes [R, row] under scale [R, 1]: NaN or infinity where the scale is
+    infinite."""
     return codes * scale

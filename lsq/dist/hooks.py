@@ -49,10 +49,12 @@ _compressed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class GradientCompression:
-    """What `compress_gradients` returns: which mode came of a configuration, and the state of error feedback."""
+    """What `compress_gradients` returns: which mode came of a configuration, and the state of error
+    feedback."""
 
     mode: str
-    """One of COMPRESSED, "bf16", "fp16", or "float": nothing to compress, gradients travel as they are."""
+    """One of COMPRESSED, "bf16", "fp16", or "float": nothing to compress, gradients travel as they
+    are."""
     topology: Topology
 
     def __init__(self, mode: str, topology: Topology, group: ProcessGroup):
@@ -67,7 +69,8 @@ class GradientCompression:
         """By the number of a bucket: its memory, and the places of small tensors there."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What error feedback remembers on this worker: name -> float32; empty without error feedback.
+        """What error feedback remembers on this worker: name -> float32; empty without error
+        feedback.
 
         It belongs to this rank of a training of this many workers. Call it between steps.
         """
@@ -77,12 +80,15 @@ class GradientCompression:
         """Go on from a `state_dict` of the same rank in a training of as many workers.
 
         Raises:
-            ValueError: it names parameters that the model does not have, or there is no error feedback.
+            ValueError: it names parameters that the model does not have, or there is no error
+                feedback.
         """
         if self._feedback is not None:
             self._feedback.load(state)
         elif state:
-            raise ValueError("residuals were given, but error_feedback is off; turn it on, or leave them out")
+            raise ValueError(
+                "residuals were given, but error_feedback is off; turn it on, or leave them out"
+            )
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """The future of a bucket's mean, in the bucket's own buffer."""
@@ -92,7 +98,9 @@ class GradientCompression:
             return PYTORCH_HOOKS[self.mode](self.group, bucket)
         buffer, index = bucket.buffer(), bucket.index()
         if buffer.dtype not in DTYPES or buffer.is_sparse:
-            raise _unfit(f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode)
+            raise _unfit(
+                f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode
+            )
         if buffer.numel() == 0:  # of parameters that hold nothing, in a dtype of their own
             done: Future = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
             done.set_result(buffer)
@@ -102,15 +110,21 @@ class GradientCompression:
         return self._executor.submit(lambda: self._mean(index, parameters, buffer, small))
 
     def _small_in(self, bucket: GradBucket) -> Tensor | None:
-        """The places of small tensors in a bucket; DDP gives a bucket of other tensors other memory."""
+        """The places of small tensors in a bucket; DDP gives a bucket of other tensors other
+        memory."""
         buffer, index = bucket.buffer(), bucket.index()
         storage = buffer.untyped_storage()
         if index not in self._small or self._small[index][0]._cdata != storage._cdata:
             sizes = [gradient.numel() for gradient in bucket.gradients()]
-            self._small[index] = storage, small_places(zip(sizes, sizes, strict=True), buffer.device)
+            self._small[index] = (
+                storage,
+                small_places(zip(sizes, sizes, strict=True), buffer.device),
+            )
         return self._small[index][1]
 
-    def _mean(self, index: int, parameters: list[Tensor], buffer: Tensor, small: Tensor | None) -> Tensor:
+    def _mean(
+        self, index: int, parameters: list[Tensor], buffer: Tensor, small: Tensor | None
+    ) -> Tensor:
         feedback = self._feedback
         error = feedback and feedback.begin(index, parameters, buffer)
         values = None if small is None else take_out(buffer, small)
@@ -127,16 +141,26 @@ class GradientCompression:
         """From the next exchange on, gradients of lsq's layers are written into their buckets."""
         self._buckets = defaultdict(homes.Bucket)
 
-    def _prepare(self, config: GradientConfig, model: DistributedDataParallel, device: torch.device) -> None:
+    def _prepare(
+        self, config: GradientConfig, model: DistributedDataParallel, device: torch.device
+    ) -> None:
         """Make groups and memory; every worker must call it, with the same configuration."""
         topology, scratch = self.topology, Scratch(device)
 
         def group(parts: list[list[int]]) -> ProcessGroup:
-            return _own_group(self.group, parts, timedelta(seconds=config.timeout_s), backend_of(self.group, device))
+            return _own_group(
+                self.group,
+                parts,
+                timedelta(seconds=config.timeout_s),
+                backend_of(self.group, device),
+            )
 
         codec = Codec(
-            block=config.block, first_bits=4 if self.mode == "int4_hier" else 8, stochastic=config.stochastic,
-            device=device, seed=config.seed * topology.world_size + topology.rank,
+            block=config.block,
+            first_bits=4 if self.mode == "int4_hier" else 8,
+            stochastic=config.stochastic,
+            device=device,
+            seed=config.seed * topology.world_size + topology.rank,
         )
         everyone = [list(range(topology.world_size))]
         if self.mode == "gcq":
@@ -150,7 +174,8 @@ class GradientCompression:
             neighbours, counterparts = self._groups
             self._average = TwoHop(counterparts, codec, scratch, neighbours)
         if device.type == "cpu":
-            if topology.world_size == distributed.get_world_size():  # else some processes may never register
+            # else some processes may never register
+            if topology.world_size == distributed.get_world_size():
                 roll_call.register()
             self._executor = WorkerThread(explain=roll_call.name_the_lost)
         else:
@@ -159,35 +184,51 @@ class GradientCompression:
             self._feedback = ErrorFeedback(model.module.named_parameters())
 
 
-def compress_gradients(model: DistributedDataParallel, config: GradientConfig | None = None) -> GradientCompression:
+def compress_gradients(
+    model: DistributedDataParallel, config: GradientConfig | None = None
+) -> GradientCompression:
     """Let a DDP model average its gradients as `config` says, in place of DDP's own all-reduce.
 
-    Call it in every process, once, before the first forward pass. Every worker gets the same bits: the mean of all,
-    or something that is not finite where one worker's values were not. The backward pass goes on meanwhile. With one
-    worker nothing is registered.
+    Call it in every process, once, before the first forward pass. Every worker gets the same bits:
+    the mean of all, or something that is not finite where one worker's values were not. The
+    backward pass goes on meanwhile. With one worker nothing is registered.
 
     Args:
         model: the wrapped model, its parameters on one device.
         config: the same in all processes; None: GradientConfig().
 
     Raises:
-        ValueError: the configuration does not fit the workers, the model or the backend, differs between processes, or
-            the model has a communication hook already.
+        ValueError: the configuration does not fit the workers, the model or the backend, differs
+            between processes, or the model has a communication hook already.
         TypeError: `model` is not DistributedDataParallel.
     """
     config = config or GradientConfig()
     require_model(model)
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"compress_gradients was given a {type(model).__name__}; wrap it in DistributedDataParallel")
+        raise TypeError(
+            f"compress_gradients was given a {type(model).__name__}; wrap it in"
+            " DistributedDataParallel"
+        )
     if model in _compressed:
-        raise ValueError("this model's gradients are compressed already; call compress_gradients once for each model")
+        raise ValueError(
+            "this model's gradients are compressed already; call compress_gradients once for each"
+            " model"
+        )
     group = model.process_group
     device = _device(model)
     topology = _topology(config, group, device)
     if topology.world_size == 1:
-        logger.info("there is one worker: gradients are not exchanged, and mode %s has nothing to do", config.mode)
+        logger.info(
+            "there is one worker: gradients are not exchanged, and mode %s has nothing to do",
+            config.mode,
+        )
         return GradientCompression("float", topology, group)
-    require_same("the configuration of gradients", {**asdict(config), "node_size": topology.node_size}, group, device)
+    require_same(
+        "the configuration of gradients",
+        {**asdict(config), "node_size": topology.node_size},
+        group,
+        device,
+    )
     mode = _mode(config, topology)
     if mode in COMPRESSED:
         _check_fit(model, mode, group, device)
@@ -198,7 +239,8 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
         if "only be called once" not in str(error):
             raise
         raise ValueError(
-            "this model has a communication hook already, and DDP takes one; do not register another, and leave out "
+            "this model has a communication hook already, and DDP takes one; do not register"
+            " another, and leave out "
             "mixed_precision of DDP and fairseq's --ddp-comm-hook"
         ) from error
     _compressed.add(model)
@@ -213,12 +255,15 @@ def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(bucket.parameters(), bucket.gradients(), strict=True)
 
 
-def _own_group(whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str) -> ProcessGroup:
-    """A new group of the part of `whole`, given as places in it, that this process is in; every member must call it.
+def _own_group(
+    whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str
+) -> ProcessGroup:
+    """A new group of the part of `whole`, given as places in it, that this process is in; every
+    member must call it.
 
-    With use_local_synchronization, PyTorch names a group by how many groups its process knows: where processes know
-    different numbers, they wait for each other under different names. So, where all processes are there, all make all
-    groups.
+    With use_local_synchronization, PyTorch names a group by how many groups its process knows:
+    where processes know different numbers, they wait for each other under different names. So,
+    where all processes are there, all make all groups.
     """
     ranks = distributed.get_process_group_ranks(whole)
     everybody, own = len(ranks) == distributed.get_world_size(), None
@@ -226,7 +271,9 @@ def _own_group(whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, 
         here = whole.rank() in places
         if everybody or here:
             made = distributed.new_group(
-                [ranks[place] for place in places], timeout=timeout, backend=backend,
+                [ranks[place] for place in places],
+                timeout=timeout,
+                backend=backend,
                 use_local_synchronization=not everybody,
             )
             own = made if here else own
@@ -239,40 +286,57 @@ def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device)
         # What torchrun says is said of all its processes, not of a group of some.
         environment = os.environ if group.size() == distributed.get_world_size() else {}
         return find_topology(
-            group.size(), group.rank(), config.node_size, lambda: gather_text(socket.gethostname(), group, device),
+            group.size(),
+            group.rank(),
+            config.node_size,
+            lambda: gather_text(socket.gethostname(), group, device),
             environment,
         )
     return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
 
 
 def _mode(config: GradientConfig, topology: Topology) -> str:
-    """The mode that a configuration comes to, with a word in rank 0's log where that is not plain."""
+    """The mode that a configuration comes to, with a word in rank 0's log where that is not
+    plain."""
     workers, nodes = topology.world_size, topology.nodes
     mode = config.mode
     if mode == "auto":
         mode = "bf16" if nodes == 1 else "int8_hier"
         why = (
-            f"{workers} workers share one node, whose links carry bf16 fast enough; without NVLink, try int8"
+            f"{workers} workers share one node, whose links carry bf16 fast enough; without NVLink,"
+            " try int8"
             if nodes == 1
-            else f"{nodes} nodes of {topology.node_size} share a network; with 200 Gb/s or more for a node of 8 GPUs, "
+            else f"{nodes} nodes of {topology.node_size} share a network; with 200 Gb/s or more for"
+            " a node of 8 GPUs, "
             "bf16 may hide behind the backward pass as well: measure it"
         )
         _say(topology, logging.INFO, f"gradients: auto chose {mode}: {why}")
         if config.error_feedback and mode not in COMPRESSED:
-            _say(topology, logging.WARNING, f"error_feedback has nothing to do: mode {mode} has none")
+            _say(
+                topology, logging.WARNING, f"error_feedback has nothing to do: mode {mode} has none"
+            )
     if mode == "gcq":
         levels = gcq_levels(workers)
         if workers > GCQ_ADVISED_WORKERS:
             _say(
-                topology, logging.WARNING,
+                topology,
+                logging.WARNING,
                 f"mode gcq leaves each of {workers} workers codes of -{levels} to {levels}; above "
                 f"{GCQ_ADVISED_WORKERS} workers, int8 and int8_hier are far more exact",
             )
     elif mode.endswith("_hier") and nodes == 1:
-        _say(topology, logging.WARNING, f"mode {mode} compresses between nodes, and there is one: floats are averaged")
+        _say(
+            topology,
+            logging.WARNING,
+            f"mode {mode} compresses between nodes, and there is one: floats are averaged",
+        )
         return "float"
     if mode == "int4_hier":
-        _say(topology, logging.WARNING, "mode int4_hier is experimental: see docs/gradients.md for its error")
+        _say(
+            topology,
+            logging.WARNING,
+            "mode int4_hier is experimental: see docs/gradients.md for its error",
+        )
     return mode
 
 
@@ -286,13 +350,16 @@ def _device(model: DistributedDataParallel) -> torch.device:
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if len(devices) != 1:
         raise ValueError(
-            f"the model's parameters lie on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
+            f"the model's parameters lie on {len(devices)} devices"
+            f" ({', '.join(sorted(map(str, devices)))}); "
             "gradients can be compressed on one device a process"
         )
     return devices.pop()
 
 
-def _check_fit(model: DistributedDataParallel, mode: str, group: ProcessGroup, device: torch.device) -> None:
+def _check_fit(
+    model: DistributedDataParallel, mode: str, group: ProcessGroup, device: torch.device
+) -> None:
     """Refuse gradients and backends that codes cannot be made of or travel by."""
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
@@ -301,19 +368,22 @@ def _check_fit(model: DistributedDataParallel, mode: str, group: ProcessGroup, d
     if backend is None or backend != BACKENDS.get(device.type, backend):
         known = " and ".join(f"{device} by {backend}" for device, backend in BACKENDS.items())
         raise ValueError(
-            f"gradients are on {device.type} and their process group uses {backend}, but mode {mode} sends those of "
+            f"gradients are on {device.type} and their process group uses {backend}, but mode"
+            f" {mode} sends those of "
             f"{known}; initialise the process group with that backend, or choose mode bf16"
         )
 
 
 def _unfit(what: str, mode: str) -> ValueError:
     return ValueError(
-        f"{what}, but mode {mode} takes dense gradients of {', '.join(map(str, DTYPES))}; convert the model, or choose "
+        f"{what}, but mode {mode} takes dense gradients of {', '.join(map(str, DTYPES))}; convert"
+        " the model, or choose "
         "mode bf16"
     )
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend that carries tensors of `device` in a group, e.g. "gloo"; None: it has none."""
+    """The name of the backend that carries tensors of `device` in a group, e.g. "gloo"; None: it
+    has none."""
     pairs = (pair.partition(":") for pair in distributed.get_backend_config(group).split(","))
     return {kind: backend for kind, _, backend in pairs}.get(device.type)

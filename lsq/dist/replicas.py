@@ -1,10 +1,11 @@
 """Clips that all processes of a training share, as they share gradients.
 
-Each process measures clips on its own batches. Before an optimizer steps, clips that follow activations become the
-largest of all processes, and what was measured of clips that learn is averaged, so that copies of a model do not part.
-Passes may differ between processes, which take branches of their own; steps may not. So which steps exchange goes by
-their number alone, and every process takes part, whatever it has measured. DistributedDataParallel and FSDP2 are seen
-where they wrap a model; `share` is for other ways.
+Each process measures clips on its own batches. Before an optimizer steps, clips that follow
+activations become the largest of all processes, and what was measured of clips that learn is
+averaged, so that copies of a model do not part. Passes may differ between processes, which take
+branches of their own; steps may not. So which steps exchange goes by their number alone, and every
+process takes part, whatever it has measured. DistributedDataParallel and FSDP2 are seen where they
+wrap a model; `share` is for other ways.
 """
 
 import logging
@@ -27,7 +28,8 @@ from lsq.program.shards import HasClips
 logger = logging.getLogger(__name__)
 
 EVERY_STEP, PERIOD = 64, 16
-"""The first steps of an optimizer average what was measured; later, when little is, every so many-th does."""
+"""The first steps of an optimizer average what was measured; later, when little is, every so
+many-th does."""
 
 _wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
 """By models: the DistributedDataParallel that was last made of each."""
@@ -51,7 +53,8 @@ def watch(module: HasClips) -> None:
 
 
 def _registered(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Called by PyTorch for each module that becomes part of another one: DDP says nowhere else what it wraps."""
+    """Called by PyTorch for each module that becomes part of another one: DDP says nowhere else
+    what it wraps."""
     global _wraps
     if isinstance(module, DistributedDataParallel):
         _wrapped[child] = weakref.ref(module)
@@ -59,7 +62,8 @@ def _registered(module: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
-    """Average the clips of `model` over the processes of a group, which train it in a way that lsq does not see.
+    """Average the clips of `model` over the processes of a group, which train it in a way that lsq
+    does not see.
 
     Where DistributedDataParallel is around the model, its group is taken. None: all processes.
 
@@ -73,8 +77,13 @@ def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandl
 
 
 def _agree(optimizer: Optimizer) -> None:
-    """Before a step of `optimizer`: average clips that were measured, of the models that it trains."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    """Before a step of `optimizer`: average clips that were measured, of the models that it
+    trains."""
+    if not (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
         return
     trained = _trained.get(optimizer)
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
@@ -105,32 +114,50 @@ class _Trained:
     """
 
     def __init__(self, optimizer: Optimizer, before: "_Trained | None"):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        sizes, ids = tuple(len(group["params"]) for group in optimizer.param_groups), set(map(id, parameters))
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        sizes, ids = (
+            tuple(len(group["params"]) for group in optimizer.param_groups),
+            set(map(id, parameters)),
+        )
         self.known = sizes, _wraps, tuple(_shared)
         self.steps = 0 if before is None else before.steps
-        found = [(model, wrapper, wrapper().process_group) for model, wrapper in _wrapped.items() if wrapper()]
+        found = [
+            (model, wrapper, wrapper().process_group)
+            for model, wrapper in _wrapped.items()
+            if wrapper()
+        ]
         inside = {id(part) for model, _, _ in found for part in model.modules()}
-        others = [(model(), None, group) for model, group in _shared.values() if model() is not None]
+        others = [
+            (model(), None, group) for model, group in _shared.values() if model() is not None
+        ]
         found += [one for one in others if id(one[0]) not in inside]
         self.models = [
             (weakref.ref(model), wrapper, group)
-            for model, wrapper, group in found if not ids.isdisjoint(map(id, model.parameters()))
-        ]  # fmt: skip
-        self.meshes = list(dict.fromkeys(one.device_mesh for one in parameters if shards.is_shard(one)))
+            for model, wrapper, group in found
+            if not ids.isdisjoint(map(id, model.parameters()))
+        ]
+        self.meshes = list(
+            dict.fromkeys(one.device_mesh for one in parameters if shards.is_shard(one))
+        )
 
     def alone(self) -> bool:
-        """Whether processes may step at times of their own, so that none can wait for the others."""
+        """Whether processes may step at times of their own, so that none can wait for the
+        others."""
         wrappers = [wrapper() for _, wrapper, _ in self.models if wrapper is not None]
         if any(one is not None and one._join_config.enable for one in wrappers):
             _warn(
-                "under DistributedDataParallel.join() the clips that each process measures are not averaged: processes "
-                "may step without the others. At its end all get those of the process that has joined last"
+                "under DistributedDataParallel.join() the clips that each process measures are not"
+                " averaged: processes "
+                "may step without the others. At its end all get those of the process that has"
+                " joined last"
             )
             return True
         if torch._C._current_graph_task_id() != -1:
             _warn(
-                "an optimizer steps within the backward pass, where the clips that each process measures cannot be "
+                "an optimizer steps within the backward pass, where the clips that each process"
+                " measures cannot be "
                 "averaged: step after it, or convert with QuantConfig(calibration_passes=1)"
             )
             return True
@@ -145,30 +172,43 @@ def _warn(text: str) -> None:
 
 @torch.no_grad()
 def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Let clips of activations that do not learn be the largest of all processes that have run their layers."""
+    """Let clips of activations that do not learn be the largest of all processes that have run
+    their layers."""
     modules = [module for module in model.modules() if isinstance(module, HasClips)]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
         if module.quant.quantized and not module.quant.learned:
             module.follow_clips()
             known = module.calibrated
-            clips |= {id(one): (one, known) for one in module.activation_clips().values() if not shards.is_shard(one)}
+            clips |= {
+                id(one): (one, known)
+                for one in module.activation_clips().values()
+                if not shards.is_shard(one)
+            }
     if not clips:
         return
     values = [clip.data for clip, _ in clips.values()]
     own = torch.cat(values)
-    largest = own * torch.tensor([known for _, known in clips.values()], dtype=own.dtype).to(own.device)
+    largest = own * torch.tensor([known for _, known in clips.values()], dtype=own.dtype).to(
+        own.device
+    )
     distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
     torch._foreach_copy_(values, list(torch.where(largest > 0, largest, own).split(1)))
 
 
 @torch.no_grad()
 def _average(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Make each clip of `model` the mean of the processes that have measured it since the last time.
+    """Make each clip of `model` the mean of the processes that have measured it since the last
+    time.
 
-    Where none has, it is the mean of all: a process that has not run a layer has not limited the steps of its clips.
+    Where none has, it is the mean of all: a process that has not run a layer has not limited the
+        steps of its clips.
     """
-    modules = [module for module in model.modules() if isinstance(module, HasClips) and module.quant.learned]
+    modules = [
+        module
+        for module in model.modules()
+        if isinstance(module, HasClips) and module.quant.learned
+    ]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
         module.limit_clip_steps()
@@ -182,32 +222,46 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
     own = torch.cat([clip.detach().float().flatten() for clip in parameters])
     means, _ = _means(own, [measured for _, measured in clips.values()], parameters, [group])
     values = means.split([clip.numel() for clip in parameters])
-    torch._foreach_copy_(parameters, [one.view_as(clip) for one, clip in zip(values, parameters, strict=True)])
+    torch._foreach_copy_(
+        parameters, [one.view_as(clip) for one, clip in zip(values, parameters, strict=True)]
+    )
     for module in modules:
         upkeep.remember(module.clips().values(), module.quant.clip_step)
 
 
 @torch.no_grad()
 def _average_shards(mesh) -> None:
-    """The same of clips that are shards on a mesh of processes: what was measured is put in the place of what each
-    process has measured, which is written to the shards then."""
+    """The same of clips that are shards on a mesh of processes: what was measured is put in the
+    place of what each process has measured, which is written to the shards then.
+    """
     named = [
         (module, name, clip)
-        for module in shards.known() if isinstance(module, HasClips) for name, clip in module.clips().items()
+        for module in shards.known()
+        if isinstance(module, HasClips)
+        for name, clip in module.clips().items()
         if shards.is_shard(clip) and clip.device_mesh == mesh
-    ]  # fmt: skip
+    ]
     if not named:
         return
     news = [shards.news(module).get(name) for module, name, _ in named]
     device = shards.local(named[0][2]).device
-    own = torch.cat([
-        torch.zeros(clip.numel(), device=device) if value is None else value.to(device).float().flatten()
-        for (_, _, clip), value in zip(named, news, strict=True)
-    ])  # fmt: skip
-    groups, clips = [mesh.get_group(dimension) for dimension in range(mesh.ndim)], [clip for _, _, clip in named]
+    own = torch.cat(
+        [
+            torch.zeros(clip.numel(), device=device)
+            if value is None
+            else value.to(device).float().flatten()
+            for (_, _, clip), value in zip(named, news, strict=True)
+        ]
+    )
+    groups, clips = (
+        [mesh.get_group(dimension) for dimension in range(mesh.ndim)],
+        [clip for _, _, clip in named],
+    )
     means, counts = _means(own, [value is not None for value in news], clips, groups)
     sizes = [clip.numel() for clip in clips]
-    for (module, name, clip), value, found in zip(named, means.split(sizes), counts.split(sizes), strict=True):
+    for (module, name, clip), value, found in zip(
+        named, means.split(sizes), counts.split(sizes), strict=True
+    ):
         if found[0] > 0:
             shards.replace(module, name, clip, value.view(clip.shape))
 
@@ -215,7 +269,8 @@ def _average_shards(mesh) -> None:
 def _means(
     own: Tensor, measured: list[bool], clips: list[Tensor], groups: list[ProcessGroup | None]
 ) -> tuple[Tensor, Tensor]:
-    """Means float32 over the processes that have measured, or over all, and how many have, for each value.
+    """Means float32 over the processes that have measured, or over all, and how many have, for each
+    value.
 
     Args:
         own: values float32 [n] of this process.

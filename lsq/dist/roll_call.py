@@ -1,12 +1,14 @@
 """Which process of a training is gone: what a failed exchange alone does not tell.
 
-When one process dies or hangs, the others only see that a connection closed or that time ran out, and not all at once:
-in a ring, a process that waits for a healthy neighbour notices nothing until that neighbour ends. So every process
-keeps a thread beside its work that looks into the store of the process group. Whoever sees an exchange fail calls the
-roll there; the threads answer, also for processes that are still waiting; who has not answered after a few seconds is
-named. A process that ends by an error of its own leaves its last words in the store.
+When one process dies or hangs, the others only see that a connection closed or that time ran out,
+and not all at once: in a ring, a process that waits for a healthy neighbour notices nothing until
+that neighbour ends. So every process keeps a thread beside its work that looks into the store of
+the process group. Whoever sees an exchange fail calls the roll there; the threads answer, also for
+processes that are still waiting; who has not answered after a few seconds is named. A process that
+ends by an error of its own leaves its last words in the store.
 
-The store lives in torchrun's agent, so that it survives every worker; with init_method tcp:// it lives in rank 0.
+The store lives in torchrun's agent, so that it survives every worker; with init_method tcp:// it
+lives in rank 0.
 """
 
 import atexit
@@ -23,11 +25,13 @@ from typing import NoReturn
 from torch import distributed
 
 PATIENCE_S = 5.0
-"""How long the roll call waits for an answer, in seconds; torchrun gives a process 30 from SIGTERM to SIGKILL."""
+"""How long the roll call waits for an answer, in seconds; torchrun gives a process 30 from SIGTERM
+to SIGKILL."""
 PERIOD_S = 0.5
 """How often a process looks whether the roll is called, in seconds."""
 FAILURES = re.compile(
-    r"/gloo/|\bgloo timeout\b|timed out waiting \d+ ?ms|wait timeout|\bnccl (communicator|error|operation|work)\b"
+    r"/gloo/|\bgloo timeout\b|timed out waiting \d+ ?ms|wait timeout|\bnccl"
+    r" (communicator|error|operation|work)\b"
     r"|watchdog caught collective|socket timeout|connection (closed|reset) by peer|broken pipe",
     re.IGNORECASE,
 )
@@ -59,7 +63,9 @@ class RollCall:
         store_host: who is gone if the store is, in words.
     """
 
-    def __init__(self, store: distributed.Store, rank: int, size: int, *, place: str, store_host: str):
+    def __init__(
+        self, store: distributed.Store, rank: int, size: int, *, place: str, store_host: str
+    ):
         self.rank, self.size, self.place, self.store_host = rank, size, place, store_host
         self._store = distributed.PrefixStore("lsq/roll_call", store)
         self._last_words: str | None = None
@@ -82,10 +88,12 @@ class RollCall:
         return self._lost or None
 
     def leave(self, last_words: str | None = None) -> None:
-        """End this process's part; the others will be told `last_words`, if given, when they call the roll.
+        """End this process's part; the others will be told `last_words`, if given, when they call
+        the roll.
 
-        A thread that comes back from C++ while the interpreter ends aborts the process: this waits until it is done,
-        and gives up only on a request that the store never answers, which will not come back.
+        A thread that comes back from C++ while the interpreter ends aborts the process: this waits
+        until it is done, and gives up only on a request that the store never answers, which will
+        not come back.
         """
         self._last_words = last_words
         self._ends.set()
@@ -102,7 +110,8 @@ class RollCall:
                     store.set("called", "")
                 if store.check(["called"]):
                     self._lost = self._call()
-                    if self.rank == 0:  # where the store may live: the others have seen the call a little later
+                    # where the store may live: the others have seen the call a little later
+                    if self.rank == 0:
                         self._ends.wait(2 * PERIOD_S)
                     break
                 self._wake.wait(PERIOD_S)
@@ -114,7 +123,8 @@ class RollCall:
             self._done.set()
 
     def _call(self) -> str:
-        """Answer, wait for the answers of the others and return who gave none, in words; "" if all did."""
+        """Answer, wait for the answers of the others and return who gave none, in words; "" if all
+        did."""
         store, deadline = self._store, time.monotonic() + PATIENCE_S
         store.set(f"here/{self.rank}", "")
         while not store.check([f"here/{rank}" for rank in range(self.size)]):
@@ -124,10 +134,16 @@ class RollCall:
         if not missing:
             return ""
         places = [self._read(f"place/{rank}") or "host not known yet" for rank in missing]
-        named = [f"rank {rank} (of {self.size}, {place})" for rank, place in zip(missing, places, strict=True)]
+        named = [
+            f"rank {rank} (of {self.size}, {place})"
+            for rank, place in zip(missing, places, strict=True)
+        ]
         last_words = {rank: self._read(f"last_words/{rank}") for rank in missing}
         words = [f"; rank {rank} ended with {said}" for rank, said in last_words.items() if said]
-        return f"{' and '.join(named)} no longer answer{'s' if len(missing) == 1 else ''}{''.join(words)}"
+        return (
+            f"{' and '.join(named)} no longer"
+            f" answer{'s' if len(missing) == 1 else ''}{''.join(words)}"
+        )
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -139,10 +155,11 @@ _group: weakref.ref | None = None
 
 
 def register() -> None:
-    """Take part in the roll calls of the default process group; to be called by every process once it is there.
+    """Take part in the roll calls of the default process group; to be called by every process once
+    it is there.
 
-    Does nothing if there is no group of several processes, or if this process takes part already. If the group was made
-    anew since, this process takes part in the new one's roll calls instead.
+    Does nothing if there is no group of several processes, or if this process takes part already.
+    If the group was made anew since, this process takes part in the new one's roll calls instead.
     """
     global _current, _group
     if not distributed.is_available() or not distributed.is_initialized():
@@ -174,7 +191,8 @@ def unregister(last_words: str | None = None) -> None:
 
 
 def is_exchange_failure(error: BaseException) -> bool:
-    """Whether `error`, or one that it was raised in place of, is that of a failed exchange between processes."""
+    """Whether `error`, or one that it was raised in place of, is that of a failed exchange between
+    processes."""
     while error is not None:
         if isinstance(error, (ExchangeFailed, distributed.DistError)):
             return True
@@ -188,8 +206,9 @@ def name_the_lost(error: BaseException) -> BaseException:
     """Call the roll if `error` is that of a failed exchange.
 
     Returns:
-        the error to raise: RankLost, which names those that are gone; ExchangeFailed with the words of `error` if all
-        answered or nobody has registered; `error` itself if it is one of these, or no failed exchange at all.
+        the error to raise: RankLost, which names those that are gone; ExchangeFailed with the words
+        of `error` if all answered or nobody has registered; `error` itself if it is one of these,
+        or no failed exchange at all.
     """
     if isinstance(error, ExchangeFailed) or not is_exchange_failure(error):
         return error
@@ -197,15 +216,20 @@ def name_the_lost(error: BaseException) -> BaseException:
     if _current is None:
         return ExchangeFailed(reason)
     lost = _current.lost()
-    if lost is not None:  # DDP passes on no more than the words of what another thread has named already
+    # DDP passes on no more than the words of what another thread has named already
+    if lost is not None:
         return RankLost(reason if reason.startswith(lost) else f"{lost}: {reason}")
-    said = f"; all {_current.size} ranks still answer, so one is slow, or they are not at the same exchange"
+    said = (
+        f"; all {_current.size} ranks still answer, so one is slow, or they are not at the same"
+        " exchange"
+    )
     return ExchangeFailed(reason if reason.endswith(said) else reason + said)
 
 
 @contextlib.contextmanager
 def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Within this context a failed exchange is raised as `name_the_lost` has it; `before` is called before the roll.
+    """Within this context a failed exchange is raised as `name_the_lost` has it; `before` is called
+    before the roll.
 
     Another error that ends this process is left to the others as its last words.
     """
@@ -231,13 +255,18 @@ def _store_host() -> str:
     """Who is gone if the store is, in words."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return f"torchrun's agent on the first machine ({address}), which hosts the store, no longer answers"
+        return (
+            f"torchrun's agent on the first machine ({address}), which hosts the store, no"
+            " longer answers"
+        )
     return "rank 0, which hosts the store, no longer answers"
 
 
 def _root(error: BaseException) -> str:
     """The first line of what the exchange itself said."""
-    while not isinstance(error, RuntimeError) and (error.__cause__ or error.__context__) is not None:
+    while (
+        not isinstance(error, RuntimeError) and (error.__cause__ or error.__context__) is not None
+    ):
         error = error.__cause__ or error.__context__
     return _first_line(error)
 

@@ -17,9 +17,12 @@ class Scratch:
         self._pieces: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A contiguous tensor of this shape and dtype with any content; the last one of that name becomes invalid."""
+        """A contiguous tensor of this shape and dtype with any content; the last one of that name
+        becomes invalid."""
         size = math.prod(shape) * dtype.itemsize
         piece = self._pieces.get(name)
         if piece is None or piece.numel() < size:
-            piece = self._pieces[name] = torch.empty(max(size, 16), dtype=torch.uint8, device=self.device)
+            piece = self._pieces[name] = torch.empty(
+                max(size, 16), dtype=torch.uint8, device=self.device
+            )
         return piece[:size].view(dtype).view(shape)

@@ -1,7 +1,8 @@
 """Gradients of small tensors travel as floats beside the codes of the others.
 
-A clip of one number lies in a block with gradients of weights that may be hundreds of times as large: rounded under
-their scale it would often be zero. The bytes of floats do not count for tensors of so few values.
+A clip of one number lies in a block with gradients of weights that may be hundreds of times as
+large: rounded under their scale it would often be zero. The bytes of floats do not count for
+    tensors of so few values.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ def small_places(tensors: Iterable[tuple[int, int]], device: torch.device) -> Te
     """The places int64 of the values of small tensors in a buffer; None: there is none.
 
     Args:
-        tensors: (values of a tensor, how many values of the buffer are its own), in the order of the buffer.
+        tensors: (values of a tensor, how many values of the buffer are its own), in the order of
+            the buffer.
         device: of the buffer.
     """
     runs, first = [], 0

@@ -1,6 +1,8 @@
-"""What formats cost in loss, tensor by tensor, as a file for programs: a search for a mix of bits begins with it.
+"""What formats cost in loss, tensor by tensor, as a file for programs: a search for a mix of bits
+begins with it.
 
-The file is a JSON object with the fields of `Costs`, whose docstrings say what they mean; docs/formats.md shows one.
+The file is a JSON object with the fields of `Costs`, whose docstrings say what they mean;
+docs/formats.md shows one.
 """
 
 import dataclasses
@@ -31,13 +33,17 @@ class Cost:
     bits: float
     """Of a value, scales counted."""
     cost: float | None
-    """The loss with this tensor alone in the format, minus the loss without. None: the loss was not finite."""
+    """The loss with this tensor alone in the format, minus the loss without.
+
+    None: the loss was not finite.
+    """
     first: float
     """The first term of the estimate: gradients times changes of values, summed. Of either sign."""
     second: float
     """The second term: half of the empirical Fisher information times squared changes, summed."""
     error: float
-    """Squared changes in parts of squared values; 0 where both are 0. -10 log10 of it is the signal-to-noise in dB."""
+    """Squared changes in parts of squared values; 0 where both are 0. -10 log10 of it is the
+    signal-to-noise in dB."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -57,7 +63,10 @@ class TensorCosts:
     """
 
     name: str
-    """Of the weight, as the model's parameters are named. Activations have that of the weight that they meet."""
+    """Of the weight, as the model's parameters are named.
+
+    Activations have that of the weight that they meet.
+    """
     kind: str
     """"weight", or "activation": what products with it read."""
     shape: tuple[int, ...]
@@ -112,17 +121,26 @@ class Costs:
         seen = set()
         for number, tensor in enumerate(self.tensors):
             if (tensor.kind, tensor.name) in seen:
-                raise ValueError(f"tensors[{number}] is the {tensor.kind} of {tensor.name}, which stands there twice")
+                raise ValueError(
+                    f"tensors[{number}] is the {tensor.kind} of {tensor.name}, which stands there"
+                    " twice"
+                )
             seen.add((tensor.kind, tensor.name))
             if set(tensor.formats) != set(self.formats):
-                raise ValueError(f"tensors[{number}].formats has not the names in formats ({', '.join(self.formats)})")
+                raise ValueError(
+                    f"tensors[{number}].formats has not the names in formats"
+                    f" ({', '.join(self.formats)})"
+                )
 
     def of(self, kind: str) -> tuple[TensorCosts, ...]:
         """The tensors of one kind."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
 
     def difference(self, other: "Costs") -> str:
-        """What of the settings differs from another's, in words; "" for nothing. Losses may differ by rounding."""
+        """What of the settings differs from another's, in words; "" for nothing.
+
+        Losses may differ by rounding.
+        """
         found = [
             f"{name}: {getattr(self, name)} before, {getattr(other, name)} now"
             for name in ("about", "weights", "clip", "formats", "count", "samples")
@@ -170,14 +188,18 @@ def _costs(content: Any) -> Costs:
     fields = content if isinstance(content, dict) else {}
     if fields.get("format") != FORMAT or fields.get("version") != VERSION:
         raise ValueError(
-            f"format and version are {shown(fields.get('format'))} and {shown(fields.get('version'))}; they must be "
+            f"format and version are {shown(fields.get('format'))} and"
+            f" {shown(fields.get('version'))}; they must be "
             f"{FORMAT!r} and {VERSION}"
         )
     fields = {name: value for name, value in fields.items() if name not in ("format", "version")}
     return json_file.record(
-        Costs, fields, "", formats=lambda value, place: json_file.sequence(value, place, _text),
+        Costs,
+        fields,
+        "",
+        formats=lambda value, place: json_file.sequence(value, place, _text),
         tensors=lambda value, place: json_file.sequence(value, place, _tensor),
-    )  # fmt: skip
+    )
 
 
 def _text(value: Any, place: str) -> str:
@@ -192,11 +214,18 @@ def _size(value: Any, place: str) -> int:
 
 def _tensor(value: Any, place: str) -> TensorCosts:
     return json_file.record(
-        TensorCosts, value, place, shape=lambda sizes, place: json_file.sequence(sizes, place, _size), formats=_formats
+        TensorCosts,
+        value,
+        place,
+        shape=lambda sizes, place: json_file.sequence(sizes, place, _size),
+        formats=_formats,
     )
 
 
 def _formats(value: Any, place: str) -> dict[str, Cost]:
     if not isinstance(value, dict):
         raise ValueError(f"{place} is {shown(value)}; it must be an object")
-    return {name: json_file.record(Cost, cost, json_file.within(place, name)) for name, cost in value.items()}
+    return {
+        name: json_file.record(Cost, cost, json_file.within(place, name))
+        for name, cost in value.items()
+    }

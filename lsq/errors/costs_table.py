@@ -1,4 +1,5 @@
-"""What formats cost in loss, for people: a table, and how well the estimate tells what was measured."""
+"""What formats cost in loss, for people: a table, and how well the estimate tells what was
+measured."""
 
 import math
 from collections.abc import Callable
@@ -10,15 +11,22 @@ from lsq.errors.table import PLURALS
 from lsq.tables import UNLIMITED, fitted
 
 ESTIMATES: dict[str, Callable[[Cost], float]] = {
-    "second term": lambda cost: cost.second, "both terms": lambda cost: cost.first + cost.second,
-}  # fmt: skip
+    "second term": lambda cost: cost.second,
+    "both terms": lambda cost: cost.first + cost.second,
+}
 """What stands against the cost that was measured."""
 
 
 def correlation(costs: Costs, kind: str, estimate: str) -> float:
-    """Rank correlation (Spearman 1904) of one of ESTIMATES with the measured cost, over all tensors of a kind in all
-    formats; NaN where fewer than 2 were measured or all are alike."""
-    found = [cost for tensor in costs.of(kind) for cost in tensor.formats.values() if cost.cost is not None]
+    """Rank correlation (Spearman 1904) of one of ESTIMATES with the measured cost, over all tensors
+    of a kind in all formats; NaN where fewer than 2 were measured or all are alike.
+    """
+    found = [
+        cost
+        for tensor in costs.of(kind)
+        for cost in tensor.formats.values()
+        if cost.cost is not None
+    ]
     if len(found) < 2:
         return math.nan
     measured = torch.tensor([cost.cost for cost in found], dtype=torch.float64)
@@ -38,20 +46,31 @@ def table(costs: Costs, style: str = "simple") -> str:
     Args:
         style: of tabulate ("github" is Markdown, for files).
     """
-    parts = [f"Loss {costs.loss:.4f}, a mean over {costs.count:g}; estimates from {costs.samples} gradients."]
+    parts = [
+        f"Loss {costs.loss:.4f}, a mean over {costs.count:g}; estimates from {costs.samples}"
+        " gradients."
+    ]
     for kind in KINDS:
         tensors = costs.of(kind)
         if not tensors:
             continue
-        rows = [[tensor.name, *(_figure(tensor.formats[form].cost) for form in costs.formats)] for tensor in tensors]
+        rows = [
+            [tensor.name, *(_figure(tensor.formats[form].cost) for form in costs.formats)]
+            for tensor in tensors
+        ]
         sums = [[tensor.formats[form].cost for tensor in tensors] for form in costs.formats]
         rows.append(["sum", *(_figure(None if None in column else sum(column)) for column in sums)])
         values = sum(tensor.values for tensor in tensors)
-        bits = [sum(one.formats[form].bits * one.values for one in tensors) / values for form in costs.formats]
+        bits = [
+            sum(one.formats[form].bits * one.values for one in tensors) / values
+            for form in costs.formats
+        ]
         rows.append(["bits of a value", *(f"{width:.2f}" for width in bits)])
         sides = ("left", *("right",) * len(costs.formats))
         head = [f"cost of {PLURALS[kind]}", *costs.formats]
-        parts.append(fitted(rows, head, sides, style=style, width=UNLIMITED if style == "github" else None))
+        parts.append(
+            fitted(rows, head, sides, style=style, width=UNLIMITED if style == "github" else None)
+        )
         found = [f"{correlation(costs, kind, name):.3f} for {name}" for name in ESTIMATES]
         parts.append(f"Rank correlation of costs with their estimate: {', '.join(found)}.")
     return "\n\n".join(parts)

@@ -1,10 +1,11 @@
 """The second-order estimate of what a change of one tensor adds to the loss.
 
-A change d changes the loss by about g d + 1/2 d H d. H is taken as the diagonal of the empirical Fisher information:
-for a loss that is the mean of T negative log-likelihoods in nats, 1/T times the sum over samples of squared gradients
-of what each adds up to (LeCun et al. 1989, "Optimal Brain Damage", has the diagonal; Martens 2014, arXiv:1412.1193,
-section 11, what stands in for it). A sample should be one sentence: in the gradient of a whole batch those of its
-sentences nearly cancel, once the model is trained, so that its square is too small by about their number.
+A change d changes the loss by about g d + 1/2 d H d. H is taken as the diagonal of the empirical
+Fisher information: for a loss that is the mean of T negative log-likelihoods in nats, 1/T times the
+sum over samples of squared gradients of what each adds up to (LeCun et al. 1989, "Optimal Brain
+Damage", has the diagonal; Martens 2014, arXiv:1412.1193, section 11, what stands in for it). A
+sample should be one sentence: in the gradient of a whole batch those of its sentences nearly
+    cancel, once the model is trained, so that its square is too small by about their number.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,7 +34,8 @@ class Rounding:
     """How clips of weights are measured."""
 
     def weight(self, values: Tensor, transposed: bool) -> Tensor:
-        """Of a weight [N, ...], whose rows are cut into blocks, or [K, N] where it is transposed."""
+        """Of a weight [N, ...], whose rows are cut into blocks, or [K, N] where it is
+        transposed."""
         matrix = values.detach().t() if transposed else as_rows(values.detach())
         rounded = self.form.decode(self.form.encode(matrix, self.clip))
         return (rounded.t() if transposed else rounded).reshape(values.shape).to(values.dtype)
@@ -61,7 +63,8 @@ class Sums:
     """Squared changes."""
 
     def add(self, values: Tensor, change: Tensor, gradient: Tensor, square: Tensor) -> None:
-        """Changes are float64; gradients and their squares of any float dtype; all in the shape of the values."""
+        """Changes are float64; gradients and their squares of any float dtype; all in the shape of
+        the values."""
         self.first += float((gradient * change).sum())
         squares = change.square()
         self.second += float((square * squares).sum())
@@ -80,17 +83,27 @@ class Gradients:
     squares: dict[str, Tensor] = field(default_factory=dict)
     """Of squared gradients of samples."""
     activations: dict[tuple[str, str], Sums] = field(default_factory=dict)
-    """Of (name of the weight, format): changes of what products with it read, and gradients of that."""
+    """Of (name of the weight, format): changes of what products with it read, and gradients of
+    that."""
 
 
 def gradients(
-    model: nn.Module, loss: Loss, samples: Sequence[Any], weights: Mapping[str, nn.Parameter],
-    activations: Collection[str], rounding: Mapping[str, Rounding],
-) -> Gradients:  # fmt: skip
-    """Gradients of `weights`, which require them, and of the activations of those that are named in `activations`."""
+    model: nn.Module,
+    loss: Loss,
+    samples: Sequence[Any],
+    weights: Mapping[str, nn.Parameter],
+    activations: Collection[str],
+    rounding: Mapping[str, Rounding],
+) -> Gradients:
+    """Gradients of `weights`, which require them, and of the activations of those that are named in
+    `activations`."""
     made = Gradients(
-        sums={name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()},
-        squares={name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()},
+        sums={
+            name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
+        },
+        squares={
+            name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
+        },
         activations={(name, form): Sums() for name in activations for form in rounding},
     )
     for sample in samples:
@@ -99,7 +112,8 @@ def gradients(
         def look(name: str, x: Tensor, transposed: bool, read=read) -> Tensor:
             if name not in activations:
                 return x
-            mine = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()  # another product may read x, too
+            # another product may read x, too
+            mine = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             read.append((name, mine))
             return mine
 
@@ -118,5 +132,7 @@ def gradients(
                 square = gradient.double().square()
                 x = x.detach()
                 for form, how in rounding.items():
-                    made.activations[name, form].add(x, how.activation(x).double() - x, gradient, square)
+                    made.activations[name, form].add(
+                        x, how.activation(x).double() - x, gradient, square
+                    )
     return made

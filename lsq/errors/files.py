@@ -14,26 +14,32 @@ from lsq.export import model_file
 from lsq.files import loading_fault
 
 STATES = ("model", "state_dict", "model_state_dict")
-"""Under which of these names a checkpoint holds its model, beside the state of an optimizer and others."""
+"""Under which of these names a checkpoint holds its model, beside the state of an optimizer and
+others."""
 PARTS = ("*.safetensors", "pytorch_model*.bin")
 """What transformers calls the files of a model in a folder; the first that there is."""
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    """What a file of tensors holds, by name; codes of an exported model become the floats that they stand for.
+    """What a file of tensors holds, by name; codes of an exported model become the floats that they
+    stand for.
 
     Args:
-        path: a file of safetensors, of `lsq export --to lsq` or of torch.save, of which nothing but plain data, and
-            what fairseq keeps, is loaded; or a folder of transformers' with such files.
+        path: a file of safetensors, of `lsq export --to lsq` or of torch.save, of which nothing but
+            plain data, and what fairseq keeps, is loaded; or a folder of transformers' with such
+            files.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, empty or another file, or has types in it that are not safe to load.
+        ValueError: it is damaged, empty or another file, or has types in it that are not safe to
+            load.
     """
     if path.is_dir():
         found = next(filter(None, (sorted(path.glob(pattern)) for pattern in PARTS)), [])
         if not found:
-            raise ValueError(f"{path} has no {' or '.join(PARTS)} in it; name a file, or the folder of a model")
+            raise ValueError(
+                f"{path} has no {' or '.join(PARTS)} in it; name a file, or the folder of a model"
+            )
         return {name: tensor for part in found for name, tensor in tensors_in(part).items()}
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
@@ -55,7 +61,9 @@ def _decoded(path: Path) -> dict[str, Tensor]:
     for name, tensor in model.tensors.items():
         weight = name.removesuffix(".codes")
         if weight != name:
-            found[weight] = model.codes(weight, 2 * tensor.shape[1]) * model.tensors[weight + ".scale"][:, None]
+            found[weight] = (
+                model.codes(weight, 2 * tensor.shape[1]) * model.tensors[weight + ".scale"][:, None]
+            )
         elif not name.endswith(".scale"):
             found[name] = tensor
     return found
@@ -70,13 +78,17 @@ def _of_torch(path: Path) -> object:
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise _damaged(path, error) from None
     try:
-        from lsq.fairseq.compatibility import loading  # takes seconds, and is wanted for checkpoints of fairseq's alone
+        # takes seconds, and is wanted for checkpoints of fairseq's alone
+        from lsq.fairseq.compatibility import (
+            loading,
+        )
 
         loading.register_types()
         return torch.load(path, **options)
     except ModuleNotFoundError:
         raise ValueError(
-            f"{path} holds types that are not loaded without knowing them; if it is a checkpoint of fairseq's, install "
+            f"{path} holds types that are not loaded without knowing them; if it is a checkpoint of"
+            " fairseq's, install "
             f"that: {extras.command('fairseq')}"
         ) from None
     except Exception:  # whatever is in the file decides what fails
@@ -85,7 +97,8 @@ def _of_torch(path: Path) -> object:
 
 def _damaged(path: Path, error: Exception) -> ValueError:
     return ValueError(
-        f"{path} is damaged, or no file of tensors that is safe to load: {loading_fault(error)}; save the state dict "
+        f"{path} is damaged, or no file of tensors that is safe to load: {loading_fault(error)};"
+        " save the state dict "
         "of the model by itself, best with safetensors"
     )
 

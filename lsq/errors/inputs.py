@@ -1,8 +1,10 @@
-"""Inputs of a model's matrix products while it runs: seen, and changed. Shapes: N outputs, K inputs.
+"""Inputs of a model's matrix products while it runs: seen, and changed.
 
-Products are torch.nn.functional.linear, by which linear layers, PyTorch's and fairseq's attention multiply, and
-torch.addmm, by which GPT-2's layers in transformers do. Those of lsq's own layers are operations of programs and none
-of these.
+Shapes: N outputs, K inputs.
+
+Products are torch.nn.functional.linear, by which linear layers, PyTorch's and fairseq's attention
+multiply, and torch.addmm, by which GPT-2's layers in transformers do. Those of lsq's own layers are
+operations of programs and none of these.
 """
 
 import contextlib
@@ -13,16 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 
 Look = Callable[[str, Tensor, bool], Tensor]
-"""Of the name of a weight, an input float [..., K] of it, and whether the weight lies as [K, N] and not as [N, K]: what
-the product is to read in place of the input."""
+"""Of the name of a weight, an input float [..., K] of it, and whether the weight lies as [K, N] and
+not as [N, K]: what the product is to read in place of the input.
+"""
 
 
 @contextlib.contextmanager
 def products(weights: Mapping[str, Tensor], look: Look) -> Iterator[None]:
-    """Within this context every product with one of `weights`, or with a part of one, reads what `look` returns.
+    """Within this context every product with one of `weights`, or with a part of one, reads what
+    `look` returns.
 
-    It changes PyTorch's functions for the whole process, so one thread at a time may be within. PyTorch's fused
-    attention and encoder layers, which show no products, are off meanwhile.
+    It changes PyTorch's functions for the whole process, so one thread at a time may be within.
+    PyTorch's fused attention and encoder layers, which show no products, are off meanwhile.
     """
     bounds = {
         name: (weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.element_size())

@@ -1,7 +1,8 @@
-"""The tensors of a model's products while it runs: what they read, and the gradients of what they give.
+"""The tensors of a model's products while it runs: what they read, and the gradients of what they
+give.
 
-Products of plain PyTorch are seen by a TorchFunctionMode, those of lsq's programs by a backend around the module's own.
-M rows, N outputs and K inputs of a weight.
+Products of plain PyTorch are seen by a TorchFunctionMode, those of lsq's programs by a backend
+around the module's own. M rows, N outputs and K inputs of a weight.
 """
 
 import contextlib
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lsq.errors.tensors import ACTIVATION, GRADIENT, WEIGHT, Sample, as_rows, chosen_by, parameters_of, take
+from lsq.errors.tensors import (
+    ACTIVATION,
+    GRADIENT,
+    WEIGHT,
+    Sample,
+    as_rows,
+    chosen_by,
+    parameters_of,
+    take,
+)
 from lsq.layers.module import ProgramModule
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.project import Project
@@ -25,29 +35,40 @@ from lsq.program.operation import Operation
 CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 
 
-def gather(model: nn.Module, run: Callable[[], Tensor | None], patterns: Iterable[str], largest: int) -> list[Sample]:
-    """Weights of a model, and the first activation and gradient of each product while `run` computes; see `measure`.
+def gather(
+    model: nn.Module, run: Callable[[], Tensor | None], patterns: Iterable[str], largest: int
+) -> list[Sample]:
+    """Weights of a model, and the first activation and gradient of each product while `run`
+    computes; see `measure`.
 
     Raises:
-        ValueError: a pattern fits nothing, `run` returns something else, or the model has no weight.
+        ValueError: a pattern fits nothing, `run` returns something else, or the model has no
+            weight.
     """
     weights = parameters_of(model)
     if not weights:
-        raise ValueError(f"{type(model).__name__} has no float parameter with two or more dimensions")
+        raise ValueError(
+            f"{type(model).__name__} has no float parameter with two or more dimensions"
+        )
     seen = _Seen(weights, chosen_by(patterns, weights), largest)
     with _in_floats(model, seen), _gradients_kept(model), torch.enable_grad(), _Functions(seen):
         loss = run()
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"run returned a tensor of shape {list(loss.shape)}; return a loss, one number")
+                raise ValueError(
+                    f"run returned a tensor of shape {list(loss.shape)}; return a loss, one number"
+                )
             if loss.requires_grad:
                 loss.backward()
         elif loss is not None:
-            raise ValueError(f"run returned a {type(loss).__name__}; return a loss, one number, or None")
+            raise ValueError(
+                f"run returned a {type(loss).__name__}; return a loss, one number, or None"
+            )
     found = [
         take(name, WEIGHT, weight.t() if name in seen.by_inputs else as_rows(weight), largest)
-        for name, weight in {**weights, **seen.masked}.items() if name in seen.chosen
-    ]  # fmt: skip
+        for name, weight in {**weights, **seen.masked}.items()
+        if name in seen.chosen
+    ]
     return [*found, *seen.samples.values()]
 
 
@@ -60,10 +81,13 @@ class _Seen:
         self.by_inputs: set[str] = set()
         """Names of weights that are [K, N]."""
         self.masked: dict[str, Tensor] = {}
-        """What masks leave of weights, by their names; as long as they are here, nothing else takes their place."""
+        """What masks leave of weights, by their names; as long as they are here, nothing else takes
+        their place."""
         self._all = len(weights)
         self._places = {weight.data_ptr(): (name, weight) for name, weight in weights.items()}
-        self._storages = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
+        self._storages = {
+            weight.untyped_storage().data_ptr(): name for name, weight in weights.items()
+        }
 
     def mask(self, weight: Tensor, masked: Tensor) -> None:
         """Know what is left of a weight by its name."""
@@ -73,7 +97,8 @@ class _Seen:
             self._places[masked.data_ptr()] = name, masked
 
     def note(self, kind: str, weight: Tensor, tensor: Tensor, *, by_inputs: bool = False) -> None:
-        """Take samples of a tensor [..., K] or [..., N] of a product with `weight`, unless there are any."""
+        """Take samples of a tensor [..., K] or [..., N] of a product with `weight`, unless there
+        are any."""
         if by_inputs:
             self.by_inputs.add(self._names(weight)[0])
         for parameter, name, rows in self._parts(weight):
@@ -83,7 +108,8 @@ class _Seen:
                 self.samples[kind, name] = take(name, kind, part, self._largest)
 
     def _parts(self, weight: Tensor) -> Iterator[tuple[str, str, slice]]:
-        """(name of the parameter, name of its product, its rows) of the parameters that lie in a weight [N, K]."""
+        """(name of the parameter, name of its product, its rows) of the parameters that lie in a
+        weight [N, K]."""
         found, first = [], weight.data_ptr()
         while first in self._places and weight.is_contiguous():
             name, parameter = self._places[first]
@@ -100,7 +126,8 @@ class _Seen:
             begin += len(parameter)
 
     def _names(self, weight: Tensor) -> tuple[str, str]:
-        """(name of the parameter, name of its product), which differ where the weight is part of the parameter.
+        """(name of the parameter, name of its product), which differ where the weight is part of
+        the parameter.
 
         A weight that is made while the model runs is no parameter and goes by its shape.
         """
@@ -137,16 +164,25 @@ class _Functions(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._noted(input, weight, _linear(input, weight, bias))
 
-    def _convolution(self, func: Callable, input: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
-        return self._noted(input, weight, func(input, weight, *args, **kwargs), channels=-weight.dim() + 1)
+    def _convolution(
+        self, func: Callable, input: Tensor, weight: Tensor, *args, **kwargs
+    ) -> Tensor:
+        return self._noted(
+            input, weight, func(input, weight, *args, **kwargs), channels=-weight.dim() + 1
+        )
 
-    def _noted(self, x: Tensor, weight: Tensor, y: Tensor, *, by_inputs: bool = False, channels: int = -1) -> Tensor:
+    def _noted(
+        self, x: Tensor, weight: Tensor, y: Tensor, *, by_inputs: bool = False, channels: int = -1
+    ) -> Tensor:
         """`channels`: the dimension of x and y that becomes the last one."""
         self._seen.note(ACTIVATION, weight, x.movedim(channels, -1), by_inputs=by_inputs)
         if not y.requires_grad:
             return y
-        y.register_hook(lambda gradient: self._seen.note(GRADIENT, weight, gradient.movedim(channels, -1)))
-        return y.clone()  # y may be a view, which would lose the hook to whoever changes it in place
+        y.register_hook(
+            lambda gradient: self._seen.note(GRADIENT, weight, gradient.movedim(channels, -1))
+        )
+        # y may be a view, which would lose the hook to whoever changes it in place
+        return y.clone()
 
 
 _linear = functional.linear
@@ -154,7 +190,8 @@ _linear = functional.linear
 
 @contextlib.contextmanager
 def _linear_replaced(other: Callable) -> Iterator[None]:
-    """Within this context PyTorch's own functions in Python, which no mode sees, multiply by another linear."""
+    """Within this context PyTorch's own functions in Python, which no mode sees, multiply by
+    another linear."""
     functional.linear = other
     try:
         yield
@@ -187,7 +224,9 @@ class _Watching(Backend):
             note = functools.partial(self._seen.note, by_inputs=operation.weight.by_inputs)
             note(ACTIVATION, operation.weight.values, operation.x.floats)
         elif isinstance(operation, VocabularyLoss):
-            self._seen.note(ACTIVATION, operation.prediction.weight.values, operation.prediction.x.floats)
+            self._seen.note(
+                ACTIVATION, operation.prediction.weight.values, operation.prediction.x.floats
+            )
         elif isinstance(operation, VocabularyLossGradient):
             self._seen.note(GRADIENT, operation.prediction.weight.values, operation.dlogits)
         elif isinstance(operation, ProjectWeightGradient | ProjectInputGradient):
@@ -196,7 +235,8 @@ class _Watching(Backend):
 
 @contextlib.contextmanager
 def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
-    """Within this context a model is in eval mode, and lsq's modules compute in floats and are watched."""
+    """Within this context a model is in eval mode, and lsq's modules compute in floats and are
+    watched."""
     trained = [module for module in model.modules() if module.training]
     programs = [module for module in model.modules() if isinstance(module, ProgramModule)]
     before = [(module, module.backend, module.schedule.fallen) for module in programs]

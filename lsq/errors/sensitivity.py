@@ -1,4 +1,5 @@
-"""What each tensor's format costs in loss: measured exactly, one tensor at a time, and estimated from gradients."""
+"""What each tensor's format costs in loss: measured exactly, one tensor at a time, and estimated
+from gradients."""
 
 import contextlib
 import hashlib
@@ -18,7 +19,15 @@ from lsq.errors.tensors import ACTIVATION, WEIGHT, chosen_by, parameters_of
 from lsq.layers.module import ProgramModule
 from lsq.quant.numbers import METHODS, scaled_format
 
-FORMATS = ("int8/row", "int6/row", "int4/group32", "vsquant4", "nvfp4", "int3/group32", "int2/group16")
+FORMATS = (
+    "int8/row",
+    "int6/row",
+    "int4/group32",
+    "vsquant4",
+    "nvfp4",
+    "int3/group32",
+    "int2/group16",
+)
 """What is tried where nothing else is said."""
 
 
@@ -27,9 +36,11 @@ class Keep:
     """What is said of a measurement while it goes on, and where."""
 
     path: Path | None = None
-    """File that is written after each tensor; if it is there, what it holds is not measured again."""
+    """File that is written after each tensor; if it is there, what it holds is not measured again.
+    """
     anew: bool = False
-    """Whether everything is measured again, and such a file replaced once the first tensor is done."""
+    """Whether everything is measured again, and such a file replaced once the first tensor is done.
+    """
     about: Mapping[str, Any] = field(default_factory=dict)
     """In the result: what the model and the batches are. Plain values, as JSON has them."""
     progress: Callable[[int, int, str], object] | None = None
@@ -42,31 +53,41 @@ class Keep:
 
 
 def sensitivity(
-    model: nn.Module, loss: Loss, batches: Sequence[Any], *, samples: Sequence[Any] | None = None,
-    formats: Sequence[str] = FORMATS, clip: str = "mse", tensors: Iterable[str] = (), activations: bool = True,
+    model: nn.Module,
+    loss: Loss,
+    batches: Sequence[Any],
+    *,
+    samples: Sequence[Any] | None = None,
+    formats: Sequence[str] = FORMATS,
+    clip: str = "mse",
+    tensors: Iterable[str] = (),
+    activations: bool = True,
     keep: Keep | None = None,
-) -> Costs:  # fmt: skip
-    """What each weight of two dimensions or more costs in each format, and what products with it read.
+) -> Costs:
+    """What each weight of two dimensions or more costs in each format, and what products with it
+    read.
 
-    The model is in eval mode meanwhile, so that nothing is random; afterwards all is as it was, bit by bit, also after
-    an exception. Of lsq's own layers, whose programs round by themselves, activations are not seen, and what a weight
-    costs comes on top of their rounding.
+    The model is in eval mode meanwhile, so that nothing is random; afterwards all is as it was, bit
+    by bit, also after an exception. Of lsq's own layers, whose programs round by themselves,
+    activations are not seen, and what a weight costs comes on top of their rounding.
 
     Args:
         model: on any device.
-        loss: (model, batch) -> (sum of the batch's losses, a scalar with gradients; how many they are). The estimate
-            is for negative log-likelihoods in nats, such as cross-entropy.
+        loss: (model, batch) -> (sum of the batch's losses, a scalar with gradients; how many they
+            are). The estimate is for negative log-likelihoods in nats, such as cross-entropy.
         batches: for what is measured; the loss is the mean over all.
-        samples: for the estimate, best one sentence each (see lsq.errors.estimate); None: the batches.
-        formats: names of lsq.quant.numbers.scaled_format; rows of blocks lie along what the product sums over.
+        samples: for the estimate, best one sentence each (see lsq.errors.estimate); None: the
+            batches.
+        formats: names of lsq.quant.numbers.scaled_format; rows of blocks lie along what the product
+            sums over.
         clip: how clips of weights are measured. Those of activations are their largest values.
         tensors: patterns with * and ? of names of weights; none: all.
         activations: whether they are measured, too.
         keep: what is said of the measurement, and where; None: nothing, nowhere.
 
     Raises:
-        ValueError: an argument is wrong, a pattern fits nothing, a weight or the loss is not finite, the loss is
-            another every time, or its file holds something else.
+        ValueError: an argument is wrong, a pattern fits nothing, a weight or the loss is not
+            finite, the loss is another every time, or its file holds something else.
         OSError: that file cannot be written.
     """
     if clip not in METHODS:
@@ -75,20 +96,34 @@ def sensitivity(
     if not rounding:
         raise ValueError("there are no formats; name one at least")
     samples, keep = batches if samples is None else samples, keep or Keep()
-    trial = _Trial(model=model, loss=loss, batches=batches, weights=_weights(model, tensors), rounding=rounding)
+    trial = _Trial(
+        model=model, loss=loss, batches=batches, weights=_weights(model, tensors), rounding=rounding
+    )
     with _still(model, trial.weights.values()):
         before, count = trial.mean_loss(trial.look)
         again, _ = trial.mean_loss(_as_it_is)
         if not math.isfinite(before):
-            raise ValueError(f"the batches have a loss of {before:g}; give a model and batches with a finite one")
+            raise ValueError(
+                f"the batches have a loss of {before:g}; give a model and batches with a finite one"
+            )
         if not math.isclose(before, again, rel_tol=1e-6):
-            raise ValueError(f"the same batches have losses of {before:g} and {again:g}; make the loss deterministic")
+            raise ValueError(
+                f"the same batches have losses of {before:g} and {again:g}; make the loss"
+                " deterministic"
+            )
         costs = Costs(
-            about=dict(keep.about), weights=_digest(trial.weights), clip=clip, formats=tuple(rounding), loss=before,
-            count=count, samples=len(samples),
-        )  # fmt: skip
+            about=dict(keep.about),
+            weights=_digest(trial.weights),
+            clip=clip,
+            formats=tuple(rounding),
+            loss=before,
+            count=count,
+            samples=len(samples),
+        )
         wanted = [(WEIGHT, name) for name in trial.weights]
-        wanted += [(ACTIVATION, name) for name in trial.weights if activations and name in trial.values]
+        wanted += [
+            (ACTIVATION, name) for name in trial.weights if activations and name in trial.values
+        ]
         if keep.path is not None and not keep.anew:
             costs = _resumed(costs, [trial.costs(*one, {}) for one in wanted], keep.path)
         done = {(tensor.kind, tensor.name) for tensor in costs.tensors}
@@ -151,7 +186,9 @@ class _Trial:
         for form, how in self.rounding.items():
             rounded = how.weight(weight, transposed)
             sums = Sums()
-            sums.add(values, rounded.double() - values.double(), found.sums[name], found.squares[name])
+            sums.add(
+                values, rounded.double() - values.double(), found.sums[name], found.squares[name]
+            )
             with _replaced(weight, rounded):
                 loss, _ = self.mean_loss(_as_it_is)
             formats[form] = _cost(sums, found.count, how.bits(weight, transposed), loss - before)
@@ -171,16 +208,22 @@ class _Trial:
                 return how.activation(x)
 
             loss, _ = self.mean_loss(look)
-            formats[form] = _cost(found.activations[name, form], found.count, bits / self.values[name], loss - before)
+            formats[form] = _cost(
+                found.activations[name, form], found.count, bits / self.values[name], loss - before
+            )
         return self.costs(ACTIVATION, name, formats)
 
     def costs(self, kind: str, name: str, formats: dict[str, Cost]) -> TensorCosts:
         """Of a tensor of one of KINDS: what is known of it, with these costs."""
         weight = self.weights[name]
         return TensorCosts(
-            name=name, kind=kind, shape=tuple(weight.shape), transposed=name in self.transposed, formats=formats,
+            name=name,
+            kind=kind,
+            shape=tuple(weight.shape),
+            transposed=name in self.transposed,
+            formats=formats,
             values=weight.numel() if kind == WEIGHT else self.values[name],
-        )  # fmt: skip
+        )
 
 
 def _as_it_is(name: str, x: Tensor, transposed: bool) -> Tensor:
@@ -189,9 +232,12 @@ def _as_it_is(name: str, x: Tensor, transposed: bool) -> Tensor:
 
 def _cost(sums: Sums, count: float, bits: float, cost: float) -> Cost:
     return Cost(
-        bits=bits, cost=cost if math.isfinite(cost) else None, first=sums.first / count,
-        second=sums.second / (2 * count), error=sums.noise / sums.signal if sums.signal > 0 else 0.0,
-    )  # fmt: skip
+        bits=bits,
+        cost=cost if math.isfinite(cost) else None,
+        first=sums.first / count,
+        second=sums.second / (2 * count),
+        error=sums.noise / sums.signal if sums.signal > 0 else 0.0,
+    )
 
 
 def _weights(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -202,7 +248,9 @@ def _weights(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Paramete
     """
     there = {name: weight for name, weight in parameters_of(model).items() if weight.numel()}
     if not there:
-        raise ValueError(f"{type(model).__name__} has no float parameter with two or more dimensions")
+        raise ValueError(
+            f"{type(model).__name__} has no float parameter with two or more dimensions"
+        )
     chosen = chosen_by(patterns, there)
     found = {name: parameter for name, parameter in there.items() if name in chosen}
     for name, parameter in found.items():
@@ -234,18 +282,22 @@ def _resumed(costs: Costs, wanted: Iterable[TensorCosts], path: Path) -> Costs:
         return costs
     there = read_costs(path)
     if found := there.difference(costs):
-        raise ValueError(f"{path} is of other settings ({found}); choose another file, or delete it")
+        raise ValueError(
+            f"{path} is of other settings ({found}); choose another file, or delete it"
+        )
     known = {(one.kind, one.name): one for one in wanted}
     for tensor in there.tensors:
         here = known.get((tensor.kind, tensor.name))
         if here is None:
             raise ValueError(
-                f"{path} holds the {tensor.kind} of {tensor.name}, which is not measured now; measure it as well, or "
+                f"{path} holds the {tensor.kind} of {tensor.name}, which is not measured now;"
+                " measure it as well, or "
                 "choose another file"
             )
         if replace(here, formats=tensor.formats) != tensor:
             raise ValueError(
-                f"{path} holds the {tensor.kind} of {tensor.name} with {_told(tensor)}, but it has {_told(here)}; "
+                f"{path} holds the {tensor.kind} of {tensor.name} with {_told(tensor)}, but it has"
+                f" {_told(here)}; "
                 "choose another file, or delete it"
             )
     return replace(there, finished=False)
@@ -257,7 +309,8 @@ def _told(tensor: TensorCosts) -> str:
 
 @contextlib.contextmanager
 def _still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within this context the model is in eval mode, its weights have gradients, and clips stay with any weights."""
+    """Within this context the model is in eval mode, its weights have gradients, and clips stay
+    with any weights."""
     before = [(module, module.training) for module in model.modules()]
     wanted = {weight: True for weight in weights}
     for module, _ in before:

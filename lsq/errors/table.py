@@ -88,12 +88,16 @@ class Errors:
             worst = min(range(len(entries)), key=lambda i, errors=errors: errors[i].signal_to_noise)
             found.append(
                 Median(
-                    format=name, bits=statistics.median(error.bits for error in errors),
-                    signal_to_noise=statistics.median_low([error.signal_to_noise for error in errors]),
-                    least=errors[worst].signal_to_noise, where=entries[worst].name,
+                    format=name,
+                    bits=statistics.median(error.bits for error in errors),
+                    signal_to_noise=statistics.median_low(
+                        [error.signal_to_noise for error in errors]
+                    ),
+                    least=errors[worst].signal_to_noise,
+                    where=entries[worst].name,
                     largest=statistics.median(error.largest for error in errors),
                 )
-            )  # fmt: skip
+            )
         return sorted(found, key=lambda one: (one.bits, -one.signal_to_noise))
 
     def table(self, style: str = "simple") -> str:
@@ -106,17 +110,29 @@ class Errors:
         for kind in self.kinds:
             entries = self._measured(kind)
             rows = [
-                (one.format, f"{one.bits:.2f}", f"{one.signal_to_noise:.1f}", f"{one.least:.1f}",
-                 f"{gaussian(one.bits) - one.signal_to_noise:.1f}", f"{one.largest:.2%}")
+                (
+                    one.format,
+                    f"{one.bits:.2f}",
+                    f"{one.signal_to_noise:.1f}",
+                    f"{one.least:.1f}",
+                    f"{gaussian(one.bits) - one.signal_to_noise:.1f}",
+                    f"{one.largest:.2%}",
+                )
                 for one in self.medians(kind)
-            ]  # fmt: skip
+            ]
             made = fitted(rows, COLUMNS, ("left", *("right",) * 5), style=style, width=width)
-            parts.append(f"{PLURALS[kind]}: medians of {len(entries)}, clips by {self.clip}\n\n{made}")
+            parts.append(
+                f"{PLURALS[kind]}: medians of {len(entries)}, clips by {self.clip}\n\n{made}"
+            )
         return "\n\n".join([*parts, *filter(None, ["\n".join(self.remarks())])])
 
     def remarks(self) -> list[str]:
         """What was not measured, and what to know of the rest."""
-        said = [f"not measured: {one.kind} {one.name}: {one.problem}" for one in self.entries if one.problem]
+        said = [
+            f"not measured: {one.kind} {one.name}: {one.problem}"
+            for one in self.entries
+            if one.problem
+        ]
         rows = [one for one in self.entries if one.zero_rows and not one.problem]
         if rows:
             named = [f"{one.kind} {one.name} ({one.zero_rows} of {one.shape[0]})" for one in rows]
@@ -127,13 +143,21 @@ class Errors:
         sampled = [one for one in self.entries if one.sampled and not one.problem]
         if sampled:
             most = max(one.values for one in sampled)
-            said.append(f"of {len(sampled)} large tensors evenly spaced rows were looked at, at most {most:,} values")
+            said.append(
+                f"of {len(sampled)} large tensors evenly spaced rows were looked at, at most"
+                f" {most:,} values"
+            )
         return said
 
     def _unseen(self) -> list[str]:
-        """Weights that were multiplied with nothing that could be looked at, such as tables of words."""
+        """Weights that were multiplied with nothing that could be looked at, such as tables of
+        words."""
         read = {one.name.partition("[")[0] for one in self.entries if one.kind == ACTIVATION}
-        return [one.name for one in self.entries if self.of_model and one.kind == WEIGHT and one.name not in read]
+        return [
+            one.name
+            for one in self.entries
+            if self.of_model and one.kind == WEIGHT and one.name not in read
+        ]
 
     def to_json(self) -> dict:
         """Plain data. Signal-to-noise is null where nothing differs."""
@@ -150,8 +174,12 @@ class Errors:
             "medians": {
                 kind: [
                     {
-                        "format": one.format, "bits": one.bits, "signal_to_noise": decibels(one.signal_to_noise),
-                        "least": decibels(one.least), "where": one.where, "largest_error": one.largest,
+                        "format": one.format,
+                        "bits": one.bits,
+                        "signal_to_noise": decibels(one.signal_to_noise),
+                        "least": decibels(one.least),
+                        "where": one.where,
+                        "largest_error": one.largest,
                     }
                     for one in self.medians(kind)
                 ]
@@ -159,19 +187,25 @@ class Errors:
             },
             "tensors": [
                 {
-                    "name": one.name, "kind": one.kind, "shape": list(one.shape), "values": one.values,
-                    "zero_rows": one.zero_rows, "problem": one.problem,
+                    "name": one.name,
+                    "kind": one.kind,
+                    "shape": list(one.shape),
+                    "values": one.values,
+                    "zero_rows": one.zero_rows,
+                    "problem": one.problem,
                     "errors": [
                         {
-                            "format": error.format, "bits": error.bits,
-                            "signal_to_noise": decibels(error.signal_to_noise), "largest_error": error.largest,
+                            "format": error.format,
+                            "bits": error.bits,
+                            "signal_to_noise": decibels(error.signal_to_noise),
+                            "largest_error": error.largest,
                         }
                         for error in one.errors
                     ],
                 }
                 for one in self.entries
             ],
-        }  # fmt: skip
+        }
 
     def _measured(self, kind: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.kind == kind and not entry.problem]
@@ -180,4 +214,6 @@ class Errors:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )

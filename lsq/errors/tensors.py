@@ -1,4 +1,5 @@
-"""Tensors to measure, as matrices [R, C] whose rows are what a product sums over; large ones by a sample of rows."""
+"""Tensors to measure, as matrices [R, C] whose rows are what a product sums over; large ones by a
+sample of rows."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,15 +62,21 @@ def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) ->
     rows = (matrix != 0).any(1).nonzero().flatten()
     count = min(len(rows), max(1, largest // max(shape[1], 1)))
     chosen = rows[torch.arange(count, device=rows.device) * len(rows) // max(count, 1)]
-    narrow = matrix.float() if matrix.dtype.itemsize > 4 else matrix  # where large values become infinite
+    # where large values become infinite
+    narrow = matrix.float() if matrix.dtype.itemsize > 4 else matrix
     return Sample(
-        name=name, kind=kind, shape=shape, values=matrix[chosen].to(device="cpu", dtype=torch.float32, copy=True),
-        unusable=matrix.numel() - int(narrow.isfinite().sum()), zero_rows=shape[0] - len(rows) if shape[1] else 0,
-    )  # fmt: skip
+        name=name,
+        kind=kind,
+        shape=shape,
+        values=matrix[chosen].to(device="cpu", dtype=torch.float32, copy=True),
+        unusable=matrix.numel() - int(narrow.isfinite().sum()),
+        zero_rows=shape[0] - len(rows) if shape[1] else 0,
+    )
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """A weight with what a product sums over last: kernels of convolutions [O, I, ...] become [O, -1]."""
+    """A weight with what a product sums over last: kernels of convolutions [O, I, ...] become [O,
+    -1]."""
     is_kernel = weight.dim() > 3 or weight.dim() == 3 and weight.shape[2] < WIDEST_KERNEL
     return weight.flatten(1) if is_kernel and weight.numel() else weight
 
@@ -79,7 +86,9 @@ def is_weight(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.is_floating_point()
 
 
-def weights_of(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def weights_of(
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of those that `is_weight`, each once, whatever names share its memory."""
     seen = set()
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
@@ -97,12 +106,15 @@ def chosen_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
         ValueError: a pattern fits nothing.
     """
     names, patterns = list(names), list(patterns)
-    found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
+    found = {
+        pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns
+    }
     for pattern, fitting in found.items():
         if not fitting:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise ValueError(
-                f"no tensor is called {pattern!r}; there are {shown or 'none'} (* stands for any part of a name)"
+                f"no tensor is called {pattern!r}; there are {shown or 'none'} (* stands for any"
+                " part of a name)"
             )
     return {name for fitting in found.values() for name in fitting} if patterns else set(names)
 

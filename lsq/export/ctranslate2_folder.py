@@ -1,9 +1,11 @@
-"""A folder that CTranslate2 loads (OpenNMT/CTranslate2, version 4.8), with the codes and scales of the weights as they
-were learned: nothing that lsq has rounded is rounded again.
+"""A folder that CTranslate2 loads (OpenNMT/CTranslate2, version 4.8), with the codes and scales of
+the weights as they were learned: nothing that lsq has rounded is rounded again.
 
-CTranslate2 rounds activations by each row's largest value, where lsq has one clip for the rows of most tensors, and
-it wants the tables of words in int8: those, floats in lsq, are rounded here as its own converters do. So scores differ
-a little; docs/exporting.md has measured how much. V words, N outputs, K inputs, H hidden, F feed-forward.
+CTranslate2 rounds activations by each row's largest value, where lsq has one clip for the rows of
+most tensors, and
+it wants the tables of words in int8: those, floats in lsq, are rounded here as its own converters
+do. So scores differ a little; docs/exporting.md has measured how much. V words, N outputs, K
+inputs, H hidden, F feed-forward.
 """
 
 from collections.abc import Sequence
@@ -43,10 +45,15 @@ def specifications() -> ModuleType:
 
 
 def write(
-    folder: Path, model: DecodingModel, source: Sequence[str] | None, target: Sequence[str], *,
+    folder: Path,
+    model: DecodingModel,
+    source: Sequence[str] | None,
+    target: Sequence[str],
+    *,
     subwords: bytes | None = None,
-) -> None:  # fmt: skip
-    """Write model.bin, config.json and the vocabularies, all or nothing; a folder that is there is replaced.
+) -> None:
+    """Write model.bin, config.json and the vocabularies, all or nothing; a folder that is there is
+    replaced.
 
     Args:
         folder: where to.
@@ -82,7 +89,8 @@ def specification(model: DecodingModel, source: Sequence[str] | None, target: Se
     """
     architecture, specs = model.architecture, specifications()
     decoder = specs.TransformerDecoderSpec(
-        with_encoder_attention=architecture.encoder is not None, **_options(specs, architecture.decoder)
+        with_encoder_attention=architecture.encoder is not None,
+        **_options(specs, architecture.decoder),
     )
     if architecture.encoder is None:
         made = specs.TransformerDecoderModelSpec(decoder)
@@ -107,28 +115,39 @@ def _options(specs: ModuleType, stack: StackArchitecture) -> dict[str, Any]:
     config = stack.config
     if config.norm != "layer" or config.layer_norm_epsilon != EPSILON:
         raise ValueError(
-            f"norm is {config.norm!r} with an epsilon of {config.layer_norm_epsilon}; a model for CTranslate2 must have"
+            f"norm is {config.norm!r} with an epsilon of {config.layer_norm_epsilon}; a model for"
+            " CTranslate2 must have"
             f" 'layer' with {EPSILON}"
         )
     activations = {
-        "relu": specs.Activation.RELU, "gelu": specs.Activation.GELU, "gelu_tanh": specs.Activation.GELUTanh,
+        "relu": specs.Activation.RELU,
+        "gelu": specs.Activation.GELU,
+        "gelu_tanh": specs.Activation.GELUTanh,
         "silu": specs.Activation.SWISH,
-    }  # fmt: skip
+    }
     if config.gated or not config.bias:
         raise ValueError(
-            f"gated is {config.gated} and bias {config.bias}; a model for CTranslate2 must have False and True"
+            f"gated is {config.gated} and bias {config.bias}; a model for CTranslate2 must have"
+            " False and True"
         )
     if config.activation not in activations:
-        raise ValueError(f"activation is {config.activation!r}; CTranslate2 knows: {', '.join(activations)}")
+        raise ValueError(
+            f"activation is {config.activation!r}; CTranslate2 knows: {', '.join(activations)}"
+        )
     return {
-        "num_layers": stack.layers, "num_heads": config.heads, "pre_norm": config.pre_norm,
-        "no_final_norm": not stack.final_norm, "activation": activations[config.activation],
+        "num_layers": stack.layers,
+        "num_heads": config.heads,
+        "pre_norm": config.pre_norm,
+        "no_final_norm": not stack.final_norm,
+        "activation": activations[config.activation],
         "layernorm_embedding": stack.embedding_norm,
-    }  # fmt: skip
+    }
 
 
 def _words(words: Sequence[str], architecture: Architecture) -> list[str]:
-    return [PADDING if number == architecture.padding else word for number, word in enumerate(words)]
+    return [
+        PADDING if number == architecture.padding else word for number, word in enumerate(words)
+    ]
 
 
 class _Stack:
@@ -161,7 +180,9 @@ class _Stack:
         self.linear(attention.linear[1], name + "self_attn.out", hidden)
         self.norm(attention.layer_norm, name + "self_attn_layer_norm")
         if hasattr(spec, "attention"):
-            for linear, part in zip(spec.attention.linear, ("query", "key_value", "out"), strict=True):
+            for linear, part in zip(
+                spec.attention.linear, ("query", "key_value", "out"), strict=True
+            ):
                 self.linear(linear, f"{name}encoder_attn.{part}", hidden)
             self.norm(spec.attention.layer_norm, name + "encoder_attn_layer_norm")
         self.linear(spec.ffn.linear_0, name + "feed_forward.fc1", hidden)
@@ -186,7 +207,9 @@ class _Stack:
         first = self.model.architecture.padding + 1
         if self.stack.positions == "learned":
             return self.tensor(f"{EMBEDDING}.position_weight")[first:]
-        table = sinusoidal_table(first + self.stack.max_positions, self.stack.config.hidden, first - 1)
+        table = sinusoidal_table(
+            first + self.stack.max_positions, self.stack.config.hidden, first - 1
+        )
         return table[first:].numpy()
 
     def tensor(self, name: str) -> numpy.ndarray:
@@ -195,7 +218,8 @@ class _Stack:
 
 
 def rounded_rows(table: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """float32 [V, H] -> (codes int8 [V, H], scales float32 [V]), as CTranslate2 does: the largest is 127."""
+    """float32 [V, H] -> (codes int8 [V, H], scales float32 [V]), as CTranslate2 does: the largest
+    is 127."""
     largest = numpy.abs(table).max(axis=1)
     scale = LARGEST / numpy.where(largest == 0, LARGEST, largest)
     return numpy.rint(table * scale[:, None]).astype(numpy.int8), scale

@@ -1,8 +1,9 @@
-"""Models whose weights are stored in 4 bits: those that were trained with 8, rounded again, by least squared error.
+"""Models whose weights are stored in 4 bits: those that were trained with 8, rounded again, by
+least squared error.
 
-What is rounded is what the model was trained with, its codes times their scales; activations keep their clips. So
-nothing is trained again. A row's clip is searched, groups of 32 inputs find their multipliers under it (Int4 of
-lsq/quant/formats.py). P outputs, K inputs.
+What is rounded is what the model was trained with, its codes times their scales; activations keep
+their clips. So nothing is trained again. A row's clip is searched, groups of 32 inputs find their
+multipliers under it (Int4 of lsq/quant/formats.py). P outputs, K inputs.
 """
 
 import math
@@ -31,7 +32,9 @@ def with_int4(model: DecodingModel) -> DecodingModel:
     if isinstance(model.architecture.decoder.config.quant.weights, Int4):
         return model
     stacks = {
-        side: replace(stack, config=replace(stack.config, quant=replace(stack.config.quant, **INT4)))
+        side: replace(
+            stack, config=replace(stack.config, quant=replace(stack.config.quant, **INT4))
+        )
         for side, stack in model.architecture.stacks.items()
     }
     architecture = replace(model.architecture, **stacks)
@@ -44,12 +47,14 @@ def with_int4(model: DecodingModel) -> DecodingModel:
 
 
 def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """(what the format stores, int8 [P, stored columns], scale float32 [P]) of floats [P, K], by the clip of each row,
-    of those that are TRIED, under which the sum of squared errors is least. The scale of a row with a NaN or an
-    infinity is NaN."""
+    """(what the format stores, int8 [P, stored columns], scale float32 [P]) of floats [P, K], by
+    the clip of each row, of those that are TRIED, under which the sum of squared errors is least.
+    The scale of a row with a NaN or an infinity is NaN.
+    """
     largest = values.abs().amax(dim=1)
     usable = largest.isfinite()
-    largest = torch.where(usable & (largest > 0), largest, 1.0)  # rows of zeros are exact under any clip
+    # rows of zeros are exact under any clip
+    largest = torch.where(usable & (largest > 0), largest, 1.0)
     stored = torch.zeros(len(values), form.stored_columns(values.shape[1]), dtype=form.storage)
     scale = torch.ones(len(values), dtype=torch.float32)
     least = torch.full_like(scale, math.inf)
@@ -67,9 +72,11 @@ def _rounded(values: Tensor, clip: Tensor, form: WeightFormat) -> Weight:
     """What the format stores under clips [P]."""
     place = backend("cpu")
     weight = Weight(
-        format=form, values=values, clip=clip,
+        format=form,
+        values=values,
+        clip=clip,
         codes=place.allocate((len(values), form.stored_columns(values.shape[1])), form.storage),
         scale=place.allocate((len(values),), torch.float32),
-    )  # fmt: skip
+    )
     place.run(RoundWeight(weight=weight))
     return weight

@@ -14,4 +14,13 @@ from lsq.fairseq import (  # isort: skip
     task,
 )
 
-__all__ = ["architectures", "compatibility", "criterion", "language_model", "model", "optimizer", "save_folder", "task"]
+__all__ = [
+    "architectures",
+    "compatibility",
+    "criterion",
+    "language_model",
+    "model",
+    "optimizer",
+    "save_folder",
+    "task",
+]

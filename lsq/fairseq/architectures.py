@@ -15,7 +15,8 @@ SUFFIXES = ("", "_iwslt_de_en", "_wmt_en_de", "_wmt_en_de_big")
 
 
 def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> None:
-    """Register the architecture `name` of a model of lsq: with the dimensions that fairseq's own function fills in."""
+    """Register the architecture `name` of a model of lsq: with the dimensions that fairseq's own
+    function fills in."""
 
     def fill_in(given: Namespace | DictConfig) -> None:
         with options.as_namespace(given, ARCH_MODEL_REGISTRY[name]) as args:
@@ -26,7 +27,8 @@ def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> 
 
 
 def task_of(architecture: str) -> str:
-    """The task that a training of this architecture takes by itself; of fairseq's own, lsq_translation."""
+    """The task that a training of this architecture takes by itself; of fairseq's own,
+    lsq_translation."""
     return getattr(ARCH_MODEL_REGISTRY.get(architecture), "task", LSQModel.task)
 
 
@@ -42,7 +44,9 @@ def model_of(architecture: str) -> type[LSQModel]:
         ValueError: the architecture is not of lsq.
     """
     if not is_ours(architecture):
-        raise ValueError(f"arch is {architecture!r}; allowed: {', '.join(filter(is_ours, ARCH_MODEL_REGISTRY))}")
+        raise ValueError(
+            f"arch is {architecture!r}; allowed: {', '.join(filter(is_ours, ARCH_MODEL_REGISTRY))}"
+        )
     return ARCH_MODEL_REGISTRY[architecture]
 
 

@@ -24,7 +24,8 @@ def restart(model: nn.Module) -> None:
 
 
 def share(model: nn.Module) -> None:
-    """Average the clips that the processes of a training measure, whatever wraps the model (lsq.dist.replicas)."""
+    """Average the clips that the processes of a training measure, whatever wraps the model
+    (lsq.dist.replicas)."""
     group = distributed.get_data_parallel_group()
     if distributed.get_world_size(group) > 1:
         replicas.share(model, group)

@@ -1,4 +1,5 @@
-"""Checkpoints: starting from those of float models, and what is checked in checkpoints of this model."""
+"""Checkpoints: starting from those of float models, and what is checked in checkpoints of this
+model."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -28,10 +29,12 @@ _SAME = (
     "layernorm_embedding",
     "no_scale_embedding",
 )
-"""Options that change what the same parameters compute, so that the two models must agree on them."""
+"""Options that change what the same parameters compute, so that the two models must agree on them.
+"""
 
 PREFIX = "lsq_"
-"""A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`, --lsq-bits."""
+"""A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`,
+--lsq-bits."""
 MASK = weight_masks.SUFFIX
 """How the names of masks of weights end there."""
 CLIP = "_clip"
@@ -41,31 +44,44 @@ LAST = "checkpoint_last.pt"
 
 
 def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy the parameters of a float model, fairseq's transformer or lsq's, into `model`, and measure the clips of its
-    weights on them. Of a sparse model they are what its masks leave.
+    """Copy the parameters of a float model, fairseq's transformer or lsq's, into `model`, and
+    measure the clips of its weights on them. Of a sparse model they are what its masks leave.
 
     The clips of activations are measured on the next batch.
 
     Raises:
-        ValueError: lists every parameter that only one of the two has, or that has another shape; nothing is copied.
+        ValueError: lists every parameter that only one of the two has, or that has another shape;
+            nothing is copied.
     """
     if any(name.endswith(CLIP) for name in state):
         raise ValueError(
-            "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from a float "
+            "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from a"
+            " float "
             "model; continue an int8 model with --restore-file or --finetune-from-model"
         )
-    given, clips = rename(weight_masks.without_masks(state)), {name + CLIP for name, _ in quantized_tensors(model)}
-    own = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name not in clips}
-    here, there = ({name: list(tensor.shape) for name, tensor in found.items()} for found in (own, given))
+    given, clips = (
+        rename(weight_masks.without_masks(state)),
+        {name + CLIP for name, _ in quantized_tensors(model)},
+    )
+    own = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in clips
+    }
+    here, there = (
+        {name: list(tensor.shape) for name, tensor in found.items()} for found in (own, given)
+    )
     problems = [
-        f"  {name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')} here"
+        f"  {name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')}"
+        " here"
         for name in here | there
         if here.get(name) != there.get(name)
     ]
     problems += _untied(own, given)
     if problems:
         raise ValueError(
-            "the checkpoint does not fit this model; choose the architecture, the dictionaries and the sharing of "
+            "the checkpoint does not fit this model; choose the architecture, the dictionaries and"
+            " the sharing of "
             "embeddings that it was trained with:\n" + "\n".join(sorted(problems))
         )
     with torch.no_grad():
@@ -75,13 +91,17 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def _untied(own: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
-    """A line for each parameter with several names here that has several values in the checkpoint."""
+    """A line for each parameter with several names here that has several values in the
+    checkpoint."""
     first: dict[int, str] = {}
     found = []
     for name, parameter in own.items():
         other = first.setdefault(id(parameter), name)
         if name in given and other in given and not torch.equal(given[name], given[other]):
-            found.append(f"  {name}: the same parameter as {other} here, but different values in the checkpoint")
+            found.append(
+                f"  {name}: the same parameter as {other} here, but different values in the"
+                " checkpoint"
+            )
     return found
 
 
@@ -89,19 +109,21 @@ def check_clips(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Check the clips in a checkpoint of this model before they are loaded.
 
     Raises:
-        ValueError: the checkpoint has no clips and the model needs them, or the other way round; or a clip is not
-            above 0, NaN or infinite.
+        ValueError: the checkpoint has no clips and the model needs them, or the other way round; or
+            a clip is not above 0, NaN or infinite.
     """
     wanted = any(True for _ in quantized_tensors(model))
     found = sorted(name for name in state if name.endswith(CLIP))
     if wanted and not found:
         raise ValueError(
-            "the checkpoint holds no clips: it is a float model's. To start from its weights, train with "
+            "the checkpoint holds no clips: it is a float model's. To start from its weights, train"
+            " with "
             "--lsq-from CHECKPOINT; to use it as it is, with --lsq-mode float"
         )
     if found and not wanted:
         raise ValueError(
-            f"the checkpoint holds {len(found)} clips: it is an int8 model's, but this model was made with "
+            f"the checkpoint holds {len(found)} clips: it is an int8 model's, but this model was"
+            " made with "
             "--lsq-mode float; use --lsq-mode int8"
         )
     for name in found:
@@ -109,29 +131,40 @@ def check_clips(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def check_masks(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Check that there are masks here for those in a checkpoint. The other way round, masks are chosen.
+    """Check that there are masks here for those in a checkpoint.
+
+    The other way round, masks are chosen.
 
     Raises:
         ValueError: the checkpoint is of a sparse model, and this one is dense.
     """
     if any(name.endswith(MASK) for name in state) and not wants_sparsity(model):
         raise ValueError(
-            "the checkpoint is of a sparse model (it holds masks of weights), but this model was made dense; add "
-            "--lsq-sparsity 2:4, or to train on without masks from the same weights --lsq-sparsity 2:4,end=1"
+            "the checkpoint is of a sparse model (it holds masks of weights), but this model was"
+            " made dense; add "
+            "--lsq-sparsity 2:4, or to train on without masks from the same weights --lsq-sparsity"
+            " 2:4,end=1"
         )
 
 
 def say_formats(state: dict[str, Tensor], path: str) -> None:
-    """Let the parameters in a checkpoint say the format of their clips, as its options do. Earlier versions did not.
+    """Let the parameters in a checkpoint say the format of their clips, as its options do.
+
+    Earlier versions did not.
 
     Works in place.
 
     Args:
         state: parameters by name, of any model.
-        path: the file, whose options are read again where formats are missing: nobody has changed those.
+        path: the file, whose options are read again where formats are missing: nobody has changed
+            those.
     """
     counted = [name.removesuffix("calibrated") for name in state if name.endswith(".calibrated")]
-    layers = [one for one in counted if not any(one != other and one.startswith(other) for other in counted)]
+    layers = [
+        one
+        for one in counted
+        if not any(one != other and one.startswith(other) for other in counted)
+    ]
     missing = [prefix for prefix in layers if prefix + clip_format.NAME not in state]
     if missing:
         trained = quantization(options_in(Path(path), "model"))
@@ -146,7 +179,12 @@ def quantization(given: Mapping[str, Any]) -> QuantConfig:
         ValueError: one has a value that is not allowed.
     """
     given = with_clips(given)
-    return QuantConfig(**{field.name: given.get(PREFIX + field.name, field.default) for field in fields(QuantConfig)})
+    return QuantConfig(
+        **{
+            field.name: given.get(PREFIX + field.name, field.default)
+            for field in fields(QuantConfig)
+        }
+    )
 
 
 def with_clips(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -156,47 +194,58 @@ def with_clips(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
-    """Start `model`, built from fairseq's options `args`, from the float checkpoint at `path`: see `load_float`.
+    """Start `model`, built from fairseq's options `args`, from the float checkpoint at `path`: see
+    `load_float`.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: it is damaged, another kind of file, or a model that does not fit (see `load_float`), or one with
-            options under which the same parameters compute something else.
+        ValueError: it is damaged, another kind of file, or a model that does not fit (see
+            `load_float`), or one with options under which the same parameters compute something
+            else.
     """
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
     given = options_of(state, "model")
     before, now = TransformerConfig.from_namespace(given), TransformerConfig.from_namespace(args)
     different = [
-        f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint, {getattr(now, name)} here"
+        f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint,"
+        f" {getattr(now, name)} here"
         for name in _SAME
         if getattr(before, name) != getattr(now, name)
     ]
     if different:
-        raise ValueError(f"the model in {path} was trained with other options:\n" + "\n".join(different))
+        raise ValueError(
+            f"the model in {path} was trained with other options:\n" + "\n".join(different)
+        )
     load_float(model, state["model"])
 
 
 def trained_with(args: Any) -> Mapping[str, Any]:
-    """The model's options in the checkpoint that a training with these options goes on from; without one, none.
+    """The model's options in the checkpoint that a training with these options goes on from;
+    without one, none.
 
     Args:
         args: fairseq's options; where there is no training, they lack `restore_file`.
     """
     name = getattr(args, "restore_file", None)
-    return with_clips(options_in(Path(args.save_dir, name) if name == LAST else Path(name or ""), "model"))
+    return with_clips(
+        options_in(Path(args.save_dir, name) if name == LAST else Path(name or ""), "model")
+    )
 
 
 def options_in(path: Path, part: str) -> Mapping[str, Any]:
-    """The options of a part, "model" or "task", in a checkpoint; none where there is no checkpoint."""
+    """The options of a part, "model" or "task", in a checkpoint; none where there is no
+    checkpoint."""
     if not path.is_file():
         return {}
     try:
         found = options_of(torch.load(path, map_location="cpu", mmap=True), part)
         return found if isinstance(found, Mapping) else vars(found)
-    except Exception:  # whatever is in the file decides what fails; fairseq loads it next, and then it is reported
+    # whatever is in the file decides what fails; fairseq loads it next, and then it is reported
+    except Exception:
         return {}
 
 
 def options_of(state: dict[str, Any], part: str) -> Any:
-    """The options of a part in a checkpoint: fairseq before 0.10 kept all together in `args`, later in `cfg`."""
+    """The options of a part in a checkpoint: fairseq before 0.10 kept all together in `args`, later
+    in `cfg`."""
     return state["args"] if state.get("args") is not None else state["cfg"][part]

@@ -1,4 +1,7 @@
-"""Decoders behind fairseq's interface. B batch, T target time, M packed words, H hidden, V vocabulary."""
+"""Decoders behind fairseq's interface.
+
+B batch, T target time, M packed words, H hidden, V vocabulary.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +29,9 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         layers: what stands between.
     """
 
-    def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter, layers: Iterable[nn.Module]):
+    def __init__(
+        self, args: Any, dictionary: Dictionary, weight: nn.Parameter, layers: Iterable[nn.Module]
+    ):
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
         self.embed_tokens = build_embedding(args, "decoder", self.padding_idx, weight)
@@ -50,9 +55,12 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
     ) -> tuple[Tensor, dict[str, list]]:
         """Logits float32 [B, T, V], or features [B, T, H] if `features_only`, and extra outputs.
 
-        With an incremental state, only the last token counts and T is 1. `options`: as `extract_features` takes them.
+        With an incremental state, only the last token counts and T is 1. `options`: as
+        `extract_features` takes them.
         """
-        x, extra = self.extract_features(prev_output_tokens, encoder_out, incremental_state, **options)
+        x, extra = self.extract_features(
+            prev_output_tokens, encoder_out, incremental_state, **options
+        )
         return (x if features_only else self.output_layer(x)), extra
 
     def extract_features(
@@ -66,19 +74,23 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         src_lengths: Tensor | None = None,
         return_all_hiddens: bool = False,
     ) -> tuple[Tensor, dict[str, list]]:
-        """prev_output_tokens int64 [B, T] -> features float32 [B, T, H], {"attn": [None], "inner_states": [...]}.
+        """prev_output_tokens int64 [B, T] -> features float32 [B, T, H], {"attn": [None],
+        "inner_states": [...]}.
 
         Raises:
             ValueError: attention weights or an unmasked future are wanted.
         """
         if full_context_alignment or alignment_layer is not None or alignment_heads is not None:
             raise ValueError(
-                "lsq_transformer keeps no attention weights: full_context_alignment, alignment_layer and "
+                "lsq_transformer keeps no attention weights: full_context_alignment,"
+                " alignment_layer and "
                 "alignment_heads are not supported; leave them out"
             )
         if incremental_state is not None:
             packing = Packing(shape=(len(prev_output_tokens), 1), **packing_options(self))
-            states = self.step(prev_output_tokens, incremental_state, *self.memory_of_steps(encoder_out))
+            states = self.step(
+                prev_output_tokens, incremental_state, *self.memory_of_steps(encoder_out)
+            )
         else:
             packing = Packing(prev_output_tokens.eq(self.padding_idx), **packing_options(self))
             states = self.rows(prev_output_tokens, packing, *self.memory_of_rows(encoder_out))
@@ -93,8 +105,11 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         """What `step` of a layer takes beside x and its state; nothing without an encoder."""
         return ()
 
-    def loss(self, features: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, nll_loss, features) of features float32 [M, H] and targets int64 [M]; the logits are never stored.
+    def loss(
+        self, features: Tensor, targets: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, nll_loss, features) of features float32 [M, H] and targets int64 [M]; the logits
+        are never stored.
 
         The losses are summed over the targets that are not padding.
         """
@@ -104,7 +119,9 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         """features float32 [B, T, H] -> logits float32 [B, T, V]."""
         return self.output_projection(features)
 
-    def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
+    def reorder_incremental_state(
+        self, incremental_state: IncrementalState, new_order: Tensor
+    ) -> None:
         """Keep the sentences `new_order` int64 [B'] of every layer's keys and values, in place."""
         self.reorder(incremental_state, new_order)
 
@@ -114,7 +131,9 @@ class LSQTransformerDecoder(LSQDecoder):
 
     def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter):
         config = layer_config(args, "decoder")
-        layers = map(TransformerDecoderLayer, configs_of(config, args.decoder_layers, "decoder", memory=True))
+        layers = map(
+            TransformerDecoderLayer, configs_of(config, args.decoder_layers, "decoder", memory=True)
+        )
         super().__init__(args, dictionary, weight, layers)
 
     def memory_of_rows(self, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, Packing]:

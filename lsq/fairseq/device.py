@@ -19,7 +19,8 @@ CPU, CUDA, EMULATOR = DEVICES = ("cpu", "cuda", "emulator")
 ACTIVATIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_ACTIVATIONS = {CUDA: "bfloat16", EMULATOR: "float32"}
 DEVICE_HELP = (
-    "where layers of lsq compute: cpu, cuda (a GPU), or emulator (a GPU's kernels on the CPU, thousands of times as "
+    "where layers of lsq compute: cpu, cuda (a GPU), or emulator (a GPU's kernels on the CPU,"
+    " thousands of times as "
     "slow, for tests); default: cuda where it works, else cpu"
 )
 ACTIVATIONS_HELP = "dtype of floats between operations; default: " + ", ".join(
@@ -56,10 +57,14 @@ def check(options: Any, *, on_cpu: bool) -> None:
         if fault is not None:
             raise ValueError(f"--lsq-device cuda: {fault}")
     elif device is not None and not on_cpu:
-        raise ValueError(f"--lsq-device {device} needs fairseq's --cpu as well, because PyTorch sees a GPU; add it")
+        raise ValueError(
+            f"--lsq-device {device} needs fairseq's --cpu as well, because PyTorch sees a GPU; add"
+            " it"
+        )
     if activations == "bfloat16" and on_cpu and device != EMULATOR:
         raise ValueError(
-            "--lsq-activations bfloat16 is for cuda and the emulator, but layers compute on the CPU here, in float32; "
+            "--lsq-activations bfloat16 is for cuda and the emulator, but layers compute on the CPU"
+            " here, in float32; "
             "leave it out, or give --lsq-device"
         )
     if device == EMULATOR:
@@ -73,13 +78,16 @@ def emulated(options: Any) -> Backend:
         ValueError: there is no C++ compiler.
     """
     try:
-        return backend("emulated", ACTIVATIONS[str(options.lsq_activations or DEFAULT_ACTIVATIONS[EMULATOR])])
+        return backend(
+            "emulated", ACTIVATIONS[str(options.lsq_activations or DEFAULT_ACTIVATIONS[EMULATOR])]
+        )
     except RuntimeError as error:
         raise ValueError(f"--lsq-device emulator: {error}") from error
 
 
 def place(model: nn.Module, options: Any) -> None:
-    """Let the layers of `model` compute as the options say; without any, where their parameters are.
+    """Let the layers of `model` compute as the options say; without any, where their parameters
+    are.
 
     Raises:
         ValueError: the emulator was asked for, and there is no C++ compiler.
@@ -98,14 +106,19 @@ def use(model: nn.Module, chosen: Backend) -> None:
 
 
 def report(model: nn.Module, options: Any) -> None:
-    """Log where the layers of `model` compute, if it has any, and why not on a GPU where nothing was asked for; and
-    what they decode."""
+    """Log where the layers of `model` compute, if it has any, and why not on a GPU where nothing
+    was asked for; and what they decode.
+    """
     layer = next((module for module in model.modules() if isinstance(module, ProgramModule)), None)
     if layer is None:
         return
     where = layer.backend or for_device(next(layer.parameters()).device)
     activations = str(where.activations).removeprefix("torch.")
-    reason = f": {gpu_fault() or '--cpu was given'}" if options.lsq_device is None and where.place.type == CPU else ""
+    reason = (
+        f": {gpu_fault() or '--cpu was given'}"
+        if options.lsq_device is None and where.place.type == CPU
+        else ""
+    )
     logger.info("layers compute on %s, activations in %s%s", where.name, activations, reason)
     if (decoded := told(model)) is not None:
         logger.info(decoded)

@@ -30,7 +30,9 @@ class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
         self.padding_idx = dictionary.pad()
         self.embed_tokens = build_embedding(args, "encoder", self.padding_idx, weight)
         config = layer_config(args, "encoder")
-        self.layers = nn.ModuleList(map(TransformerEncoderLayer, configs_of(config, args.encoder_layers, "encoder")))
+        self.layers = nn.ModuleList(
+            map(TransformerEncoderLayer, configs_of(config, args.encoder_layers, "encoder"))
+        )
         self.layer_norm = final_norm(args, "encoder")
 
     def forward(
@@ -44,8 +46,8 @@ class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
         Returns:
             encoder_out: [float32 [S, B, H]].
             encoder_padding_mask: [bool [B, S]], True is padding.
-            encoder_states: the input of the first layer and every layer's output, if `return_all_hiddens`. All are zero
-                where there is padding.
+            encoder_states: the input of the first layer and every layer's output, if
+                `return_all_hiddens`. All are zero where there is padding.
             src_lengths: [int32 [B, 1]].
             encoder_embedding, fc_results, src_tokens: empty.
 
@@ -59,7 +61,9 @@ class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
             "encoder_out": [unpack_time_major(states[-1], packing)],
             "encoder_padding_mask": [padding],
             "encoder_embedding": [],
-            "encoder_states": [unpack_time_major(x, packing) for x in states[:-1]] if return_all_hiddens else [],
+            "encoder_states": [unpack_time_major(x, packing) for x in states[:-1]]
+            if return_all_hiddens
+            else [],
             "fc_results": [],
             "src_tokens": [],
             "src_lengths": [(~padding).sum(dim=1, keepdim=True, dtype=torch.int32)],

@@ -1,9 +1,10 @@
 """A float checkpoint of fairseq's own transformer or transformer_lm, from a model of lsq.
 
-A rounded weight becomes the floats that its codes stand for, so that the exported model multiplies the same weights; it
-rounds no activations. Where the table of words is also the projection onto the vocabulary, lsq rounds it for the
-projection alone: the two are then apart in the checkpoint. It holds plain values only, so that torch.load takes it
-with fairseq alone.
+A rounded weight becomes the floats that its codes stand for, so that the exported model multiplies
+the same weights; it rounds no activations. Where the table of words is also the projection onto the
+vocabulary, lsq rounds it for the
+projection alone: the two are then apart in the checkpoint. It holds plain values only, so that
+torch.load takes it with fairseq alone.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -38,7 +39,12 @@ class Languages:
 
 
 def write(
-    path: Path, model: nn.Module, options: Mapping[str, Any], languages: Languages, *, updates: int = 0
+    path: Path,
+    model: nn.Module,
+    options: Mapping[str, Any],
+    languages: Languages,
+    *,
+    updates: int = 0,
 ) -> None:
     """Write the checkpoint, whole or not at all.
 
@@ -69,19 +75,29 @@ def checkpoint_of(
         given |= {name: False for name in apart if name in given}
     if translates:
         state |= {f"{side}.version": torch.tensor([VERSION]) for side in ("encoder", "decoder")}
-        task = {"_name": "translation", "source_lang": languages.source, "target_lang": languages.target}
+        task = {
+            "_name": "translation",
+            "source_lang": languages.source,
+            "target_lang": languages.target,
+        }
     else:
         state["decoder.version"] = torch.tensor([VERSION])
         task = {"_name": "language_modeling", "tokens_per_sample": given["tokens_per_sample"]}
     history = {
-        "criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {},
+        "criterion_name": "CrossEntropyCriterion",
+        "optimizer_name": "FairseqAdam",
+        "lr_scheduler_state": {},
         "num_updates": updates,
-    }  # fmt: skip
+    }
     return {
-        "args": None, "cfg": {"model": given, "task": {**task, "data": ""}}, "model": state,
-        "optimizer_history": [history], "last_optimizer_state": None, "task_state": {},
+        "args": None,
+        "cfg": {"model": given, "task": {**task, "data": ""}},
+        "model": state,
+        "optimizer_history": [history],
+        "last_optimizer_state": None,
+        "task_state": {},
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()
@@ -96,7 +112,9 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         if isinstance(module, ProgramModule) and module.weight_masks is not None:
             prefix = f"{path}." if path else ""
-            state |= {prefix + name: module.values_of(name).detach() for name in module.weight_masks.names}
+            state |= {
+                prefix + name: module.values_of(name).detach() for name in module.weight_masks.names
+            }
     if clips:
         decoding = model_of(model)
         for name, value in state.items():
@@ -126,5 +144,7 @@ def of_language_model(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of types that torch.load takes by itself; choices are strings."""
-    values = {name: str(value) if isinstance(value, str) else value for name, value in options.items()}
+    values = {
+        name: str(value) if isinstance(value, str) else value for name, value in options.items()
+    }
     return {name: value for name, value in values.items() if type(value) in PLAIN}

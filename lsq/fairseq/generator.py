@@ -26,22 +26,35 @@ from lsq.translate.subwords import Words
 logger = logging.getLogger(__name__)
 
 FIELDS = {
-    "beam": "beam", "max_len_a": "max_len_a", "max_len_b": "max_len_b", "min_len": "min_len",
-    "length_penalty": "lenpen", "unk_penalty": "unkpen", "temperature": "temperature",
-    "no_repeat_ngram_size": "no_repeat_ngram_size", "sampling": "sampling", "sampling_topk": "sampling_topk",
-    "sampling_topp": "sampling_topp", "diverse_beam_groups": "diverse_beam_groups",
+    "beam": "beam",
+    "max_len_a": "max_len_a",
+    "max_len_b": "max_len_b",
+    "min_len": "min_len",
+    "length_penalty": "lenpen",
+    "unk_penalty": "unkpen",
+    "temperature": "temperature",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "sampling": "sampling",
+    "sampling_topk": "sampling_topk",
+    "sampling_topp": "sampling_topp",
+    "diverse_beam_groups": "diverse_beam_groups",
     "diverse_beam_strength": "diverse_beam_strength",
-}  # fmt: skip
+}
 """Field of SearchOptions -> fairseq's name for it."""
 OTHERS = {
-    "print_alignment": None, "score_reference": False, "match_source_len": False, "diversity_rate": -1.0,
-    "constraints": None, "prefix_allowed_tokens_fn": None,
-}  # fmt: skip
+    "print_alignment": None,
+    "score_reference": False,
+    "match_source_len": False,
+    "diversity_rate": -1.0,
+    "constraints": None,
+    "prefix_allowed_tokens_fn": None,
+}
 """Options that lsq's search does not have -> the value that wants nothing of it."""
 
 
 def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> str | None:
-    """Why fairseq's generator is needed, in words that name the option; None where lsq's search will do.
+    """Why fairseq's generator is needed, in words that name the option; None where lsq's search
+    will do.
 
     Args:
         args: fairseq's options of a generation.
@@ -82,25 +95,32 @@ def options_of(args: Any) -> SearchOptions:
         if found.get(name, -1) <= 0:
             found[name] = -1
     beam = found.setdefault("beam", SearchOptions.beam)
-    return SearchOptions(**found, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False))
+    return SearchOptions(
+        **found, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False)
+    )
 
 
 def evaluation_of_task(task: Any) -> SearchOptions | None:
-    """How a training with --eval-bleu translates its validation set, by the options of its task; None: it does not."""
+    """How a training with --eval-bleu translates its validation set, by the options of its task;
+    None: it does not."""
     if not getattr(task, "eval_bleu", False):
         return None
     args = Namespace(**json.loads(task.eval_bleu_args or "{}"))
     other = obstacle_of_options(args)
     if other is not None:
-        logger.warning("the training translates its validation set with %s, which lsq's search leaves out", other)
+        logger.warning(
+            "the training translates its validation set with %s, which lsq's search leaves out",
+            other,
+        )
     return replace(options_of(args), nbest=1)
 
 
 def engine_place(models: Sequence[nn.Module]) -> Backend | None:
-    """Where the int8 engine decodes these, as their layers compute there; None: they decode by steps of their own.
+    """Where the int8 engine decodes these, as their layers compute there; None: they decode by
+    steps of their own.
 
-    The engine takes one model of lsq whose layers all are in int8, or all in int4, and compute in one place, with
-    compiled loops or kernels.
+    The engine takes one model of lsq whose layers all are in int8, or all in int4, and compute in
+    one place, with compiled loops or kernels.
     """
     if len(models) != 1 or not isinstance(models[0], LSQModel):
         return None
@@ -113,19 +133,23 @@ def engine_place(models: Sequence[nn.Module]) -> Backend | None:
 
 
 def steps_of(models: Sequence[nn.Module], place: Backend | None = None) -> Steps:
-    """What the search asks: the int8 engine where it can decode `models`, else their own incremental steps.
+    """What the search asks: the int8 engine where it can decode `models`, else their own
+    incremental steps.
 
     Args:
         place: where the engine decodes; None: where the layers compute.
 
     Raises:
-        ValueError: clips were never measured, or the models need their own steps, and not on the CPU.
+        ValueError: clips were never measured, or the models need their own steps, and not on the
+            CPU.
     """
     found = engine_place(models)
     if found is not None:
         return Engine(model_of(models[0]), place or found)
     if place not in (None, backend("cpu")):
-        raise ValueError(f"only models in int8 are translated on {place.name}; translate on the CPU")
+        raise ValueError(
+            f"only models in int8 are translated on {place.name}; translate on the CPU"
+        )
     return FairseqSteps(*models)
 
 
@@ -156,9 +180,13 @@ class LSQGenerator:
 
     @torch.no_grad()
     def generate(
-        self, models: Any, sample: dict[str, Any], prefix_tokens: Tensor | None = None, constraints: None = None,
+        self,
+        models: Any,
+        sample: dict[str, Any],
+        prefix_tokens: Tensor | None = None,
+        constraints: None = None,
         bos_token: int | None = None,
-    ) -> list[list[dict[str, Tensor]]]:  # fmt: skip
+    ) -> list[list[dict[str, Tensor]]]:
         """The hypotheses of each sentence of a batch, as fairseq's generator returns them.
 
         Args:
@@ -171,12 +199,16 @@ class LSQGenerator:
             ValueError: there are constraints, a model's clips were never measured, or see `search`.
         """
         if constraints is not None:
-            raise ValueError("lsq's search knows no constraints; give --constraints when the generator is built")
+            raise ValueError(
+                "lsq's search knows no constraints; give --constraints when the generator is built"
+            )
         words = self.dictionary
         symbols = Symbols(
-            start=words.eos() if bos_token is None else bos_token, padding=words.pad(), end=words.eos(),
+            start=words.eos() if bos_token is None else bos_token,
+            padding=words.pad(),
+            end=words.eos(),
             unknown=words.unk(),
-        )  # fmt: skip
+        )
         sources = without(sample["net_input"]["src_tokens"], words.pad())
         prefixes = None if prefix_tokens is None else without(prefix_tokens, words.pad())
         drawn = torch.default_generator  # fairseq's generator draws from it, too
@@ -184,7 +216,9 @@ class LSQGenerator:
             drawn = torch.cuda.default_generators[sources[0].device.index]
         if self._steps is None:
             self._steps = steps_of(self.models)
-        found = search(self._steps, sources, self.options, prefixes, symbols=symbols, generator=drawn)
+        found = search(
+            self._steps, sources, self.options, prefixes, symbols=symbols, generator=drawn
+        )
         return [[as_fairseq(hypothesis) for hypothesis in sentence] for sentence in found]
 
 
@@ -212,6 +246,9 @@ def without(rows: Tensor, padding: int) -> list[Tensor]:
 def as_fairseq(hypothesis: Hypothesis) -> dict[str, Tensor]:
     """A hypothesis as fairseq's generator has it; lsq keeps no attention."""
     return {
-        "tokens": hypothesis.words, "score": torch.tensor(hypothesis.score), "attention": torch.empty(0),
-        "alignment": torch.empty(0), "positional_scores": hypothesis.word_scores,
-    }  # fmt: skip
+        "tokens": hypothesis.words,
+        "score": torch.tensor(hypothesis.score),
+        "attention": torch.empty(0),
+        "alignment": torch.empty(0),
+        "positional_scores": hypothesis.word_scores,
+    }

@@ -1,8 +1,9 @@
-"""Files of error feedback: what each worker's rounding still owes, beside fairseq's last checkpoint.
+"""Files of error feedback: what each worker's rounding still owes, beside fairseq's last
+checkpoint.
 
-checkpoint_last.gradients-rank-3-of-8.safetensors holds the residuals of one worker, and as metadata the number of
-updates and of workers and a checksum of it all. They belong to the checkpoint of the same number of updates, and to
-as many workers.
+checkpoint_last.gradients-rank-3-of-8.safetensors holds the residuals of one worker, and as metadata
+the number of updates and of workers and a checksum of it all. They belong to the checkpoint of the
+same number of updates, and to as many workers.
 """
 
 import os
@@ -31,7 +32,8 @@ def path(folder: Path, topology: Topology) -> Path:
 
 
 def write(folder: Path, topology: Topology, updates: int, residuals: Mapping[str, Tensor]) -> None:
-    """Write this worker's residuals, whole or not at all; rank 0 removes the files of other numbers of workers.
+    """Write this worker's residuals, whole or not at all; rank 0 removes the files of other numbers
+    of workers.
 
     Args:
         updates: that the training has made.
@@ -53,17 +55,22 @@ def write(folder: Path, topology: Topology, updates: int, residuals: Mapping[str
 
 
 def checksum(residuals: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """CRC-32 (hexadecimal digits) of residuals on the CPU, their names and their metadata; safetensors has none."""
+    """CRC-32 (hexadecimal digits) of residuals on the CPU, their names and their metadata;
+    safetensors has none."""
     value = zlib.crc32(repr(sorted(metadata.items())).encode())
     for name, residual in sorted(residuals.items()):
-        value = zlib.crc32(residual.numpy().tobytes(), zlib.crc32(f"{name} {residual.dtype}".encode(), value))
+        value = zlib.crc32(
+            residual.numpy().tobytes(), zlib.crc32(f"{name} {residual.dtype}".encode(), value)
+        )
     return f"{value:08x}"
 
 
 def read(
     folder: Path, topology: Topology, updates: int, model: nn.Module, device: torch.device
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The residuals that belong to a checkpoint: of all workers or of none. Every worker must call it.
+    """The residuals that belong to a checkpoint: of all workers or of none.
+
+    Every worker must call it.
 
     Args:
         folder: of the checkpoint.
@@ -72,7 +79,8 @@ def read(
         device: that the default process group can carry.
 
     Returns:
-        (residuals as given to `write`, None), or ({}, why none belong to it, of the first such worker).
+        (residuals as given to `write`, None), or ({}, why none belong to it, of the first such
+        worker).
 
     Raises:
         ValueError: on every worker: the file of one of them is damaged or cannot be read.
@@ -89,7 +97,9 @@ def read(
     return ({}, reasons[0]) if reasons else (residuals, None)
 
 
-def _read_own(folder: Path, topology: Topology, updates: int, model: nn.Module) -> tuple[dict[str, Tensor], str | None]:
+def _read_own(
+    folder: Path, topology: Topology, updates: int, model: nn.Module
+) -> tuple[dict[str, Tensor], str | None]:
     """`read`, for this worker alone.
 
     Raises:
@@ -102,7 +112,11 @@ def _read_own(folder: Path, topology: Topology, updates: int, model: nn.Module) 
     except FileNotFoundError:
         found = (OF_ANY.fullmatch(file.name) for file in folder.glob("*"))
         others = sorted({int(match[2]) for match in found if match})
-        kept = f"; those here are of {others[0]} workers, and now there are {topology.world_size}" if others else ""
+        kept = (
+            f"; those here are of {others[0]} workers, and now there are {topology.world_size}"
+            if others
+            else ""
+        )
         return {}, f"there is no file {source}{kept}"
     with safe_open(source, framework="pt") as file:
         metadata = file.metadata() or {}
@@ -110,7 +124,11 @@ def _read_own(folder: Path, topology: Topology, updates: int, model: nn.Module) 
     if metadata.pop("checksum", None) != checksum(residuals, metadata):
         raise ValueError("its checksum does not fit")
     if metadata.get("updates") != str(updates):
-        return {}, f"{source} is of update {metadata.get('updates')}, and the checkpoint of update {updates}"
+        return (
+            {},
+            f"{source} is of update {metadata.get('updates')}, and the checkpoint of update"
+            f" {updates}",
+        )
     sizes = {PREFIX + name: parameter.numel() for name, parameter in model.named_parameters()}
     strange = [name for name, residual in residuals.items() if sizes.get(name) != residual.numel()]
     if strange:

@@ -1,9 +1,11 @@
-"""Gradients between workers: the options, for any task, and when fairseq exchanges them as `lsq.dist` does.
+"""Gradients between workers: the options, for any task, and when fairseq exchanges them as
+`lsq.dist` does.
 
-A task takes part by deriving its options from GradientOptions and itself from GradientTask, before fairseq's class:
+A task takes part by deriving its options from GradientOptions and itself from GradientTask, before
+fairseq's class:
 
-    @register_task("mine", dataclass=MyConfig)          # class MyConfig(TranslationConfig, GradientOptions)
-    class MyTask(GradientTask, TranslationTask): ...
+    @register_task("mine", dataclass=MyConfig)          # class MyConfig(TranslationConfig,
+    GradientOptions) class MyTask(GradientTask, TranslationTask): ...
 """
 
 import logging
@@ -40,28 +42,39 @@ class GradientOptions:
     lsq_gradients: ChoiceEnum((NONE, *MODES)) = field(
         default=NONE,
         metadata={
-            "help": "how workers average gradients: as DDP does by itself (none), in int8 (int8: in two hops; "
-            "int8_hier: between nodes only; int4_hier: 4 bits on its first hop; gcq: LightSeq's scheme, for few "
+            "help": "how workers average gradients: as DDP does by itself (none), in int8 (int8: in"
+            " two hops; "
+            "int8_hier: between nodes only; int4_hier: 4 bits on its first hop; gcq: LightSeq's"
+            " scheme, for few "
             "workers), in bf16 or fp16, or as fits the launch (auto)"
         },
     )
     lsq_gradients_block: int = field(
         default=GradientConfig.block,
-        metadata={"help": f"neighbouring gradients that share a scale: {', '.join(map(str, BLOCKS))}"},
+        metadata={
+            "help": f"neighbouring gradients that share a scale: {', '.join(map(str, BLOCKS))}"
+        },
     )
     lsq_gradients_rounding: Optional[ChoiceEnum(ROUNDINGS)] = field(  # noqa: UP045  fairseq cannot read X | None
         default=None, metadata={"help": "how gradients are rounded; default: the mode's own"}
     )
     lsq_gradients_error_feedback: bool = field(
         default=False,
-        metadata={"help": "add what rounding took from a gradient to the next one; for SGD with momentum"},
+        metadata={
+            "help": "add what rounding took from a gradient to the next one; for SGD with momentum"
+        },
     )
     lsq_gradients_node_size: Optional[int] = field(  # noqa: UP045
         default=None, metadata={"help": "workers on a node; default: as torchrun started them"}
     )
     lsq_timeout: float = field(
         default=GradientConfig.timeout_s,
-        metadata={"help": "seconds that a worker waits for the others in an exchange before the training fails"},
+        metadata={
+            "help": (
+                "seconds that a worker waits for the others in an exchange before the training"
+                " fails"
+            )
+        },
     )
     ddp_backend: str = II("distributed_training.ddp_backend")
     ddp_comm_hook: str = II("distributed_training.ddp_comm_hook")
@@ -71,7 +84,8 @@ class GradientOptions:
 
 
 class GradientTask:
-    """What a task needs, beside GradientOptions in its `cfg`, to exchange gradients as `--lsq-gradients` says."""
+    """What a task needs, beside GradientOptions in its `cfg`, to exchange gradients as
+    `--lsq-gradients` says."""
 
     compression: GradientCompression | None = None
     """Once the hook is installed; None under "none" and with one worker."""
@@ -80,12 +94,14 @@ class GradientTask:
     _prepared = False
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Called by fairseq before each epoch, with the model itself: the last moment before the first forward.
+        """Called by fairseq before each epoch, with the model itself: the last moment before the
+        first forward.
 
         Here, not in the first `train_step`: fairseq answers a mistake there by writing crash.pt.
 
         Raises:
-            ValueError: the options do not fit each other or the launch, or the residuals of a worker are damaged.
+            ValueError: the options do not fit each other or the launch, or the residuals of a
+                worker are damaged.
         """
         super().begin_epoch(epoch, model)
         if not self._prepared:
@@ -97,14 +113,18 @@ class GradientTask:
             if self.keeps_residuals and self.updates_done > 0:
                 self._read_residuals(model)
 
-    def train_step(self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options):
+    def train_step(
+        self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options
+    ):
         """Called by fairseq for each batch; `update_num` counts the updates that are done.
 
         Raises:
             RankLost: other processes are gone.
         """
         try:
-            return super().train_step(sample, model, criterion, optimizer, update_num, *rest, **options)
+            return super().train_step(
+                sample, model, criterion, optimizer, update_num, *rest, **options
+            )
         except RuntimeError as error:
             roll_call.raise_named(error)
 
@@ -121,11 +141,15 @@ class GradientTask:
             CheckpointNotWritten: the file system refused.
         """
         if self.keeps_residuals:
-            gradient_state.write(folder, self.compression.topology, updates, self.compression.state_dict())
+            gradient_state.write(
+                folder, self.compression.topology, updates, self.compression.state_dict()
+            )
 
     def _read_residuals(self, model: nn.Module) -> None:
         restored = self.cfg.restore_file
-        folder = Path(self.cfg.save_dir if restored == "checkpoint_last.pt" else os.path.dirname(restored))
+        folder = Path(
+            self.cfg.save_dir if restored == "checkpoint_last.pt" else os.path.dirname(restored)
+        )
         topology, device = self.compression.topology, next(model.parameters()).device
         residuals, reason = gradient_state.read(folder, topology, self.updates_done, model, device)
         if reason is None:
@@ -144,27 +168,36 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
         ValueError: the options do not fit each other or the launch.
     """
     mode, config = str(options.lsq_gradients), configuration(options)
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if (
+        not distributed.is_available()
+        or not distributed.is_initialized()
+        or distributed.get_world_size() == 1
+    ):
         logger.info("--lsq-gradients %s has nothing to do: there is one worker", mode)
         return None
     if str(options.ddp_backend) not in DDP_BACKENDS:
         raise ValueError(
-            f"--lsq-gradients {mode} works with --ddp-backend {' or '.join(DDP_BACKENDS)}, but {options.ddp_backend} "
+            f"--lsq-gradients {mode} works with --ddp-backend {' or '.join(DDP_BACKENDS)}, but"
+            f" {options.ddp_backend} "
             "was given; leave one of the two out"
         )
     if str(options.ddp_comm_hook) != "none":
         raise ValueError(
-            f"--lsq-gradients {mode} and --ddp-comm-hook {options.ddp_comm_hook} are two ways to exchange gradients; "
+            f"--lsq-gradients {mode} and --ddp-comm-hook {options.ddp_comm_hook} are two ways to"
+            " exchange gradients; "
             "leave one of them out"
         )
     wrapped = CPUSafeDataParallel.around(model)
     if wrapped is None:
         raise ValueError(
-            f"--lsq-gradients {mode} needs fairseq's data parallel training, but the model is not wrapped for it; "
+            f"--lsq-gradients {mode} needs fairseq's data parallel training, but the model is not"
+            " wrapped for it; "
             "leave out --use-bmuf and whatever else replaces it"
         )
     compression = compress_gradients(wrapped, config)
-    logger.info("gradients: %s between %d workers", compression.mode, compression.topology.world_size)
+    logger.info(
+        "gradients: %s between %d workers", compression.mode, compression.topology.world_size
+    )
     return compression
 
 
@@ -186,11 +219,14 @@ def configuration(options: GradientOptions) -> GradientConfig:
             seed=options.seed,
         )
     except ValueError as error:
-        raise ValueError(f"--lsq-gradients {options.lsq_gradients} and its options: {error}") from error
+        raise ValueError(
+            f"--lsq-gradients {options.lsq_gradients} and its options: {error}"
+        ) from error
 
 
 def limit_waiting(seconds: float) -> None:
-    """Let exchanges of fairseq's groups fail after so long; until then they wait for as long as PyTorch has it.
+    """Let exchanges of fairseq's groups fail after so long; until then they wait for as long as
+    PyTorch has it.
 
     Raises:
         ValueError: `seconds` is not above 0.
@@ -203,7 +239,8 @@ def limit_waiting(seconds: float) -> None:
 
 
 def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
-    """Takes the place of fairseq's save_checkpoint, which every process calls; residuals follow the last checkpoint."""
+    """Takes the place of fairseq's save_checkpoint, which every process calls; residuals follow the
+    last checkpoint."""
     path = _fairseq_save(cfg, trainer, epoch_itr, val_loss)
     if isinstance(trainer.task, GradientTask) and not cfg.no_save and not cfg.no_last_checkpoints:
         trainer.task.write_residuals(Path(cfg.save_dir), trainer.get_num_updates())
@@ -211,7 +248,8 @@ def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
 
 
 def load_checkpoint(cfg, trainer, **options):
-    """Takes the place of fairseq's load_checkpoint: the task knows which update the training goes on from."""
+    """Takes the place of fairseq's load_checkpoint: the task knows which update the training goes
+    on from."""
     loaded = _fairseq_load(cfg, trainer, **options)
     if isinstance(trainer.task, GradientTask):
         trainer.task.updates_done = trainer.get_num_updates()

@@ -1,4 +1,5 @@
-"""fairseq's transformer_lm with lsq's layers: the model, its architectures, and the task that trains it."""
+"""fairseq's transformer_lm with lsq's layers: the model, its architectures, and the task that
+trains it."""
 
 from argparse import Namespace
 from dataclasses import dataclass, fields
@@ -33,7 +34,8 @@ SUFFIXES = """
 
 @register_model(MODEL)
 class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
-    """A Transformer that predicts each word from those before it, with fairseq's options and interface."""
+    """A Transformer that predicts each word from those before it, with fairseq's options and
+    interface."""
 
     task = TASK
 
@@ -48,12 +50,14 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         """Build from fairseq's options.
 
         Raises:
-            ValueError: an option is not supported or does not fit, the task is a translation, or the checkpoint of
-                --lsq-from does not fit.
+            ValueError: an option is not supported or does not fit, the task is a translation, or
+                the checkpoint of --lsq-from does not fit.
             FileNotFoundError, IsADirectoryError: there is no such checkpoint.
         """
         if isinstance(task, TranslationTask):
-            raise ValueError(f"{MODEL} is a language model and does not translate; train it with --task {TASK}")
+            raise ValueError(
+                f"{MODEL} is a language model and does not translate; train it with --task {TASK}"
+            )
         with options.as_namespace(args, cls, getattr(task, "cfg", None)) as args:
             base_architecture(args)
             options.set_defaults(args)
@@ -61,7 +65,9 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
             if args.max_target_positions is None:
                 args.max_target_positions = args.tokens_per_sample + args.add_bos_token
             words = task.source_dictionary
-            weight = transformer_lm.Embedding(len(words), args.decoder_embed_dim, words.pad()).weight
+            weight = transformer_lm.Embedding(
+                len(words), args.decoder_embed_dim, words.pad()
+            ).weight
             config = options.layer_config(args, "decoder")
             configs = configs_of(config, args.decoder_layers, "decoder")
             layers = (TransformerEncoderLayer(config, causal=True) for config in configs)
@@ -78,24 +84,32 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
     ) -> tuple:
         """Predict the words after each of src_tokens int64 [B, T].
 
-        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's language models return them, `extra` as
-        the decoder takes it. With `target` int64 [B, T]: (loss, nll_loss, features) as `LSQDecoder.loss` has them. On a
-        GPU it waits, unless the `paddings` of the tokens are given.
+        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's language models
+        return them, `extra` as the decoder takes it. With `target` int64 [B, T]: (loss, nll_loss,
+        features) as `LSQDecoder.loss` has them. On a GPU it waits, unless the `paddings` of the
+        tokens are given.
 
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
         """
         if target is None:
             return self.decoder(src_tokens, **extra)
-        padding = src_tokens.eq(self.decoder.padding_idx) if paddings is None else paddings.src_tokens
+        padding = (
+            src_tokens.eq(self.decoder.padding_idx) if paddings is None else paddings.src_tokens
+        )
         packing = Packing(padding, **packing_options(self))
         features = self.decoder.last_rows(src_tokens, packing)
-        return self.decoder.loss(features, packing.pack(target, fill=self.decoder.padding_idx), label_smoothing)
+        return self.decoder.loss(
+            features, packing.pack(target, fill=self.decoder.padding_idx), label_smoothing
+        )
 
 
 def base_architecture(args: Namespace) -> None:
-    """The defaults of transformer_lm, which fairseq has in a dataclass; but all widths are that of the layers."""
-    args.decoder_embed_dim = getattr(args, "decoder_embed_dim", TransformerLanguageModelConfig.decoder_embed_dim)
+    """The defaults of transformer_lm, which fairseq has in a dataclass; but all widths are that of
+    the layers."""
+    args.decoder_embed_dim = getattr(
+        args, "decoder_embed_dim", TransformerLanguageModelConfig.decoder_embed_dim
+    )
     widths = dict.fromkeys(("decoder_input_dim", "decoder_output_dim"), args.decoder_embed_dim)
     for field in fields(TransformerLanguageModelConfig):
         of_task = isinstance(field.default, str) and field.default.startswith("${")
@@ -105,7 +119,9 @@ def base_architecture(args: Namespace) -> None:
 
 architectures.register(MODEL, MODEL, base_architecture)
 for _suffix in SUFFIXES:
-    architectures.register(MODEL, MODEL + _suffix, getattr(transformer_lm, "transformer_lm" + _suffix))
+    architectures.register(
+        MODEL, MODEL + _suffix, getattr(transformer_lm, "transformer_lm" + _suffix)
+    )
 
 
 @dataclass
@@ -125,16 +141,23 @@ class LSQLanguageModelingTask(LSQTask, LanguageModelingTask):
         """
         name = getattr(args, "_name", None) or args.arch
         if not issubclass(ARCH_MODEL_REGISTRY[name], FairseqLanguageModel):
-            raise ValueError(f"--task {TASK} trains language models, and {name} is none; use --arch {MODEL}")
+            raise ValueError(
+                f"--task {TASK} trains language models, and {name} is none; use --arch {MODEL}"
+            )
         return super().build_model(args, from_checkpoint)
 
     def bounding_batch(self, model: FairseqLanguageModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""
+        """A batch that bounds every batch of this training.
+
+        See `lsq.fairseq.memory.bounding_batch`.
+        """
         tokens, sentences = self.cfg.max_tokens, self.cfg.batch_size
         if tokens and self.cfg.add_bos_token:  # fairseq counts sentences without it
             tokens += min(tokens, sentences or tokens)
         batch = bounding_batch(
-            self.source_dictionary, max_tokens=tokens, max_sentences=sentences,
+            self.source_dictionary,
+            max_tokens=tokens,
+            max_sentences=sentences,
             max_positions=(model.max_positions(), model.max_positions()),
         )
         del batch["net_input"]["prev_output_tokens"]

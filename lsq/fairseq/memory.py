@@ -1,4 +1,5 @@
-"""Planned memory for a training in fairseq: a batch that bounds all that its options allow, and the step on it."""
+"""Planned memory for a training in fairseq: a batch that bounds all that its options allow, and the
+step on it."""
 
 import logging
 from argparse import Namespace
@@ -19,7 +20,10 @@ from lsq.program.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
-REFUSED = "{} computes its loss outside the model's layers; use --criterion lsq_label_smoothed_cross_entropy"
+REFUSED = (
+    "{} computes its loss outside the model's layers; use --criterion"
+    " lsq_label_smoothed_cross_entropy"
+)
 
 
 def bounding_batch(
@@ -30,26 +34,31 @@ def bounding_batch(
     max_positions: tuple[int, int],
     length_multiple: int = 1,
 ) -> dict[str, Any]:
-    """A batch, as fairseq's collater makes them, none of whose tensors is exceeded by any batch of these limits.
+    """A batch, as fairseq's collater makes them, none of whose tensors is exceeded by any batch of
+    these limits.
 
-    With B sentences of S source and T target tokens, fairseq keeps B * S and B * T to `max_tokens`, and then pads S and
-    T to a multiple of `length_multiple`. Tensors grow with B * S, B * T, or, inside attention, B * T * S. So enough of
-    the longest sentences to reach `max_tokens` bound them all; a batch like this need not be possible.
+    With B sentences of S source and T target tokens, fairseq keeps B * S and B * T to `max_tokens`,
+    and then pads S and T to a multiple of `length_multiple`. Tensors grow with B * S, B * T, or,
+    inside attention, B * T * S. So enough of the longest sentences to reach `max_tokens` bound them
+    all; a batch like this need not be possible.
 
     Args:
         dictionary: of the target.
         max_tokens, max_sentences: of a batch; at least one is given.
         max_positions: tokens of the longest source and target.
-        length_multiple: lengths are padded to a multiple of this, which may make a batch of short sentences so many
-            times as large.
+        length_multiple: lengths are padded to a multiple of this, which may make a batch of short
+            sentences so many times as large.
 
     Raises:
         ValueError: neither limit is given.
     """
     if max_tokens is None and max_sentences is None:
-        raise ValueError("memory cannot be planned without a limit: give --max-tokens or --batch-size")
+        raise ValueError(
+            "memory cannot be planned without a limit: give --max-tokens or --batch-size"
+        )
     source, target = (
-        -(-min(length, max_tokens or length) // length_multiple) * length_multiple for length in max_positions
+        -(-min(length, max_tokens or length) // length_multiple) * length_multiple
+        for length in max_positions
     )
     counts = [-(-max_tokens * length_multiple // min(source, target))] if max_tokens else []
     sentences = min([*counts, *([max_sentences] if max_sentences else [])])
@@ -67,10 +76,15 @@ def bounding_batch(
     }
 
 
-def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any], mode: str) -> StepMemory | None:
-    """Plan the memory of `model` for batches bounded by `batch`, and say what came out. See `lsq.layers.memory`.
+def plan_training(
+    model: nn.Module, criterion: nn.Module, batch: dict[str, Any], mode: str
+) -> StepMemory | None:
+    """Plan the memory of `model` for batches bounded by `batch`, and say what came out.
 
-    Other criterions than lsq's compute on logits by themselves, on a batch that may be larger than any that will come,
+    See `lsq.layers.memory`.
+
+    Other criterions than lsq's compute on logits by themselves, on a batch that may be larger than
+    any that will come,
     and are not rehearsed: their trainings use fresh memory.
     """
     if mode != "naive" and not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
@@ -80,21 +94,34 @@ def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any],
     batch = utils.apply_to_sample(lambda tensor: tensor.to(place), batch)
     memory = plan_memory(model, lambda: criterion(model, batch)[0], mode=mode)
     if memory is None:
-        logger.info("memory is not planned: %s", "--lsq-memory naive" if mode == "naive" else loader.description())
+        logger.info(
+            "memory is not planned: %s",
+            "--lsq-memory naive" if mode == "naive" else loader.description(),
+        )
     else:
         plan, source = memory.step.plan, batch["net_input"]["src_tokens"]
         logger.info(
-            "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound, bounded by %d "
+            "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound,"
+            " bounded by %d "
             "sentences of %d and %d tokens",
-            mode, len(plan.offsets), memory.arena.size / 2**20, 100 * plan.gap, *source.shape, batch["target"].shape[1],
+            mode,
+            len(plan.offsets),
+            memory.arena.size / 2**20,
+            100 * plan.gap,
+            *source.shape,
+            batch["target"].shape[1],
         )
     return memory
 
 
-def describe_training(given: Namespace, vocabulary: int, backend: Backend | None = None) -> StepPlan:
-    """The plan of a training step by its options alone: the model is built, but no data is read and no layer computes.
+def describe_training(
+    given: Namespace, vocabulary: int, backend: Backend | None = None
+) -> StepPlan:
+    """The plan of a training step by its options alone: the model is built, but no data is read and
+    no layer computes.
 
-    Arguments and errors as of `build_training`; `backend`: where its layers would compute; None: on the CPU.
+    Arguments and errors as of `build_training`; `backend`: where its layers would compute; None: on
+    the CPU.
     """
     task, model, criterion = build_training(given, vocabulary)
     device.use(model, backend)
@@ -103,7 +130,8 @@ def describe_training(given: Namespace, vocabulary: int, backend: Backend | None
 
 
 def made_up_dictionary(size: int) -> Dictionary:
-    """A dictionary of `size` words, fairseq's special ones included; with fewer it has those alone."""
+    """A dictionary of `size` words, fairseq's special ones included; with fewer it has those
+    alone."""
     words = Dictionary()
     for number in range(len(words), size):
         words.add_symbol(f"word{number}")

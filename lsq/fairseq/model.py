@@ -37,8 +37,8 @@ class LSQModel:
     def started(self, args: Namespace) -> "LSQModel":
         """This model, built from fairseq's options; with --lsq-from, after loading that checkpoint.
 
-        The option is then cleared in `args`, which fairseq keeps in its own checkpoints, so that resuming or
-        generating from those does not look for that file again.
+        The option is then cleared in `args`, which fairseq keeps in its own checkpoints, so that
+        resuming or generating from those does not look for that file again.
 
         Raises:
             ValueError: the checkpoint does not fit, or a pattern of formats fits no tensor.
@@ -54,12 +54,15 @@ class LSQModel:
         calibration.share(self)
         return self
 
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None):
+    def load_state_dict(
+        self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None
+    ):
         """Load a checkpoint of this model.
 
         Raises:
-            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`);
-                a count of training passes is; or it is sparse and this model is dense.
+            ValueError: its clips are unusable, missing or not wanted (see
+                `checkpoint.check_clips`); a count of training passes is; or it is sparse and this
+                model is dense.
         """
         checkpoint.check_clips(self, state_dict)
         checkpoint.check_masks(self, state_dict)
@@ -74,7 +77,10 @@ class LSQModel:
         for name in ("print_alignment", "retain_dropout"):
             value = getattr(cfg.generation, name, None)
             if value:
-                raise ValueError(f"lsq_transformer does not support {options.option(name)} ({value}); leave it out")
+                raise ValueError(
+                    f"lsq_transformer does not support {options.option(name)} ({value}); leave it"
+                    " out"
+                )
         super().prepare_for_inference_(cfg)
 
     def half(self):
@@ -88,14 +94,16 @@ class LSQModel:
 
 @register_model(MODEL)
 class LSQTransformerModel(LSQModel, TransformerModel):
-    """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options and interface."""
+    """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options
+    and interface."""
 
     @classmethod
     def build_model(cls, args: Namespace | DictConfig, task) -> "LSQTransformerModel":
         """Build from fairseq's options.
 
         Raises:
-            ValueError: an option is not supported or does not fit, or the checkpoint of --lsq-from does not.
+            ValueError: an option is not supported or does not fit, or the checkpoint of --lsq-from
+                does not.
             FileNotFoundError, IsADirectoryError: there is no such checkpoint.
         """
         with options.as_namespace(args, cls) as args:
@@ -105,11 +113,15 @@ class LSQTransformerModel(LSQModel, TransformerModel):
             return super().build_model(args, task).started(args)
 
     @classmethod
-    def build_encoder(cls, args: Any, src_dict, embed_tokens: nn.Embedding) -> LSQTransformerEncoder:
+    def build_encoder(
+        cls, args: Any, src_dict, embed_tokens: nn.Embedding
+    ) -> LSQTransformerEncoder:
         return LSQTransformerEncoder(args, src_dict, embed_tokens.weight)
 
     @classmethod
-    def build_decoder(cls, args: Any, tgt_dict, embed_tokens: nn.Embedding) -> LSQTransformerDecoder:
+    def build_decoder(
+        cls, args: Any, tgt_dict, embed_tokens: nn.Embedding
+    ) -> LSQTransformerDecoder:
         return LSQTransformerDecoder(args, tgt_dict, embed_tokens.weight)
 
     def forward(
@@ -125,16 +137,19 @@ class LSQTransformerModel(LSQModel, TransformerModel):
     ) -> tuple:
         """Encode src_tokens int64 [B, S] and decode prev_output_tokens int64 [B, T].
 
-        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns them, which takes
-        `options`. With `target` int64 [B, T]: (loss, nll_loss, features float32 [M, H]), the losses summed over the
-        targets that are not padding, the features of the M words of prev_output_tokens alone; the logits are never
-        stored. It is a part of this method so that data parallel wrappers see it. On a GPU it waits, unless the
-        `paddings` of the tokens are given.
+        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns
+        them, which takes `options`. With `target` int64 [B, T]: (loss, nll_loss, features float32
+        [M, H]), the losses summed over the targets that are not padding, the features of the M
+        words of prev_output_tokens alone; the logits are never stored. It is a part of this method
+        so that data parallel wrappers see it. On a GPU it waits, unless the `paddings` of the
+        tokens are given.
 
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
         """
-        run = partial(super().forward, src_tokens, src_lengths, prev_output_tokens, return_all_hiddens)
+        run = partial(
+            super().forward, src_tokens, src_lengths, prev_output_tokens, return_all_hiddens
+        )
         if target is None:
             return run(**options)
         paddings = paddings or Paddings(
@@ -142,10 +157,14 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         )
         options = packing_options(self)
         source, packing = (
-            Packing(padding, **options) for padding in (paddings.src_tokens, paddings.prev_output_tokens)
+            Packing(padding, **options)
+            for padding in (paddings.src_tokens, paddings.prev_output_tokens)
         )
-        # Nothing holds the encoder's result beyond the decoder's last layer: its place is needed again.
+        # Nothing holds the encoder's result beyond the decoder's last layer: its place is needed
+        # again.
         features = self.decoder.last_rows(
             prev_output_tokens, packing, self.encoder.last_rows(src_tokens, source), source
         )
-        return self.decoder.loss(features, packing.pack(target, fill=self.decoder.padding_idx), label_smoothing)
+        return self.decoder.loss(
+            features, packing.pack(target, fill=self.decoder.padding_idx), label_smoothing
+        )

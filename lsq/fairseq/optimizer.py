@@ -1,4 +1,5 @@
-"""`--optimizer lsq_adam`: lsq.optim.Adam under fairseq, with the options and the arithmetic of fairseq's adam.
+"""`--optimizer lsq_adam`: lsq.optim.Adam under fairseq, with the options and the arithmetic of
+fairseq's adam.
 
 fairseq multiplies and clips gradients in passes of their own; here both wait for the step.
 """
@@ -20,10 +21,17 @@ from lsq.optim import Adam
 class LSQAdamConfig(FairseqDataclass):
     """Options of lsq_adam; the last ones are fairseq's own."""
 
-    adam_betas: Any = field(default=(0.9, 0.999), metadata={"help": "decay of the first and of the second moment"})
-    adam_eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
+    adam_betas: Any = field(
+        default=(0.9, 0.999), metadata={"help": "decay of the first and of the second moment"}
+    )
+    adam_eps: float = field(
+        default=1e-8, metadata={"help": "added to the root of the second moment"}
+    )
     weight_decay: float = field(
-        default=0.0, metadata={"help": "share of itself, times the learning rate, that a parameter loses in an update"}
+        default=0.0,
+        metadata={
+            "help": "share of itself, times the learning rate, that a parameter loses in an update"
+        },
     )
     fp16: bool = II("common.fp16")
     bf16: bool = II("common.bf16")
@@ -56,9 +64,13 @@ class LSQAdam(FairseqOptimizer):
         rate, betas = self.cfg.lr, self.cfg.adam_betas
         return {
             "lr": rate[0] if isinstance(rate, Collection) else rate,
-            "betas": tuple(ast.literal_eval(betas) if isinstance(betas, str) else OmegaConf.to_container(betas)),
-            "eps": self.cfg.adam_eps, "weight_decay": self.cfg.weight_decay, "torch_epsilon": False,
-        }  # fmt: skip
+            "betas": tuple(
+                ast.literal_eval(betas) if isinstance(betas, str) else OmegaConf.to_container(betas)
+            ),
+            "eps": self.cfg.adam_eps,
+            "weight_decay": self.cfg.weight_decay,
+            "torch_epsilon": False,
+        }
 
     @property
     def gradient_factor(self) -> float | Tensor:
@@ -69,6 +81,9 @@ class LSQAdam(FairseqOptimizer):
         """Multiply all gradients by a number, in the next step."""
         self.optimizer.multiply_grads(c)
 
-    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The norm [] of all gradients, which the next step shortens to `max_norm` if that is above 0."""
+    def clip_grad_norm(
+        self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The norm [] of all gradients, which the next step shortens to `max_norm` if that is above
+        0."""
         return self.optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)

@@ -1,4 +1,5 @@
-"""Options of the model: --lsq-<field> for every field of QuantConfig, and which options of fairseq are refused."""
+"""Options of the model: --lsq-<field> for every field of QuantConfig, and which options of fairseq
+are refused."""
 
 import contextlib
 import difflib
@@ -25,12 +26,14 @@ def option(name: str) -> str:
 def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None:
     """Add --lsq-from and an option for every field of QuantConfig but `without`.
 
-    No option has a default here: `set_defaults` fills in what was not given, so that architectures may have their own.
+    No option has a default here: `set_defaults` fills in what was not given, so that architectures
+        may have their own.
     """
     parser.add_argument(
         "--lsq-from",
         metavar="CHECKPOINT",
-        help="start from the weights of this float checkpoint, of fairseq's own transformer or lsq's; clips of weights "
+        help="start from the weights of this float checkpoint, of fairseq's own transformer or"
+        " lsq's; clips of weights "
         "are measured on them, clips of activations on the first batch",
     )
     texts = documentation(QuantConfig)
@@ -44,10 +47,13 @@ def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None
 def set_defaults(args: Namespace) -> None:
     """Give `args` every option of `add_arguments` that it lacks, in place.
 
-    A training that goes on from a checkpoint keeps what it was trained with, unless other values are given.
+    A training that goes on from a checkpoint keeps what it was trained with, unless other values
+    are given.
     """
     args.lsq_from = getattr(args, "lsq_from", None)
-    if all(hasattr(args, PREFIX + field.name) for field in fields(QuantConfig) if field.name != "clips"):
+    if all(
+        hasattr(args, PREFIX + field.name) for field in fields(QuantConfig) if field.name != "clips"
+    ):
         vars(args).update(checkpoint.with_clips(vars(args)))  # the options of a checkpoint
     missing = [field for field in fields(QuantConfig) if not hasattr(args, PREFIX + field.name)]
     before = checkpoint.trained_with(args) if missing else {}
@@ -112,7 +118,9 @@ def _check_known(given: dict[str, Any], model: type) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (near is {near[0]})" if near else ""
-            raise ValueError(f"model.{name} is no option of {given.get('_name')}{hint}; leave it out")
+            raise ValueError(
+                f"model.{name} is no option of {given.get('_name')}{hint}; leave it out"
+            )
 
 
 def quantization(args: Any) -> QuantConfig:
@@ -121,7 +129,9 @@ def quantization(args: Any) -> QuantConfig:
     Raises:
         ValueError: an option has a value that is not allowed.
     """
-    return QuantConfig(**{field.name: getattr(args, PREFIX + field.name) for field in fields(QuantConfig)})
+    return QuantConfig(
+        **{field.name: getattr(args, PREFIX + field.name) for field in fields(QuantConfig)}
+    )
 
 
 ACTIVATIONS = {"gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
@@ -140,7 +150,9 @@ def layer_config(args: Any, side: str) -> LayerConfig:
         feed_forward=getattr(args, f"{side}_ffn_embed_dim"),
         dropout=float(args.dropout),
         attention_dropout=float(args.attention_dropout),
-        activation_dropout=float(args.activation_dropout or getattr(args, "relu_dropout", 0.0) or 0.0),
+        activation_dropout=float(
+            args.activation_dropout or getattr(args, "relu_dropout", 0.0) or 0.0
+        ),
         activation=ACTIVATIONS.get(args.activation_fn, str(args.activation_fn)),
         pre_norm=getattr(args, f"{side}_normalize_before"),
         quant=quantization(args),
@@ -189,14 +201,22 @@ def check_supported(args: Any) -> None:
     Raises:
         ValueError: names every such option that is on, with its value.
     """
-    given = [f"{option(name)} ({getattr(args, name)})" for name in UNSUPPORTED if getattr(args, name, None)]
+    given = [
+        f"{option(name)} ({getattr(args, name)})"
+        for name in UNSUPPORTED
+        if getattr(args, name, None)
+    ]
     if given:
         raise ValueError(
             f"lsq_transformer does not support {', '.join(given)}; drop the option or train with "
             "fairseq's own transformer"
         )
     names = ("encoder_embed_dim", "decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")
-    widths = {name: getattr(args, name) or args.decoder_embed_dim for name in names if hasattr(args, name)}
+    widths = {
+        name: getattr(args, name) or args.decoder_embed_dim for name in names if hasattr(args, name)
+    }
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"{option(name)} {width}" for name, width in widths.items())
-        raise ValueError(f"lsq_transformer has one width throughout, but was given {listed}; make them equal")
+        raise ValueError(
+            f"lsq_transformer has one width throughout, but was given {listed}; make them equal"
+        )

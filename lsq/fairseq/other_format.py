@@ -1,4 +1,5 @@
-"""Checkpoints of one number format as those of another, to go on training from or to translate with."""
+"""Checkpoints of one number format as those of another, to go on training from or to translate
+with."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ class Converted:
     activations_due: bool
     """Whether the next pass measures the clips of activations; else they are what they were."""
     optimizer: str
-    """What became of the optimizer's state; where it is kept, moments of the clips that were measured begin at zero."""
+    """What became of the optimizer's state; where it is kept, moments of the clips that were
+    measured begin at zero."""
 
 
 def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
@@ -37,8 +39,8 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: it is damaged, of another model than lsq's, or of a float one; or has these values already; or a
-            value is not allowed.
+        ValueError: it is damaged, of another model than lsq's, or of a float one; or has these
+            values already; or a value is not allowed.
     """
     tensors = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]  # after a look for damage
     state = torch.load(path, map_location="cpu")  # as it is in the file
@@ -46,11 +48,14 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
     before = {**(stored if isinstance(stored, Mapping) else vars(stored))}
     name = str(before.get("arch") or before.get("_name") or "")
     if not architectures.is_ours(name):
-        raise ValueError(f"{path} is of {name or 'an unknown model'}, and not of lsq; it has no number format")
+        raise ValueError(
+            f"{path} is of {name or 'an unknown model'}, and not of lsq; it has no number format"
+        )
     old = checkpoint.quantization(before)
     if not old.quantized:
         raise ValueError(
-            f"{path} is of a float model, which has no clips; train from its weights with --lsq-from, or `lsq export "
+            f"{path} is of a float model, which has no clips; train from its weights with"
+            " --lsq-from, or `lsq export "
             "--to fairseq` it"
         )
     if all(getattr(old, field) == value for field, value in changes.items()):
@@ -65,7 +70,9 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
         _set(stored, options.PREFIX + field, after[options.PREFIX + field])
     learned = checkpoint.quantization(after).learned
     optimizer = _convert_optimizer(state, model, shapes, same_parameters=old.learned == learned)
-    return Converted(state=state, weights=len(_clips(model)), activations_due=due, optimizer=optimizer)
+    return Converted(
+        state=state, weights=len(_clips(model)), activations_due=due, optimizer=optimizer
+    )
 
 
 def _set(stored: Any, name: str, value: Any) -> None:
@@ -98,15 +105,22 @@ def _clips(model: nn.Module) -> set[str]:
     """Names of the clips of weights."""
     return {
         f"{prefix}.{module.state_name(name)}"
-        for prefix, module in model.named_modules() if isinstance(module, ProgramModule)
-        for name in module.clips() if module.declared[name].kind is Kind.WEIGHT_CLIP
-    }  # fmt: skip
+        for prefix, module in model.named_modules()
+        if isinstance(module, ProgramModule)
+        for name in module.clips()
+        if module.declared[name].kind is Kind.WEIGHT_CLIP
+    }
 
 
 def _convert_optimizer(
-    state: dict[str, Any], model: nn.Module, shapes: Mapping[str, torch.Size], *, same_parameters: bool
+    state: dict[str, Any],
+    model: nn.Module,
+    shapes: Mapping[str, torch.Size],
+    *,
+    same_parameters: bool,
 ) -> str:
-    """Let moments of clips that were measured anew begin at zero, or leave all of the optimizer's state out.
+    """Let moments of clips that were measured anew begin at zero, or leave all of the optimizer's
+    state out.
 
     `same_parameters`: clips learn in both formats, or in neither.
 
@@ -134,4 +148,6 @@ def _convert_optimizer(
                         value.zero_()
         return "the optimizer's state is kept"
     state["last_optimizer_state"] = None
-    return f"the optimizer's state is left out ({reason}): a training goes on with --reset-optimizer"
+    return (
+        f"the optimizer's state is left out ({reason}): a training goes on with --reset-optimizer"
+    )

@@ -1,4 +1,5 @@
-"""Where the sentences of a batch have padding, kept on the CPU beside a batch that fairseq moves to a GPU.
+"""Where the sentences of a batch have padding, kept on the CPU beside a batch that fairseq moves to
+a GPU.
 
 The sizes of a batch choose the programs that run, and nobody should wait for a GPU to tell them.
 """
@@ -15,7 +16,10 @@ BATCH = "lsq_paddings"
 
 @dataclass(frozen=True)
 class Paddings:
-    """Masks bool [B, T] on the CPU, True is padding. No dict: fairseq and PyTorch leave it where it is."""
+    """Masks bool [B, T] on the CPU, True is padding.
+
+    No dict: fairseq and PyTorch leave it where it is.
+    """
 
     src_tokens: Tensor
     prev_output_tokens: Tensor | None
@@ -37,5 +41,7 @@ class Collater:
         batch = self._collate(samples)
         if batch:
             given = (batch["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
-            batch[BATCH] = Paddings(*(None if tokens is None else tokens.eq(self._padding_idx) for tokens in given))
+            batch[BATCH] = Paddings(
+                *(None if tokens is None else tokens.eq(self._padding_idx) for tokens in given)
+            )
         return batch

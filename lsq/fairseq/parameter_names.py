@@ -1,7 +1,7 @@
 """Parameters of fairseq's transformer under this model's names, and back.
 
-fairseq keeps the projections of one attention apart; here the self-attention's query, key and value and the
-cross-attention's key and value are rows of one weight, in this order.
+fairseq keeps the projections of one attention apart; here the self-attention's query, key and value
+and the cross-attention's key and value are rows of one weight, in this order.
 """
 
 import re
@@ -45,7 +45,8 @@ _CONSTANT = re.compile(r"(en|de)coder\.(version|embed_positions\._float_tensor)"
 
 
 def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of fairseq's transformer under this model's names, those of one joined weight concatenated.
+    """Parameters of fairseq's transformer under this model's names, those of one joined weight
+    concatenated.
 
     Names that fairseq's transformer does not have stay as they are.
 
@@ -68,19 +69,23 @@ def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for (target, order), tensors in joined.items():
         if missing := [part for part in order if part not in tensors]:
             raise ValueError(
-                f"{target} needs the projections {', '.join(order)} of fairseq's transformer, but the checkpoint "
+                f"{target} needs the projections {', '.join(order)} of fairseq's transformer, but"
+                " the checkpoint "
                 f"has no {', '.join(missing)}"
             )
         parts = [tensors[part] for part in order]
         if len({part.shape[1:] for part in parts}) > 1 or not parts[0].dim():
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise ValueError(f"{target} joins projections, whose shapes in the checkpoint do not fit: {shapes}")
+            raise ValueError(
+                f"{target} joins projections, whose shapes in the checkpoint do not fit: {shapes}"
+            )
         renamed[target] = torch.cat(parts)
     return renamed
 
 
 def restore(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `rename` takes: parameters of this model under the names of fairseq's transformer, joined weights apart."""
+    """What `rename` takes: parameters of this model under the names of fairseq's transformer,
+    joined weights apart."""
     restored: dict[str, Tensor] = {}
     for name, tensor in state.items():
         for pattern, parts, replacement in _SPLIT:

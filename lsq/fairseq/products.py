@@ -24,9 +24,11 @@ def products_of_training(
     rows: Sequence[int],
     kind: str = "cpu",
 ) -> list[ProductKey]:
-    """Every product once: for each number of tokens those of a training step, then those of generation.
+    """Every product once: for each number of tokens those of a training step, then those of
+    generation.
 
-    The model is built, but no data is read and no layer computes. Attention's kernels multiply by themselves.
+    The model is built, but no data is read and no layer computes. Attention's kernels multiply by
+    themselves.
 
     Args:
         given: fairseq-train's options with a task of lsq and a limit of batches.
@@ -44,7 +46,9 @@ def products_of_training(
     for mode in backward:
         options = copy(given)
         options.lsq_backward = mode
-        options.lsq_activation_init = options.lsq_weight_init = "fixed"  # nothing is measured: shapes are the same
+        options.lsq_activation_init = options.lsq_weight_init = (
+            "fixed"  # nothing is measured: shapes are the same
+        )
         _, model, criterion = build_training(options, vocabulary)
         models.append((model, criterion))
     for count in tokens:
@@ -56,8 +60,11 @@ def products_of_training(
 
 
 def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> list[Program]:
-    """The programs of a training step on so many source and target tokens, as so many sentences of one."""
-    batch = bounding_batch(model.decoder.dictionary, max_tokens=tokens, max_sentences=None, max_positions=(1, 1))
+    """The programs of a training step on so many source and target tokens, as so many sentences of
+    one."""
+    batch = bounding_batch(
+        model.decoder.dictionary, max_tokens=tokens, max_sentences=None, max_positions=(1, 1)
+    )
     if not hasattr(model, "encoder"):
         del batch["net_input"]["prev_output_tokens"]
     model.train()
@@ -67,36 +74,51 @@ def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> li
 
 @torch.no_grad()
 def generation_programs(model: nn.Module, rows: int) -> list[Program]:
-    """The programs that generate: encode so many sentences of one word, if anything does, and one step of decoding.
+    """The programs that generate: encode so many sentences of one word, if anything does, and one
+    step of decoding.
 
     The model's clips are measured or fixed.
     """
     words = torch.full((rows, 1), model.decoder.dictionary.unk())
     model.eval()
     with rehearsal.rehearsing() as rehearsed:
-        memory = model.encoder(words, torch.ones(rows, dtype=torch.int64)) if hasattr(model, "encoder") else None
+        memory = (
+            model.encoder(words, torch.ones(rows, dtype=torch.int64))
+            if hasattr(model, "encoder")
+            else None
+        )
         model.decoder(words, memory, incremental_state={})
     return rehearsed.programs
 
 
 def products_of_programs(programs: Iterable[Program], kind: str) -> list[ProductKey]:
-    """Every product once, in the order of the programs; kind and errors as of `lsq.backends.products.products_of`."""
-    return list(dict.fromkeys(key for program in dict.fromkeys(programs) for key in products_of(program, kind)))
+    """Every product once, in the order of the programs; kind and errors as of
+    `lsq.backends.products.products_of`."""
+    return list(
+        dict.fromkeys(
+            key for program in dict.fromkeys(programs) for key in products_of(program, kind)
+        )
+    )
 
 
 def token_counts(max_tokens: int, step: int) -> list[int]:
-    """Numbers of tokens of batches, the largest first: the multiples of `step` up to `max_tokens`, and that itself.
+    """Numbers of tokens of batches, the largest first: the multiples of `step` up to `max_tokens`,
+    and that itself.
 
     Raises:
         ValueError: the step is not a multiple of 32, in whose steps products are looked up.
     """
     if step % TOKEN_STEP:
-        raise ValueError(f"step is {step}; products are looked up in steps of {TOKEN_STEP} tokens: use a multiple")
+        raise ValueError(
+            f"step is {step}; products are looked up in steps of {TOKEN_STEP} tokens: use a"
+            " multiple"
+        )
     return sorted({max_tokens, *range(step, max_tokens, step)}, reverse=True)
 
 
 def generation_rows(beam: int, sentences: int) -> list[int]:
-    """Rows of the steps of generation, the largest first: the beam times 1, 2, 4 ... sentences, as they finish."""
+    """Rows of the steps of generation, the largest first: the beam times 1, 2, 4 ... sentences, as
+    they finish."""
     counts = {sentences, *(2**power for power in range(sentences.bit_length()))}
     exact = {beam * count for count in counts if beam * count <= EXACT_TOKENS}
     return sorted({*exact, beam * sentences}, reverse=True)

@@ -1,6 +1,8 @@
-"""One training at a time writes into a folder of checkpoints (--save-dir), and nothing else there is touched.
+"""One training at a time writes into a folder of checkpoints (--save-dir), and nothing else there
+is touched.
 
-Importing this module replaces fairseq's own look at the folder, which writes and deletes a file called "dummy" there.
+Importing this module replaces fairseq's own look at the folder, which writes and deletes a file
+called "dummy" there.
 """
 
 import atexit
@@ -15,7 +17,8 @@ _held = contextlib.ExitStack()
 
 
 def claim(folder: str) -> None:
-    """Takes the place of fairseq's verify_checkpoint_directory, which the first process calls before a training.
+    """Takes the place of fairseq's verify_checkpoint_directory, which the first process calls
+    before a training.
 
     The folder is this process's until `release`, or until the process ends.
 

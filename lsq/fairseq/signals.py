@@ -1,8 +1,9 @@
 """Training signals: what the quantisers of a model do while it trains.
 
-Every few updates, for each quantised tensor: its clip, the share of values that are clipped, the share of codes that
-are 0 and the gradient of the clip (means over the channels of a weight). They go to TensorBoard; a tensor that looks
-unhealthy is warned of once; a table at the end shows the last values.
+Every few updates, for each quantised tensor: its clip, the share of values that are clipped, the
+share of codes that are 0 and the gradient of the clip (means over the channels of a weight). They
+go to TensorBoard; a tensor that looks unhealthy is warned of once; a table at the end shows the
+last values.
 """
 
 import logging
@@ -45,7 +46,11 @@ class TrainingSignals:
 
         Only the first pass of an update is observed, and only in updates whose signals are wanted.
         """
-        if self.clips and (update == 1 or update % self.interval == 0) and self.last_update != update:
+        if (
+            self.clips
+            and (update == 1 or update % self.interval == 0)
+            and self.last_update != update
+        ):
             self.last_update = update
             with observe(self.model) as self.last:
                 yield
@@ -53,14 +58,16 @@ class TrainingSignals:
             yield
 
     def record(self, update: int, factor: float | Tensor = 1.0) -> None:
-        """Once the gradients of update number `update` are there, before the optimizer uses them times `factor`."""
+        """Once the gradients of update number `update` are there, before the optimizer uses them
+        times `factor`."""
         if self.last_update == update:
             self._warn(update)
             if self.folder is not None:
                 self._write(update, factor)
 
     def summary(self) -> str:
-        """The last signals as a table, one row for the same tensor of all layers; "" before the first."""
+        """The last signals as a table, one row for the same tensor of all layers; "" before the
+        first."""
         if not self.last:
             return ""
         rows: dict[str, list[TensorStatistics]] = {}
@@ -69,7 +76,8 @@ class TrainingSignals:
         width = max(map(len, rows))
         lines = [
             f"Quantised tensors at update {self.last_update}; rows with * span several layers",
-            f"{'tensor':{width}} {'kind':10} {'clip':>17} {'clipped':>8} {'zero':>8} {'largest code':>12}",
+            f"{'tensor':{width}} {'kind':10} {'clip':>17} {'clipped':>8} {'zero':>8}"
+            f" {'largest code':>12}",
         ]
         lines += [f"{name:{width}} {_row(found)}" for name, found in rows.items()]
         lines.append(f"{len(self._warned)} of {len(self.clips)} tensors were warned of")
@@ -92,7 +100,10 @@ class TrainingSignals:
 
     def _write(self, update: int, factor: float | Tensor) -> None:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second to import: only where it is wanted
+            # takes a second to import: only where it is wanted
+            from torch.utils.tensorboard import (
+                SummaryWriter,
+            )
 
             self._writer = SummaryWriter(os.path.join(self.folder, "lsq"), purge_step=update)
         for name, statistics in self.last.items():

@@ -1,4 +1,5 @@
-"""What encoders and decoders behind fairseq's interface are made of: embedding, final norm, and a run through both."""
+"""What encoders and decoders behind fairseq's interface are made of: embedding, final norm, and a
+run through both."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ from lsq.layers.stack import Stack
 
 
 def build_embedding(args: Any, side: str, padding_idx: int, weight: nn.Parameter) -> Embedding:
-    """Words and positions of one side, "encoder" or "decoder"; `weight` [V, H] may be shared with others."""
+    """Words and positions of one side, "encoder" or "decoder"; `weight` [V, H] may be shared with
+    others."""
     embedding = Embedding(
         *weight.shape,
         padding_idx,
@@ -37,10 +39,14 @@ def final_norm(args: Any, side: str) -> nn.LayerNorm | None:
     return nn.LayerNorm(getattr(args, f"{side}_embed_dim"))
 
 
-def configs_of(config: LayerConfig, layers: int, side: str, *, memory: bool = False) -> list[LayerConfig]:
+def configs_of(
+    config: LayerConfig, layers: int, side: str, *, memory: bool = False
+) -> list[LayerConfig]:
     """Those of so many layers of one side, each at its place; `memory`: they attend to one, too."""
     one = Sentences(rows=1, count=1)
-    layer, sizes = (programs.decoder_layer, (one, one)) if memory else (programs.encoder_layer, (one,))
+    layer, sizes = (
+        (programs.decoder_layer, (one, one)) if memory else (programs.encoder_layer, (one,))
+    )
     build = partial(layer, config, *sizes)
     return [placed(config, f"{side}.layers.{number}", build) for number in range(layers)]
 

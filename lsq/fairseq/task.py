@@ -1,4 +1,5 @@
-"""Tasks of lsq: fairseq's, with planned memory, signals, sparse weights and the gradients of lsq.fairseq.gradients."""
+"""Tasks of lsq: fairseq's, with planned memory, signals, sparse weights and the gradients of
+lsq.fairseq.gradients."""
 
 import logging
 import weakref
@@ -39,22 +40,34 @@ DICTIONARIES = "lsq_dictionaries"
 
 @dataclass
 class TaskOptions(GradientOptions, DeviceOptions):
-    """What LSQTask needs beside fairseq's options of a task: those of gradients, place and memory, and of signals."""
+    """What LSQTask needs beside fairseq's options of a task: those of gradients, place and memory,
+    and of signals."""
 
     lsq_memory: ChoiceEnum(MODES) = field(
         default="planned",
         metadata={
-            "help": "where the tensors of a training step lie: planned ahead for the largest batch (planned), planned "
+            "help": "where the tensors of a training step lie: planned ahead for the largest batch"
+            " (planned), planned "
             "and every access checked (guard, slow), or wherever PyTorch finds room (naive)"
         },
     )
     lsq_gemm_config: Optional[str] = field(  # noqa: UP045  fairseq cannot read str | None
         default=None,
-        metadata={"help": "file of tuned matrix products to use, and no other (see `lsq tune` and `lsq configs`)"},
+        metadata={
+            "help": (
+                "file of tuned matrix products to use, and no other (see `lsq tune` and `lsq"
+                " configs`)"
+            )
+        },
     )
     lsq_gemm_coverage: Optional[str] = field(  # noqa: UP045
         default=None,
-        metadata={"help": "write to this file, after training, which products were not tuned; for `lsq tune --shapes`"},
+        metadata={
+            "help": (
+                "write to this file, after training, which products were not tuned; for `lsq"
+                " tune --shapes`"
+            )
+        },
     )
     max_tokens: Optional[int] = II("dataset.max_tokens")  # noqa: UP045  fairseq cannot read int | None
     batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045
@@ -78,7 +91,8 @@ class LSQTask(GradientTask):
             gemm.set_files([Path(cfg.lsq_gemm_config)])
 
     def state_dict(self) -> dict[str, Any]:
-        """What fairseq keeps of the task in a checkpoint: also which words the model was trained with."""
+        """What fairseq keeps of the task in a checkpoint: also which words the model was trained
+        with."""
         return {**super().state_dict(), DICTIONARIES: self._dictionaries()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -88,30 +102,41 @@ class LSQTask(GradientTask):
             ValueError: see `check_resumed`.
         """
         self.check_resumed(state_dict)
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != DICTIONARIES})
+        super().load_state_dict(
+            {name: value for name, value in state_dict.items() if name != DICTIONARIES}
+        )
 
     def check_resumed(self, state_dict: dict[str, Any]) -> None:
-        """Look at what `state_dict` gave when the checkpoint was written, before a training goes on from it.
+        """Look at what `state_dict` gave when the checkpoint was written, before a training goes on
+        from it.
 
         Raises:
-            ValueError: the checkpoint is of other words, or of the same in another order, which the data cannot tell.
+            ValueError: the checkpoint is of other words, or of the same in another order, which the
+                data cannot tell.
         """
         trained = state_dict.get(DICTIONARIES)
         if trained is None:
             return
         known = trained if isinstance(trained, dict) else {}
         here = self._dictionaries().items()
-        sides = [side for side, checksum in here if type(known.get(side)) is not int or known[side] != checksum]
+        sides = [
+            side
+            for side, checksum in here
+            if type(known.get(side)) is not int or known[side] != checksum
+        ]
         if sides:
             raise ValueError(
-                f"{self.cfg.data} has another {' and '.join(sides)} dictionary than the checkpoint was trained with;"
+                f"{self.cfg.data} has another {' and '.join(sides)} dictionary than the checkpoint"
+                " was trained with;"
                 " use data that was made with the dictionaries (dict.*.txt) of the training"
             )
 
     def _dictionaries(self) -> dict[str, int]:
         """CRC-32 of the words of each side."""
         sides = {"source": self.source_dictionary, "target": self.target_dictionary}
-        return {side: zlib.crc32("\n".join(words.symbols).encode()) for side, words in sides.items()}
+        return {
+            side: zlib.crc32("\n".join(words.symbols).encode()) for side, words in sides.items()
+        }
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
         """Build the model of these options, to compute where the task's own options say.
@@ -126,10 +151,15 @@ class LSQTask(GradientTask):
         return model
 
     def build_generator(
-        self, models: list[BaseFairseqModel], args: Any, seq_gen_cls: Any = None,
-        extra_gen_cls_kwargs: dict[str, Any] | None = None, prefix_allowed_tokens_fn: Any = None,
-    ) -> Any:  # fmt: skip
-        """What generates with `models`: lsq's search where fairseq's options `args` allow, else fairseq's generator.
+        self,
+        models: list[BaseFairseqModel],
+        args: Any,
+        seq_gen_cls: Any = None,
+        extra_gen_cls_kwargs: dict[str, Any] | None = None,
+        prefix_allowed_tokens_fn: Any = None,
+    ) -> Any:
+        """What generates with `models`: lsq's search where fairseq's options `args` allow, else
+        fairseq's generator.
 
         Raises:
             ValueError: an option is out of its range.
@@ -154,18 +184,29 @@ class LSQTask(GradientTask):
         self.model = model
         if self.sparsity is None and wants_sparsity(model):
             self.sparsity = sparsity_of(model, updates=self.updates_done)
-        if self.signals is None and distributed.get_global_rank() == 0 and any(True for _ in quantized_tensors(model)):
+        if (
+            self.signals is None
+            and distributed.get_global_rank() == 0
+            and any(True for _ in quantized_tensors(model))
+        ):
             self.signals = TrainingSignals(
                 model,
                 interval=interval_of(self.cfg.log_interval),
                 folder=self.cfg.tensorboard_logdir or None,
             )
-            # fairseq tells no task that training is over: the summaries come when it drops the task, or at exit
+            # fairseq tells no task that training is over: the summaries come when it drops the
+            # task, or at exit
             weakref.finalize(self, self.signals.finish)
             weakref.finalize(self, tuned_products.report, self.cfg.lsq_gemm_coverage)
 
     def train_step(
-        self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, ignore_grad: bool = False
+        self,
+        sample: dict[str, Any],
+        model,
+        criterion,
+        optimizer,
+        update_num: int,
+        ignore_grad: bool = False,
     ):
         """Called by fairseq for each batch; `update_num` counts the updates that are done."""
         if not self.planned:
@@ -180,8 +221,12 @@ class LSQTask(GradientTask):
             ValueError: the step cannot be planned.
         """
         self.planned = True
-        if self.model is not None and any(isinstance(module, ProgramModule) for module in self.model.modules()):
-            plan_training(self.model, criterion, self.bounding_batch(self.model), str(self.cfg.lsq_memory))
+        if self.model is not None and any(
+            isinstance(module, ProgramModule) for module in self.model.modules()
+        ):
+            plan_training(
+                self.model, criterion, self.bounding_batch(self.model), str(self.cfg.lsq_memory)
+            )
 
     def get_batch_iterator(self, dataset, *arguments, **options):
         """fairseq's iterator over `dataset`, whose batches have their Paddings."""
@@ -191,7 +236,10 @@ class LSQTask(GradientTask):
         return found
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""
+        """A batch that bounds every batch of this training.
+
+        See `lsq.fairseq.memory.bounding_batch`.
+        """
         raise NotImplementedError
 
     def optimizer_step(self, optimizer, model, update_num: int) -> None:
@@ -221,7 +269,12 @@ class LSQTranslationTask(LSQTask, TranslationTask):
         return generator.words_of(self.source_dictionary)
 
     def inference_step(
-        self, search: Any, models: list[BaseFairseqModel], sample: dict[str, Any], *arguments, **options
+        self,
+        search: Any,
+        models: list[BaseFairseqModel],
+        sample: dict[str, Any],
+        *arguments,
+        **options,
     ) -> list[list[dict[str, Any]]]:
         """Called by fairseq to translate a batch with `search`, any generator.
 
@@ -243,7 +296,10 @@ class LSQTranslationTask(LSQTask, TranslationTask):
             found.forget_weights()
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
-        """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""
+        """A batch that bounds every batch of this training.
+
+        See `lsq.fairseq.memory.bounding_batch`.
+        """
         limits = zip(self.max_positions(), model.max_positions(), strict=True)
         return bounding_batch(
             self.target_dictionary,

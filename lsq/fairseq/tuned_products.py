@@ -18,11 +18,14 @@ def check(path: str | None) -> None:
         ValueError: it is a folder, or its own folder is missing or cannot be written.
     """
     if path and (os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK)):
-        raise ValueError(f"--lsq-gemm-coverage {path} cannot be written; name a file in a folder that is there")
+        raise ValueError(
+            f"--lsq-gemm-coverage {path} cannot be written; name a file in a folder that is there"
+        )
 
 
 def report(path: str | None) -> None:
-    """Log which products of each device were tuned, and list the others in `path` for `lsq tune --shapes`.
+    """Log which products of each device were tuned, and list the others in `path` for `lsq tune
+    --shapes`.
 
     Nothing is written if none ran.
     """

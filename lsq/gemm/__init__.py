@@ -1,6 +1,8 @@
-"""What is multiplied, and by what: as tuned files say, by lsq's tiles or oneDNN, on a GPU by lsq's or cuBLASLt.
+"""What is multiplied, and by what: as tuned files say, by lsq's tiles or oneDNN, on a GPU by lsq's
+or cuBLASLt.
 
-Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view. lsq.tune makes the files.
+Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
+lsq.tune makes the files.
 """
 
 from lsq.gemm.configuration import TileConfiguration

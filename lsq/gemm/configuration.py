@@ -1,7 +1,8 @@
 """How a matrix product is to be run, and how fast it was: plain, checked data.
 
-An entry is a key with its configuration and its measured times; files (configuration_file.py) hold many. Every error is
-a ValueError that begins with the name of the field, so that who reads a file can put the place before it.
+An entry is a key with its configuration and its measured times; files (configuration_file.py) hold
+many. Every error is a ValueError that begins with the name of the field, so that who reads a file
+can put the place before it.
 """
 
 import contextlib
@@ -12,7 +13,15 @@ from typing import ClassVar
 
 from lsq.csrc import tiles
 from lsq.gemm.json_file import check_choice, check_number, check_whole, shown
-from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, TILED, TILED_ALONE, TOKEN_STEP, ProductKey
+from lsq.gemm.product_key import (
+    EXACT_TOKENS,
+    LARGEST_DIMENSION,
+    MATMUL,
+    TILED,
+    TILED_ALONE,
+    TOKEN_STEP,
+    ProductKey,
+)
 
 A_LAYOUTS = ("as_is", "padded", "mk")
 B_LAYOUTS = ("as_is", "padded", "nk", "kn")
@@ -39,7 +48,8 @@ _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConfiguration:
-    """How the CPU runs an int8 product: with what, what is copied first, how many rows of sums are made at a time.
+    """How the CPU runs an int8 product: with what, what is copied first, how many rows of sums are
+    made at a time.
 
     Raises:
         ValueError: no such configuration.
@@ -48,16 +58,22 @@ class CpuConfiguration:
     kind: ClassVar[str] = "cpu"
 
     kernel: str = ONEDNN
-    """"onednn", which makes blocks of sums for all threads to read; or lsq's own tiles, with one of tiles.INSTRUCTIONS:
-    each thread ends what it has multiplied. Tiles copy as they need it, so that both layouts are "as_is"."""
+    """"onednn", which makes blocks of sums for all threads to read; or lsq's own tiles, with one of
+    tiles.INSTRUCTIONS: each thread ends what it has multiplied. Tiles copy as they need it, so that
+    both layouts are "as_is".
+    """
     a_layout: str = "as_is"
-    """"as_is", or copy a first, a block at a time: "padded": as it lies, but with its rows an odd number of cache lines
-    apart (a power of two sends all of a column into one set of the cache); "mk": the same as [M, K]."""
+    """"as_is", or copy a first, a block at a time: "padded": as it lies, but with its rows an odd
+    number of cache lines apart (a power of two sends all of a column into one set of the cache);
+    "mk": the same as [M, K].
+    """
     b_layout: str = "as_is"
-    """"as_is", or copy b first: "padded", as of a; or so that it lies as [N, K] ("nk") or [K, N] ("kn")."""
+    """"as_is", or copy b first: "padded", as of a; or so that it lies as [N, K] ("nk") or [K, N]
+    ("kn")."""
     rows: int = 0
-    """Rows of sums that are made at a time, with tiles by each thread, a multiple of 32; 0: all at once, with tiles as
-    many as suit the caches."""
+    """Rows of sums that are made at a time, with tiles by each thread, a multiple of 32; 0: all at
+    once, with tiles as many as suit the caches.
+    """
 
     def __post_init__(self) -> None:
         check_choice("kernel", self.kernel, KERNELS)
@@ -67,9 +83,14 @@ class CpuConfiguration:
         if not self.tiled:
             return
         if (self.a_layout, self.b_layout) != ("as_is", "as_is"):
-            raise ValueError(f"kernel is {self.kernel!r}, which copies as it needs it: leave both layouts \"as_is\"")
+            raise ValueError(
+                f"kernel is {self.kernel!r}, which copies as it needs it: leave both layouts"
+                ' "as_is"'
+            )
         if self.rows % tiles.PAIR:
-            raise ValueError(f"rows is {self.rows}; tiles make multiples of {tiles.PAIR} rows at a time: use one")
+            raise ValueError(
+                f"rows is {self.rows}; tiles make multiples of {tiles.PAIR} rows at a time: use one"
+            )
 
     @property
     def tiled(self) -> bool:
@@ -78,7 +99,8 @@ class CpuConfiguration:
 
     @classmethod
     def default(cls, key: ProductKey) -> "CpuConfiguration":
-        """How a product runs where nothing was tuned: by tiles, unless the C++ library is missing."""
+        """How a product runs where nothing was tuned: by tiles, unless the C++ library is
+        missing."""
         fastest, *_ = (*tiles.usable(), ONEDNN)
         return cls(kernel=fastest, rows=key.request.rows if fastest == ONEDNN else 0)
 
@@ -89,11 +111,15 @@ class CpuConfiguration:
             ValueError: it cannot.
         """
         if key.op == MATMUL:
-            raise ValueError(f"kind is 'cpu', which multiplies for its operations alone, not {key}: tune again")
+            raise ValueError(
+                f"kind is 'cpu', which multiplies for its operations alone, not {key}: tune again"
+            )
         if self.a_layout == "mk" and key.layout[0] == "n":
             raise ValueError('a_layout is "mk"; a lies so already: use "as_is" or "padded"')
         if self.b_layout == {"t": "nk", "n": "kn"}[key.layout[1]]:
-            raise ValueError(f'b_layout is {self.b_layout!r}; b lies so already: use "as_is" or "padded"')
+            raise ValueError(
+                f'b_layout is {self.b_layout!r}; b lies so already: use "as_is" or "padded"'
+            )
 
     def __str__(self) -> str:
         unset = "as many rows at a time as suit the caches" if self.tiled else "all rows at once"
@@ -116,7 +142,8 @@ class CublasConfiguration:
     kind: ClassVar[str] = "cuda"
 
     algorithm: bytes
-    """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model of device."""
+    """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model
+    of device."""
     workspace_bytes: int
     id: int
     tile: int
@@ -130,8 +157,14 @@ class CublasConfiguration:
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, bytes) or len(self.algorithm) != ALGORITHM_BYTES:
-            given = f"{len(self.algorithm)} bytes" if isinstance(self.algorithm, bytes) else repr(self.algorithm)
-            raise ValueError(f"algorithm is {given}; it must be {ALGORITHM_BYTES} bytes: tune again")
+            given = (
+                f"{len(self.algorithm)} bytes"
+                if isinstance(self.algorithm, bytes)
+                else repr(self.algorithm)
+            )
+            raise ValueError(
+                f"algorithm is {given}; it must be {ALGORITHM_BYTES} bytes: tune again"
+            )
         check_whole("workspace_bytes", self.workspace_bytes, 0, 2**40)
         for name in DECODED:
             check_whole(name, getattr(self, name), -(2**31), 2**32 - 1)
@@ -145,10 +178,18 @@ class CublasConfiguration:
         if key.op in TILED_ALONE:
             raise ValueError(f"algorithm is of cuBLASLt, which has no part in {key.op}: tune again")
         if key.op == MATMUL and key.dtype == "int8" and key.layout != "nt":
-            raise ValueError(f'algorithm is of cuBLASLt, which multiplies int8 as "nt", not {key.layout!r}: tune again')
+            raise ValueError(
+                f'algorithm is of cuBLASLt, which multiplies int8 as "nt", not {key.layout!r}: tune'
+                " again"
+            )
 
     def __str__(self) -> str:
-        return ", ".join([*(f"{name} {getattr(self, name)}" for name in DECODED), f"{self.workspace_bytes} bytes"])
+        return ", ".join(
+            [
+                *(f"{name} {getattr(self, name)}" for name in DECODED),
+                f"{self.workspace_bytes} bytes",
+            ]
+        )
 
 
 DECODED = tuple(field.name for field in dataclasses.fields(CublasConfiguration))[2:]
@@ -157,7 +198,8 @@ DECODED = tuple(field.name for field in dataclasses.fields(CublasConfiguration))
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfiguration:
-    """A kernel of lsq's own that multiplies codes on a GPU and ends the product: what each of its blocks makes.
+    """A kernel of lsq's own that multiplies codes on a GPU and ends the product: what each of its
+    blocks makes.
 
     Raises:
         ValueError: the kernels have no such tile.
@@ -174,14 +216,17 @@ class TileConfiguration:
     split: int = 1
     """Parts along K, each by blocks of its own: of gradients of weights, else 1."""
     instruction: str = "mma"
-    """That multiplies: "mma" (mma.sync), or "wgmma", which GPUs of compute capability 9.0 alone have."""
+    """That multiplies: "mma" (mma.sync), or "wgmma", which GPUs of compute capability 9.0 alone
+    have."""
 
     def __post_init__(self) -> None:
         check_choice("instruction", self.instruction, tuple(TILE_COLUMNS))
         for name, allowed in (("rows", TILE_ROWS), ("columns", TILE_COLUMNS[self.instruction])):
             value = getattr(self, name)
             if not isinstance(value, int) or value not in allowed:
-                raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(str, allowed))}")
+                raise ValueError(
+                    f"{name} is {shown(value)}; allowed: {', '.join(map(str, allowed))}"
+                )
         check_whole("stages", self.stages, *TILE_STAGES[self.instruction])
         check_whole("split", self.split, 1, MOST_SPLIT)
 
@@ -196,7 +241,8 @@ class TileConfiguration:
         return self.stages * (self.rows + self.columns) * TILE_STEP
 
     def blocks(self, m: int, n: int) -> tuple[int, int]:
-        """Tiles in the columns and in the rows of a product [M, N]; one row of them where M is 0."""
+        """Tiles in the columns and in the rows of a product [M, N]; one row of them where M is
+        0."""
         return -(-n // self.columns), max(1, -(-m // self.rows))
 
     def check_key(self, key: ProductKey) -> None:
@@ -206,12 +252,21 @@ class TileConfiguration:
             ValueError: it cannot.
         """
         if key.op not in TILED:
-            raise ValueError(f"rows is of a tile, which ends products of {', '.join(TILED)}, not {key.op}: tune again")
+            raise ValueError(
+                f"rows is of a tile, which ends products of {', '.join(TILED)}, not {key.op}: tune"
+                " again"
+            )
         for name in ("n", "k"):
             if getattr(key, name) % 16:
-                raise ValueError(f"rows is of a tile, and {name} is {getattr(key, name)}, no multiple of 16: tune")
+                raise ValueError(
+                    f"rows is of a tile, and {name} is {getattr(key, name)}, no multiple of 16:"
+                    " tune"
+                )
         if self.blocks(key.m, key.n)[1] > MOST_TILE_ROWS:
-            raise ValueError(f"rows is {self.rows}, of which {key.m} are more than {MOST_TILE_ROWS} tiles: tune again")
+            raise ValueError(
+                f"rows is {self.rows}, of which {key.m} are more than {MOST_TILE_ROWS} tiles: tune"
+                " again"
+            )
         if self.split > 1 and key.request.tokens != "k":
             raise ValueError(f"split is {self.split}; of {key.op} it is 1")
 
@@ -238,7 +293,8 @@ class Times:
     float: float
     """Of the same product of floats."""
     other: float | None = None
-    """Of the best way of another kind, a tile where cuBLASLt is chosen and the reverse; None where none was near."""
+    """Of the best way of another kind, a tile where cuBLASLt is chosen and the reverse; None where
+    none was near."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -268,7 +324,8 @@ class Entry:
     def __post_init__(self) -> None:
         if self.key != self.key.rounded():
             raise ValueError(
-                f"key is {self.key}; above {EXACT_TOKENS} tokens only multiples of {TOKEN_STEP} have entries: "
+                f"key is {self.key}; above {EXACT_TOKENS} tokens only multiples of {TOKEN_STEP}"
+                " have entries: "
                 f"use {self.key.rounded()}"
             )
         try:

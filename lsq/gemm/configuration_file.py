@@ -1,7 +1,11 @@
-"""Files of tuned products: JSON with the validators of one device and its entries, one per line. They are not trusted.
+"""Files of tuned products: JSON with the validators of one device and its entries, one per line.
 
-Files that are named explicitly are the only ones then. Otherwise the user's folder goes before the package's own, entry
-by entry: what one file lacks is taken from the next. A file whose validators do not match is refused as a whole.
+They are not trusted.
+
+Files that are named explicitly are the only ones then. Otherwise the user's folder goes before the
+package's own, entry
+by entry: what one file lacks is taken from the next. A file whose validators do not match is
+    refused as a whole.
 """
 
 import dataclasses
@@ -36,7 +40,8 @@ class ConfigurationFile:
     """The entries of one device, sorted by key.
 
     Raises:
-        ValueError: two entries have the same key, or one is of another kind of device or wants what it has not.
+        ValueError: two entries have the same key, or one is of another kind of device or wants what
+            it has not.
     """
 
     validators: Validators
@@ -50,14 +55,19 @@ class ConfigurationFile:
                     f"entries[{place}].configuration is of kind {entry.configuration.kind!r}; "
                     f"the file is of kind {self.validators.kind!r}"
                 )
-            if getattr(entry.configuration, "instruction", None) == "wgmma" and self.validators.sm != WGMMA_SM:
+            if (
+                getattr(entry.configuration, "instruction", None) == "wgmma"
+                and self.validators.sm != WGMMA_SM
+            ):
                 raise ValueError(
-                    f"entries[{place}].configuration.instruction is 'wgmma', which GPUs of sm {WGMMA_SM} alone have; "
+                    f"entries[{place}].configuration.instruction is 'wgmma', which GPUs of sm"
+                    f" {WGMMA_SM} alone have; "
                     f"the file is for sm {self.validators.sm}: tune again"
                 )
             if places.setdefault(entry.key, place) != place:
                 raise ValueError(
-                    f"entries[{place}].key is {entry.key}, which entries[{places[entry.key]}] has already; remove one"
+                    f"entries[{place}].key is {entry.key}, which entries[{places[entry.key]}] has"
+                    " already; remove one"
                 )
         object.__setattr__(self, "entries", tuple(sorted(self.entries, key=_order)))
 
@@ -71,12 +81,14 @@ def read(path: Path) -> ConfigurationFile:
     """Read what `write` wrote, or somebody edited.
 
     Raises:
-        ValueError: it is not such a file; the message says where, what stands there, and what is allowed.
+        ValueError: it is not such a file; the message says where, what stands there, and what is
+            allowed.
         FileNotFoundError, OSError: there is none, or it cannot be read.
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"there is no file {path} of tuned products; `lsq configs list` names those that there are, and `lsq tune` "
+            f"there is no file {path} of tuned products; `lsq configs list` names those that there"
+            " are, and `lsq tune` "
             "makes one"
         )
     return json_file.read(path, _file, _REMEDY)
@@ -89,7 +101,9 @@ def write(path: Path, file: ConfigurationFile) -> None:
         OSError: it cannot be written.
     """
     validators = {"kind": file.validators.kind, **dataclasses.asdict(file.validators)}
-    json_file.write(path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries])
+    json_file.write(
+        path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries]
+    )
 
 
 def _file(content: Any) -> ConfigurationFile:
@@ -99,10 +113,15 @@ def _file(content: Any) -> ConfigurationFile:
     record = json_file.record
     configurations = {"cpu": partial(record, CpuConfiguration), "cuda": _of_gpu}
     entry = partial(
-        record, Entry, key=partial(record, ProductKey), times=partial(record, Times),
+        record,
+        Entry,
+        key=partial(record, ProductKey),
+        times=partial(record, Times),
         configuration=configurations[validators.kind],
     )
-    return ConfigurationFile(validators=validators, entries=json_file.sequence(content["entries"], "entries", entry))
+    return ConfigurationFile(
+        validators=validators, entries=json_file.sequence(content["entries"], "entries", entry)
+    )
 
 
 def _validators(value: Any, place: str) -> Validators:
@@ -189,7 +208,8 @@ def paths() -> list[tuple[str, Path]]:
 
 
 def find(here: Validators) -> list[Found]:
-    """Every file where files are searched, and whether it holds for a device; what is wrong with it is its refusal."""
+    """Every file where files are searched, and whether it holds for a device; what is wrong with it
+    is its refusal."""
     found = []
     for source, path in paths():
         file = None

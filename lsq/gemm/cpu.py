@@ -1,8 +1,9 @@
 """The int8 products of the CPU's operations, each run as it is tuned.
 
-An operation declares scratch memory with `scratch_for` and multiplies with `multiply`, whose sums its loops read. Every
-call is counted and timed; by tiles with what the loops do, since those read sums in the pass that makes them. What is
-asked for is noted, so that what is to be tuned follows from the operations themselves.
+An operation declares scratch memory with `scratch_for` and multiplies with `multiply`, whose sums
+its loops read. Every call is counted and timed; by tiles with what the loops do, since those read
+sums in the pass that makes them. What is asked for is noted, so that what is to be tuned follows
+from the operations themselves.
 """
 
 import dataclasses
@@ -15,7 +16,14 @@ import torch
 from lsq.csrc import loader
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import ALIGNMENT, carve, check_scratch, configured_blocks, fresh_scratch, tile_product
+from lsq.gemm.cpu_product import (
+    ALIGNMENT,
+    carve,
+    check_scratch,
+    configured_blocks,
+    fresh_scratch,
+    tile_product,
+)
 from lsq.gemm.product_key import LARGEST_INNER, ProductKey, inner_parts, is_long
 from lsq.gemm.requested import note
 
@@ -26,7 +34,8 @@ def _key(op: str, m: int, n: int, k: int) -> ProductKey:
 
 
 def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
-    """(shape, dtype) of the scratch memory for a product [M, K] x [N, K], and for any with fewer tokens.
+    """(shape, dtype) of the scratch memory for a product [M, K] x [N, K], and for any with fewer
+    tokens.
 
     Args:
         op: one of product_key.REQUESTS.
@@ -45,7 +54,8 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
 
 
 def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], as it runs where nothing is tuned; all rows at once.
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], as it runs where nothing is tuned; all rows at
+    once.
 
     Raises:
         ValueError: K could overflow the sums.
@@ -57,7 +67,8 @@ def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def tiled(op: str, m: int, n: int, k: int) -> bool:
-    """Whether `multiply` makes this product by tiles, and does not read b where an operation packs it for itself.
+    """Whether `multiply` makes this product by tiles, and does not read b where an operation packs
+    it for itself.
 
     Raises:
         ValueError: there is no such product.
@@ -65,17 +76,21 @@ def tiled(op: str, m: int, n: int, k: int) -> bool:
     return not is_long(op, k) and lookup.table().configuration(_key(op, m, n, k)).tiled
 
 
-def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments) -> None:
+def multiply(
+    op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments
+) -> None:
     """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation end the product.
 
-    These are functions of the C++ library: `lsq_multiply_<op>`, which takes a TileProduct, and `lsq_end_<op>`, which
-    takes a block of sums int32, its first row, and the number of its rows; both take the operation before these.
-    `lsq_end_long_<op>` takes float32 sums, where K is longer than one int32 sum may be.
+    These are functions of the C++ library: `lsq_multiply_<op>`, which takes a TileProduct, and
+    `lsq_end_<op>`, which takes a block of sums int32, its first row, and the number of its rows;
+    both take the operation before these. `lsq_end_long_<op>` takes float32 sums, where K is longer
+    than one int32 sum may be.
 
     Args:
         op: one of product_key.REQUESTS, whose layout the operands have.
         operation: what the functions take first.
-        a, b: int8; either may be a transposed view. Of weight gradients, b is written if the product is not `tiled`.
+        a, b: int8; either may be a transposed view. Of weight gradients, b is written if the
+            product is not `tiled`.
         memory: what `scratch_for` asks for.
         arguments: what they take last.
 
@@ -106,7 +121,8 @@ def _sums_bytes(m: int, n: int) -> int:
 
 
 def _long_sums(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """float32 [M, N] in `memory`: the sums of the parts of K; each is exact, and added as a float."""
+    """float32 [M, N] in `memory`: the sums of the parts of K; each is exact, and added as a
+    float."""
     (m, inner), n, table = a.shape, b.shape[0], lookup.table()
     size = _sums_bytes(m, n)
     total, block = (memory[first : first + 4 * m * n] for first in (0, size))

@@ -1,7 +1,9 @@
-"""The int8 product of the CPU as a configuration says, by oneDNN (torch._int_mm) or by tiles, and its exact reference.
+"""The int8 product of the CPU as a configuration says, by oneDNN (torch._int_mm) or by tiles, and
+its exact reference.
 
-out [M, N] = a [M, K] times b [N, K] transposed. Scratch memory is one stretch of bytes, cut into aligned tensors; their
-sizes follow from the key and the configuration alone, and none falls when a dimension grows.
+out [M, N] = a [M, K] times b [N, K] transposed. Scratch memory is one stretch of bytes, cut into
+aligned tensors; their sizes follow from the key and the configuration alone, and none falls when a
+dimension grows.
 """
 
 import functools
@@ -33,7 +35,9 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return sums[0] if len(sums) == 1 else functools.reduce(torch.add, (one.float() for one in sums))
 
 
-def int8_product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def int8_product(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """a int8 [M, K], b int8 [N, K] -> int32 [M, N].
 
     Raises:
@@ -47,7 +51,8 @@ def int8_product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None =
 
 
 def _unambiguous(x: torch.Tensor) -> torch.Tensor:
-    """x [1, n] or [n, 1] with strides that say which; with strides (1, 1), torch._int_mm (2.13) reads past its end."""
+    """x [1, n] or [n, 1] with strides that say which; with strides (1, 1), torch._int_mm (2.13)
+    reads past its end."""
     if x.stride() != (1, 1):
         return x
     rows, columns = x.shape
@@ -55,16 +60,20 @@ def _unambiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def configured_blocks(
-    a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, scratch: Mapping[str, torch.Tensor]
+    a: torch.Tensor,
+    b: torch.Tensor,
+    configuration: CpuConfiguration,
+    scratch: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed were there.
+    """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed
+    were there.
 
     Args:
         a, b: int8; either may be a transposed view.
         configuration: how.
-        scratch: what `carve` cuts for it, for this product or a larger one of the same layout. The sums lie in
-            `scratch["sums"]`; each block, which are as equal as they can be in units of UNIT rows, overwrites the one
-            before.
+        scratch: what `carve` cuts for it, for this product or a larger one of the same layout. The
+            sums lie in `scratch["sums"]`; each block, which are as equal as they can be in units of
+            UNIT rows, overwrites the one before.
 
     Raises:
         ValueError: K could overflow the sums.
@@ -75,7 +84,9 @@ def configured_blocks(
     size = -(-total // -(-total // most))
     size = min(-(-size // UNIT) * UNIT, most)
     if configuration.tiled:
-        yield from _tiled_blocks(tile_product(a, b, configuration, scratch["packed"]), scratch["sums"], size)
+        yield from _tiled_blocks(
+            tile_product(a, b, configuration, scratch["packed"]), scratch["sums"], size
+        )
         return
     if "b" in scratch:
         b = scratch["b"][:, :inner].copy_(b)
@@ -88,10 +99,13 @@ def configured_blocks(
 def tile_product(
     a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, packed: torch.Tensor | None
 ) -> tiles.TileProduct:
-    """The same product for loops that multiply and read their sums in one pass. It holds no memory alive.
+    """The same product for loops that multiply and read their sums in one pass.
+
+    It holds no memory alive.
 
     Args:
-        packed: the part of that name, at the beginning of memory that may have more; None: loops have their own.
+        packed: the part of that name, at the beginning of memory that may have more; None: loops
+            have their own.
 
     Raises:
         ValueError: K could overflow the sums.
@@ -100,7 +114,9 @@ def tile_product(
     return tiles.TileProduct.of(a, b, configuration.kernel, configuration.rows, packed)
 
 
-def _tiled_blocks(product: tiles.TileProduct, sums: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _tiled_blocks(
+    product: tiles.TileProduct, sums: torch.Tensor, size: int
+) -> Iterator[tuple[int, torch.Tensor]]:
     loader.call("lsq_pack_columns", product)
     for first in range(0, product.rows, size):
         block = sums[: min(size, product.rows - first)]
@@ -116,7 +132,8 @@ def check_inner(inner: int) -> None:
     """
     if inner > LARGEST_INNER:
         raise ValueError(
-            f"an int8 product over {inner} values could overflow int32; the largest inner dimension of one is "
+            f"an int8 product over {inner} values could overflow int32; the largest inner dimension"
+            " of one is "
             f"{LARGEST_INNER}: multiply parts, as inner_parts says"
         )
 
@@ -131,9 +148,12 @@ class Part(NamedTuple):
 
     @property
     def lies(self) -> tuple[int, int]:
-        """Rows and their distance as they lie: of codes an odd number of cache lines, of everything else packed."""
+        """Rows and their distance as they lie: of codes an odd number of cache lines, of everything
+        else packed."""
         rows, columns = reversed(self.shape) if self.transposed else self.shape
-        return rows, (-(-columns // ALIGNMENT) | 1) * ALIGNMENT if self.dtype == torch.int8 else columns
+        return rows, (
+            -(-columns // ALIGNMENT) | 1
+        ) * ALIGNMENT if self.dtype == torch.int8 else columns
 
     @property
     def bytes(self) -> int:
@@ -143,7 +163,9 @@ class Part(NamedTuple):
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor at the beginning of `memory`, one-dimensional, int8 or uint8."""
         rows, distance = self.lies
-        lying = memory[: rows * distance * self.dtype.itemsize].view(self.dtype).view(rows, distance)
+        lying = (
+            memory[: rows * distance * self.dtype.itemsize].view(self.dtype).view(rows, distance)
+        )
         return lying.t()[: self.shape[0]] if self.transposed else lying[:, : self.shape[1]]
 
 
@@ -152,15 +174,23 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     """What running a product needs.
 
     Returns:
-        "sums" int32 [block rows, N], and perhaps "a" int8 [block rows, K] and "b" int8 [N, K]: copies. Or "packed", one
-        row of bytes: b as tiles, unless each thread packs its columns. Not to be changed: it is kept.
+        "sums" int32 [block rows, N], and perhaps "a" int8 [block rows, K] and "b" int8 [N, K]:
+        copies. Or "packed", one
+        row of bytes: b as tiles, unless each thread packs its columns. Not to be changed: it is
+            kept.
     """
     rows = min(key.m, configuration.rows or key.m)
     if configuration.tiled:
-        return {} if key.request.by_columns else {"packed": Part((1, tiles.packed_bytes(key.n, key.k)), torch.uint8)}
+        return (
+            {}
+            if key.request.by_columns
+            else {"packed": Part((1, tiles.packed_bytes(key.n, key.k)), torch.uint8)}
+        )
     found = {}
     if configuration.a_layout != "as_is":
-        found["a"] = Part((rows, key.k), torch.int8, key.layout[0] == "t" and configuration.a_layout != "mk")
+        found["a"] = Part(
+            (rows, key.k), torch.int8, key.layout[0] == "t" and configuration.a_layout != "mk"
+        )
     if configuration.b_layout != "as_is":
         along_n = {"nk": False, "kn": True}.get(configuration.b_layout, key.layout[1] == "n")
         found["b"] = Part((key.n, key.k), torch.int8, along_n)
@@ -178,13 +208,17 @@ def check_scratch(memory: torch.Tensor, key: ProductKey, configuration: CpuConfi
     needed = scratch_bytes(key, configuration)
     if memory.numel() < needed:
         raise ValueError(
-            f"{key} needs {needed} bytes of scratch memory as it is configured ({configuration}), and has "
+            f"{key} needs {needed} bytes of scratch memory as it is configured ({configuration}),"
+            " and has "
             f"{memory.numel()}; choose the files of tuned products before memory is planned"
         )
 
 
-def carve(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
-    """The parts as views of `memory`, one-dimensional int8 or uint8 at a multiple of ALIGNMENT bytes.
+def carve(
+    memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration
+) -> dict[str, torch.Tensor]:
+    """The parts as views of `memory`, one-dimensional int8 or uint8 at a multiple of ALIGNMENT
+    bytes.
 
     Raises:
         ValueError: the memory is too small.
@@ -198,11 +232,15 @@ def carve(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration
 
 
 def fresh_scratch(key: ProductKey, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
-    """What `configured_blocks` takes, in fresh memory: of tiles, too, whose sums loops would read as they are made."""
+    """What `configured_blocks` takes, in fresh memory: of tiles, too, whose sums loops would read
+    as they are made."""
     found = carve(_aligned(scratch_bytes(key, configuration)), key, configuration)
     if not configuration.tiled:
         return found
-    return {"packed": _aligned(tiles.packed_bytes(key.n, key.k)), "sums": torch.empty(key.m, key.n, dtype=torch.int32)}
+    return {
+        "packed": _aligned(tiles.packed_bytes(key.n, key.k)),
+        "sums": torch.empty(key.m, key.n, dtype=torch.int32),
+    }
 
 
 def _aligned(count: int) -> torch.Tensor:

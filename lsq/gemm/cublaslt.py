@@ -1,7 +1,8 @@
-"""Matrix products on a GPU: the algorithm of cuBLASLt that each runs with, as tuned or as the library proposes.
+"""Matrix products on a GPU: the algorithm of cuBLASLt that each runs with, as tuned or as the
+library proposes.
 
-Algorithms are looked up when a product is first asked for, never when it runs, so that runs may be captured in a graph.
-Nothing here was ever run on a GPU.
+Algorithms are looked up when a product is first asked for, never when it runs, so that runs may be
+captured in a graph. Nothing here was ever run on a GPU.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ def check_key(key: ProductKey) -> None:
         return
     if key.layout != "nt":
         raise ValueError(
-            f'an int8 product takes a [M, K] and b [N, K], layout "nt", not {key.layout!r}: neither transposed; '
+            f'an int8 product takes a [M, K] and b [N, K], layout "nt", not {key.layout!r}: neither'
+            " transposed; "
             "write the transpose first"
         )
     numbers = vars(key) | key.places
@@ -49,7 +51,8 @@ def check_key(key: ProductKey) -> None:
         if numbers[name] % multiple:
             wider = math.ceil(numbers[name] / multiple) * multiple
             raise ValueError(
-                f"{name} of an int8 product is a multiple of {multiple}, not {numbers[name]}; pad it to {wider}"
+                f"{name} of an int8 product is a multiple of {multiple}, not {numbers[name]}; pad"
+                f" it to {wider}"
             )
 
 
@@ -70,19 +73,24 @@ Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasCon
 """Picks the algorithm of a product: one of the library's proposals, or one without a `fault`."""
 
 
-def first_candidate(products: "Products", key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
+def first_candidate(
+    products: "Products", key: ProductKey, found: list[CublasConfiguration]
+) -> CublasConfiguration:
     """The proposal that the library thinks best."""
     return found[0]
 
 
 class Products:
-    """The products of one device, each described and given its algorithm when it is first asked for.
+    """The products of one device, each described and given its algorithm when it is first asked
+    for.
 
     Args:
         device: where the tensors lie.
-        current: makes the device's context current in this thread (lsq.csrc.runtime.Driver.current): libcublasLt needs
-            that. Not needed by the emulated one.
-        library: path of libcublasLt, by default the one that is installed; of the emulated one to run on the CPU.
+        current: makes the device's context current in this thread
+            (lsq.csrc.runtime.Driver.current): libcublasLt needs that. Not needed by the emulated
+            one.
+        library: path of libcublasLt, by default the one that is installed; of the emulated one to
+            run on the CPU.
         workspace_bytes: the largest workspace that algorithms may need.
         choose: picks the algorithms.
 
@@ -139,9 +147,15 @@ class Products:
         key = key.by_itself
         check_key(key)
         return self.library.product(
-            m=key.m, n=key.n, k=key.k, dtype=DTYPES[key.dtypes["a"]],
-            out_dtype=DTYPES[key.dtypes["out"]], alpha=ALPHAS[key.alpha], transpose_a=int(key.layout[0] == "t"),
-            transpose_b=int(key.layout[1] == "n"), **key.places,
+            m=key.m,
+            n=key.n,
+            k=key.k,
+            dtype=DTYPES[key.dtypes["a"]],
+            out_dtype=DTYPES[key.dtypes["out"]],
+            alpha=ALPHAS[key.alpha],
+            transpose_a=int(key.layout[0] == "t"),
+            transpose_b=int(key.layout[1] == "n"),
+            **key.places,
         )
 
     def candidates(self, key: ProductKey) -> list[CublasConfiguration]:
@@ -164,7 +178,10 @@ class Products:
             if value != getattr(held, name):
                 return f"{name} is {value} in the file, and its algorithm has {getattr(held, name)}"
         if held.workspace_bytes > self.workspace_bytes:
-            return f"it needs a workspace of {held.workspace_bytes} bytes, of {self.workspace_bytes} allowed"
+            return (
+                f"it needs a workspace of {held.workspace_bytes} bytes, of"
+                f" {self.workspace_bytes} allowed"
+            )
         return None
 
     def algorithm(self, candidate: Candidate) -> CublasConfiguration:
@@ -175,7 +192,9 @@ class Products:
             RuntimeError: not an algorithm.
         """
         decoded = self.library.decode(candidate.data)
-        return CublasConfiguration(algorithm=candidate.data, workspace_bytes=candidate.workspace_bytes, **decoded)
+        return CublasConfiguration(
+            algorithm=candidate.data, workspace_bytes=candidate.workspace_bytes, **decoded
+        )
 
     def close(self) -> None:
         """Free every product; none may be run or captured any more."""
@@ -191,7 +210,8 @@ class Products:
             found = self._candidates(native)
             if not found:
                 raise RuntimeError(
-                    f"cuBLASLt has no algorithm for {key} within a workspace of {self.workspace_bytes} bytes; "
+                    f"cuBLASLt has no algorithm for {key} within a workspace of"
+                    f" {self.workspace_bytes} bytes; "
                     "allow a larger workspace or other shapes"
                 )
             wanted = self._choose(self, key, found)
@@ -203,7 +223,8 @@ class Products:
         return ChosenProduct(key=key, native=native, algorithm=wanted)
 
     def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
-        """Those that can be read; a newer library may propose some whose attributes have other values."""
+        """Those that can be read; a newer library may propose some whose attributes have other
+        values."""
         found, unread = [], []
         with self.current():
             for candidate in native.candidates(self.workspace_bytes, CANDIDATES):
@@ -214,7 +235,9 @@ class Products:
         if unread and not found:
             raise unread[0]
         if unread and not self._unread:
-            logger.warning("%d algorithms of cuBLASLt are left out, the first since %s", len(unread), unread[0])
+            logger.warning(
+                "%d algorithms of cuBLASLt are left out, the first since %s", len(unread), unread[0]
+            )
         self._unread += len(unread)
         return found
 
@@ -222,8 +245,8 @@ class Products:
 class TunedChoice:
     """Picks the algorithms of products from a table: the `choose` of Products.
 
-    An algorithm serves its own shape alone. Where the library refuses it, the library's first proposal runs; that is
-    warned of once, and the product counts as missed.
+    An algorithm serves its own shape alone. Where the library refuses it, the library's first
+    proposal runs; that is warned of once, and the product counts as missed.
 
     Args:
         table: the entries.
@@ -233,19 +256,28 @@ class TunedChoice:
         self.table = table
         self._warned = False
 
-    def __call__(self, products: Products, key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
+    def __call__(
+        self, products: Products, key: ProductKey, found: list[CublasConfiguration]
+    ) -> CublasConfiguration:
         """The algorithm for a product."""
         use = self.table.use(key)
-        if use.entry is None or use.entry.key != key or isinstance(use.entry.configuration, TileConfiguration):
+        if (
+            use.entry is None
+            or use.entry.key != key
+            or isinstance(use.entry.configuration, TileConfiguration)
+        ):
             return first_candidate(products, key, found)
         fault = products.fault(key, use.entry.configuration)
         if fault is None:
             return use.entry.configuration
         if not self._warned:
             logger.warning(
-                "the tuned algorithm of %s is not used: %s. cuBLASLt's own choice runs instead, here and wherever "
-                "else that happens; `lsq configs verify` finds such entries, `lsq tune` replaces them.",
-                key, fault,
+                "the tuned algorithm of %s is not used: %s. cuBLASLt's own choice runs instead,"
+                " here and wherever "
+                "else that happens; `lsq configs verify` finds such entries, `lsq tune` replaces"
+                " them.",
+                key,
+                fault,
             )
         self._warned = True
         use.entry = None

@@ -1,4 +1,5 @@
-"""Which products of a GPU's operations are multiplied and ended in one kernel: as tuned, or by a rule."""
+"""Which products of a GPU's operations are multiplied and ended in one kernel: as tuned, or by a
+rule."""
 
 import functools
 import threading
@@ -15,10 +16,12 @@ _forced = threading.local()
 
 
 def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
-    """How a kernel of lsq's own multiplies codes [M, K] x [N, K] and ends the product; None: cuBLASLt multiplies.
+    """How a kernel of lsq's own multiplies codes [M, K] x [N, K] and ends the product; None:
+    cuBLASLt multiplies.
 
-    Operations ask when they say what scratch they need, and again for their launches. The answer depends on the shape
-    and the files of the GPU that is here alone; where there is none, on the shape.
+    Operations ask when they say what scratch they need, and again for their launches. The answer
+    depends on the shape and the files of the GPU that is here alone; where there is none, on the
+    shape.
 
     Args:
         op: one of product_key.TILED, or of TILED_ALONE, whose tiles are those of the rule.
@@ -39,7 +42,8 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
 
 @contextmanager
 def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
-    """Within this context and thread, what `cuda_tile` answers: for who compares, counts or compiles all ways.
+    """Within this context and thread, what `cuda_tile` answers: for who compares, counts or
+    compiles all ways.
 
     None leaves products to cuBLASLt, but those of TILED_ALONE.
     """
@@ -53,7 +57,8 @@ def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
 
 
 def choices() -> tuple:
-    """What decides how products are made, on all devices: another one whenever that may have changed."""
+    """What decides how products are made, on all devices: another one whenever that may have
+    changed."""
     return lookup.generation(), hasattr(_forced, "tile"), getattr(_forced, "tile", None)
 
 

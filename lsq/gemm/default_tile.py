@@ -1,6 +1,8 @@
-"""Which products a GPU's kernels end where nothing is tuned, and how: a rule by shape, as a model of GPUs has it.
+"""Which products a GPU's kernels end where nothing is tuned, and how: a rule by shape, as a model
+of GPUs has it.
 
-Nothing of it is measured. benchmarks/model_gpu_step.py models both ways; docs/cuda.md has what it says.
+Nothing of it is measured. benchmarks/model_gpu_step.py models both ways; docs/cuda.md has what it
+says.
 """
 
 import math
@@ -13,28 +15,33 @@ BLOCKS = 128
 SIDES = {
     "mma": ((128, 128), (128, 64), (64, 64)),
     "wgmma": ((128, 256), (128, 128), (128, 64), (64, 64)),
-}  # fmt: skip
+}
 """Rows and columns of tiles, the fastest first."""
 FEW = 64
 """Rows of a product up to which a tile has no more: others would be multiplied for nothing."""
 SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
-"""Of a block: two of them fit a multiprocessor of every GPU; of Hopper one, and two of small tiles."""
+"""Of a block: two of them fit a multiprocessor of every GPU; of Hopper one, and two of small tiles.
+"""
 STAGES = {"mma": 4, "wgmma": 8}
 """More are not worth their memory, or not to be had."""
 INNER_OF_A_PART = 1024
 """Least values along K of a part."""
 MOST_PARTS = 8
 LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 8192}
-"""Largest K where GPUs whose libraries multiply faster than mma.sync can; there the sums' way through memory costs less
-than slower multiplication, unless K is short. By wgmma, than what tiles read through the L2 cache."""
+"""Largest K where GPUs whose libraries multiply faster than mma.sync can; there the sums' way
+through memory costs less than slower multiplication, unless K is short. By wgmma, than what tiles
+read through the L2 cache.
+"""
 
 
 def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
-    """The tile for a product where nothing is tuned; None: cuBLASLt multiplies, but not for TILED_ALONE.
+    """The tile for a product where nothing is tuned; None: cuBLASLt multiplies, but not for
+    TILED_ALONE.
 
     Args:
         key: of an operation, or a product by itself, which has none.
-        sm: compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are those of mma.sync.
+        sm: compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are
+            those of mma.sync.
     """
     instruction = "wgmma" if sm == WGMMA_SM else "mma"
     if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
@@ -48,7 +55,9 @@ def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | 
             break
     stages = min(STAGES[instruction], SHARED_BYTES[instruction] // (TILE_STEP * (rows + columns)))
     split = min(parts, math.ceil(BLOCKS / tiles))
-    return TileConfiguration(rows=rows, columns=columns, stages=stages, split=split, instruction=instruction)
+    return TileConfiguration(
+        rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
+    )
 
 
 def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> bool:

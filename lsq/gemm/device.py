@@ -1,4 +1,5 @@
-"""Which device the entries of a file hold for: plain, checked data, of a file or of what is here."""
+"""Which device the entries of a file hold for: plain, checked data, of a file or of what is
+here."""
 
 import dataclasses
 import functools
@@ -53,11 +54,15 @@ class CpuValidators(Validators):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.features, tuple) or len(self.features) > 100:
-            raise ValueError(f"features is {shown(self.features)}; it must be a list of at most 100 names")
+            raise ValueError(
+                f"features is {shown(self.features)}; it must be a list of at most 100 names"
+            )
         for place, name in enumerate(self.features):
             check_text(f"features[{place}]", name)
         if list(self.features) != sorted(set(self.features)):
-            raise ValueError(f"features is {shown(self.features)}; the names must be sorted, each once")
+            raise ValueError(
+                f"features is {shown(self.features)}; the names must be sorted, each once"
+            )
         check_whole("threads", self.threads, 1, 65536)
 
 
@@ -85,11 +90,15 @@ def check_format(value: object) -> None:
         ValueError: it is one.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value != FORMAT:
-        raise ValueError(f"format is {shown(value)}; this version of lsq reads format {FORMAT}: tune again with it")
+        raise ValueError(
+            f"format is {shown(value)}; this version of lsq reads format {FORMAT}: tune again with"
+            " it"
+        )
 
 
 def difference(file: Validators, here: Validators) -> str | None:
-    """The first value in which a file's validators differ from this device's, in words; None where none does."""
+    """The first value in which a file's validators differ from this device's, in words; None where
+    none does."""
     if file.kind != here.kind:
         return f"kind differs: the file is for {_named(file)}, here is {_named(here)}"
     for field in dataclasses.fields(here):
@@ -97,8 +106,14 @@ def difference(file: Validators, here: Validators) -> str | None:
         if theirs == ours:
             continue
         if field.name == "features":
-            more, less = (" ".join(sorted(set(one) - set(other))) for one, other in ((theirs, ours), (ours, theirs)))
-            return f"features differ: the file alone has {more or 'none'}, this CPU alone has {less or 'none'}"
+            more, less = (
+                " ".join(sorted(set(one) - set(other)))
+                for one, other in ((theirs, ours), (ours, theirs))
+            )
+            return (
+                f"features differ: the file alone has {more or 'none'}, this CPU alone has"
+                f" {less or 'none'}"
+            )
         return f"{field.name} differs: the file says {shown(theirs)}, here it is {shown(ours)}"
     return None
 
@@ -151,9 +166,14 @@ def _cublaslt_version() -> str:
 
 
 def file_name(validators: Validators) -> str:
-    """What a device's file is called unless said otherwise, e.g. NVIDIA_H200.json, AMD_EPYC_2_threads.json."""
+    """What a device's file is called unless said otherwise, e.g.
+
+    NVIDIA_H200.json, AMD_EPYC_2_threads.json.
+    """
     name = re.sub(r"[^A-Za-z0-9]+", "_", validators.device).strip("_") or "unknown"
-    return f"{name}_{validators.threads}_threads.json" if validators.kind == "cpu" else f"{name}.json"
+    return (
+        f"{name}_{validators.threads}_threads.json" if validators.kind == "cpu" else f"{name}.json"
+    )
 
 
 def _printable(name: str) -> str:

@@ -1,7 +1,9 @@
-"""JSON from files that nobody vouches for: limited in size, without duplicates or NaN, read into checked dataclasses.
+"""JSON from files that nobody vouches for: limited in size, without duplicates or NaN, read into
+checked dataclasses.
 
-Whatever is wrong is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be ...". Dataclasses
-check themselves by the functions at the end, whose errors begin with the name of the field.
+Whatever is wrong is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be
+...". Dataclasses check themselves by the functions at the end, whose errors begin with the name of
+the field.
 """
 
 import dataclasses
@@ -41,19 +43,24 @@ def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
 
 
 def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any]]) -> None:
-    """Write an object, whole or not at all: the fields of `head` and a list, each on lines of their own.
+    """Write an object, whole or not at all: the fields of `head` and a list, each on lines of their
+    own.
 
     Raises:
         OSError: it cannot be written.
     """
-    fields = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()]
+    fields = [
+        f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()
+    ]
     items = ",\n".join("  " + json.dumps(line, allow_nan=False) for line in lines)
     fields.append(f" {json.dumps(name)}: [\n{items}\n ]" if lines else f" {json.dumps(name)}: []")
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, "{\n" + ",\n".join(fields) + "\n}\n")
 
 
-def record(made: type[Built], value: Any, place: str, **converters: Callable[[Any, str], Any]) -> Built:
+def record(
+    made: type[Built], value: Any, place: str, **converters: Callable[[Any, str], Any]
+) -> Built:
     """A dataclass from an object with its fields; those that have a default may be missing.
 
     Args:
@@ -78,7 +85,9 @@ def record(made: type[Built], value: Any, place: str, **converters: Callable[[An
         raise ValueError(within(place, str(error))) from None
 
 
-def check_fields(value: Any, needed: list[str], place: str, allowed: list[str] | None = None) -> None:
+def check_fields(
+    value: Any, needed: list[str], place: str, allowed: list[str] | None = None
+) -> None:
     """Refuse what is not an object with these fields, and none beside them and `allowed`.
 
     Raises:
@@ -86,10 +95,15 @@ def check_fields(value: Any, needed: list[str], place: str, allowed: list[str] |
     """
     where = place or "the content"
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {shown(value)}; it must be an object with {', '.join(needed)}")
+        raise ValueError(
+            f"{where} is {shown(value)}; it must be an object with {', '.join(needed)}"
+        )
     unknown = sorted(set(value) - set(allowed or needed))
     if unknown:
-        raise ValueError(f"{where} has the unknown field {shown(unknown[0])}; allowed: {', '.join(allowed or needed)}")
+        raise ValueError(
+            f"{where} has the unknown field {shown(unknown[0])}; allowed:"
+            f" {', '.join(allowed or needed)}"
+        )
     missing = [name for name in needed if name not in value]
     if missing:
         raise ValueError(f"{where} has no field {missing[0]!r}; needed: {', '.join(needed)}")
@@ -117,7 +131,9 @@ def _content(path: Path) -> str:
     with path.open("rb") as file:
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
-        raise ValueError(f"the file is larger than {LARGEST_FILE} bytes, which is the most that is read")
+        raise ValueError(
+            f"the file is larger than {LARGEST_FILE} bytes, which is the most that is read"
+        )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -128,7 +144,9 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"this is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+        raise ValueError(
+            f"this is not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
+        ) from None
     except RecursionError:
         raise ValueError("objects and lists stand too deep within one another") from None
 
@@ -155,23 +173,38 @@ def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
 def check_whole(name: str, value: object, smallest: int, largest: int) -> None:
     """Refuse what is not a whole number in this range; True is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
-        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from {smallest} to {largest}")
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be a whole number from {smallest} to {largest}"
+        )
 
 
 def check_number(name: str, value: object, largest: float) -> None:
     """Refuse what is not a finite number from 0 to `largest`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= largest or not math.isfinite(value):
-        raise ValueError(f"{name} is {shown(value)}; it must be a finite number from 0 to {largest:g}")
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be a finite number from 0 to {largest:g}"
+        )
 
 
 def check_text(name: str, value: object) -> None:
     """Refuse what is not a short text that can be printed."""
-    if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_TEXT or not value.isprintable():
-        raise ValueError(f"{name} is {shown(value)}; it must be a printable text of 1 to {_LONGEST_TEXT} characters")
+    if (
+        not isinstance(value, str)
+        or not 1 <= len(value) <= _LONGEST_TEXT
+        or not value.isprintable()
+    ):
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be a printable text of 1 to {_LONGEST_TEXT}"
+            " characters"
+        )
 
 
 def shown(value: object) -> str:
     """A value that may be anything, for a message: short, and printable everywhere."""
-    text = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
+    text = (
+        ascii(value)
+        if isinstance(value, (str, int, float, bool, type(None)))
+        else f"a {type(value).__name__}"
+    )
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,7 +1,9 @@
-"""How each product is run: the tuned entry where there is one, the default otherwise; both are counted.
+"""How each product is run: the tuned entry where there is one, the default otherwise; both are
+counted.
 
-The CPU's operations ask for every product, so that it is a dictionary lookup. Which files are used is settled when the
-first product is asked for; `set_files` changes it, and goes before memory is planned.
+The CPU's operations ask for every product, so that it is a dictionary lookup. Which files are used
+is settled when the first product is asked for; `set_files` changes it, and goes before memory is
+planned.
 """
 
 import bisect
@@ -45,7 +47,9 @@ class Use:
 
 
 class Table:
-    """The entries that hold for one device, and how often each product was asked for. Threads may share it.
+    """The entries that hold for one device, and how often each product was asked for.
+
+    Threads may share it.
 
     Args:
         here: the device.
@@ -104,28 +108,38 @@ class Table:
             return [copy.copy(use) for use in dict.fromkeys(self._uses.values())]
 
     def largest_scratch(self, key: ProductKey) -> int:
-        """Bytes of scratch memory that suffice for a product of the CPU, and for the same in any smaller batch.
+        """Bytes of scratch memory that suffice for a product of the CPU, and for the same in any
+        smaller batch.
 
         They do not fall when the batch grows.
         """
         largest = cpu_product.scratch_bytes(key, CpuConfiguration.default(key))
         family = self._families.get(key.family, ())
-        at_least = bisect.bisect_left(family, rounded_tokens(key.tokens), key=lambda entry: entry.key.tokens)
+        at_least = bisect.bisect_left(
+            family, rounded_tokens(key.tokens), key=lambda entry: entry.key.tokens
+        )
         for place, entry in enumerate(family[: at_least + 1]):
-            # The last entry of all serves every larger batch, each other one those up to its own size.
+            # The last entry of all serves every larger batch, each other one those up to its own
+            # size.
             most = key.tokens if place == len(family) - 1 else min(entry.key.tokens, key.tokens)
-            largest = max(largest, cpu_product.scratch_bytes(key.with_tokens(most), entry.configuration))
+            largest = max(
+                largest, cpu_product.scratch_bytes(key.with_tokens(most), entry.configuration)
+            )
         return largest
 
     def _found(self, key: ProductKey) -> Use:
         entry = self._entries.get(key) or self._nearest_entry(key)
         cpu = self.here.kind == "cpu"
-        return Use(key, entry, CpuConfiguration.default(key) if cpu else default_tile(key, self.here.sm))
+        return Use(
+            key, entry, CpuConfiguration.default(key) if cpu else default_tile(key, self.here.sm)
+        )
 
     def _nearest_entry(self, key: ProductKey) -> Entry | None:
-        """The entry for the next larger batch, or for the largest of all: it serves where there is none for this one.
+        """The entry for the next larger batch, or for the largest of all: it serves where there is
+        none for this one.
 
-        Every configuration runs every batch size, but algorithms of cuBLASLt: those say that none of its tiles is best.
+        Every configuration runs every batch size, but algorithms of cuBLASLt: those say that none
+            of its tiles is best.
         """
         family = self._families.get(key.family)
         if not family or key.op == MATMUL:
@@ -143,12 +157,14 @@ _warned: set[tuple[Path, str]] = set()
 
 
 def set_files(paths: Sequence[Path] | None) -> None:
-    """Use these files and no others from now on, the first before the next; none at all if empty; None: search again.
+    """Use these files and no others from now on, the first before the next; none at all if empty;
+    None: search again.
 
     Files of CPUs and of GPUs may be mixed. What was counted so far is forgotten.
 
     Raises:
-        ValueError: a file is damaged or was made for another device; the message names what differs.
+        ValueError: a file is damaged or was made for another device; the message names what
+            differs.
         OSError: a file cannot be read.
         RuntimeError: a file is for a GPU, and there is none.
     """
@@ -156,10 +172,14 @@ def set_files(paths: Sequence[Path] | None) -> None:
     found: dict[str, list[Found]] = {}
     for path in map(Path, paths or ()):
         file = configuration_file.read(path)
-        refusal = difference(file.validators, device.here(file.validators.kind)) or missing_kernel(file)
+        refusal = difference(file.validators, device.here(file.validators.kind)) or missing_kernel(
+            file
+        )
         if refusal is not None:
             raise ValueError(f"{path}: {refusal}; tune here (`lsq tune`), or leave the file out")
-        found.setdefault(file.validators.kind, []).append(Found(path=path, source="explicit", file=file, refusal=None))
+        found.setdefault(file.validators.kind, []).append(
+            Found(path=path, source="explicit", file=file, refusal=None)
+        )
     made = {kind: Table(device.here(kind), chosen) for kind, chosen in found.items()}
     with _lock:
         _explicit = paths is not None
@@ -201,25 +221,36 @@ def missing_kernel(file: ConfigurationFile) -> str | None:
         kernel = getattr(entry.configuration, "kernel", ONEDNN)
         if kernel != ONEDNN and kernel not in tiles.usable():
             allowed = ", ".join(map(repr, (ONEDNN, *tiles.usable())))
-            return f"entries[{number}].configuration.kernel is {kernel!r}, which cannot run here; allowed: {allowed}"
+            return (
+                f"entries[{number}].configuration.kernel is {kernel!r}, which cannot run here;"
+                f" allowed: {allowed}"
+            )
     return None
 
 
 def load(here: Validators) -> Table:
-    """A table of the files that are searched; files that are refused are warned of, once in a process.
+    """A table of the files that are searched; files that are refused are warned of, once in a
+    process.
 
-    Not warned of: those for other kinds of device; in the package, those for other devices; those with another in the
-    same folder that holds.
+    Not warned of: those for other kinds of device; in the package, those for other devices; those
+    with another in the same folder that holds.
     """
     found = configuration_file.find(here)
-    made = Table(here, [dataclasses.replace(each, refusal=each.refusal or missing_kernel(each.file)) for each in found])
+    made = Table(
+        here,
+        [
+            dataclasses.replace(each, refusal=each.refusal or missing_kernel(each.file))
+            for each in found
+        ],
+    )
     served = {each.source for each in made.used}
     refused = [each for each in made.found if _worth_a_warning(each, here, served)]
     news = [each for each in refused if (each.path, each.refusal) not in _warned]
     _warned.update((each.path, each.refusal) for each in news)
     if news:
         logger.warning(
-            "not used: %s. Products that no other file has run untuned: tune them here (`lsq tune`), or delete it.",
+            "not used: %s. Products that no other file has run untuned: tune them here (`lsq"
+            " tune`), or delete it.",
             "; ".join(f"{each.path}: {each.refusal}" for each in news),
         )
     return made

@@ -1,8 +1,8 @@
 """What is multiplied: the one description of a matrix product, without its tensors.
 
-out [M, N] = alpha * a [M, K] times b [N, K] transposed. It is the key of tuned files and of everything else that is
-remembered of a product; cuBLASLt's problem is made of its fields. Every error of a key is a ValueError that begins with
-the name of the field.
+out [M, N] = alpha * a [M, K] times b [N, K] transposed. It is the key of tuned files and of
+everything else that is remembered of a product; cuBLASLt's problem is made of its fields. Every
+error of a key is a ValueError that begins with the name of the field.
 """
 
 import dataclasses
@@ -21,14 +21,18 @@ INNER_STEP = 64
 """Parts of longer inner dimensions begin at its multiples."""
 
 EXACT_TOKENS = 512
-"""Up to so many tokens each number has its own entry; above, the next multiple of TOKEN_STEP stands for it."""
+"""Up to so many tokens each number has its own entry; above, the next multiple of TOKEN_STEP stands
+for it."""
 TOKEN_STEP = 32
 
 ADDRESS_MULTIPLE = 16
 """Bytes to whose multiples operands on a GPU are aligned."""
 
 LAYOUTS = ("nt", "nn", "tt", "tn")
-"""First letter: a lies as [M, K] ("n") or [K, M] ("t"). Second: b lies as [K, N] ("n") or [N, K] ("t")."""
+"""First letter: a lies as [M, K] ("n") or [K, M] ("t").
+
+Second: b lies as [K, N] ("n") or [N, K] ("t").
+"""
 OUTS = {
     "int8": ("int32", "int8"),
     "bfloat16": ("bfloat16", "float32"),
@@ -36,7 +40,8 @@ OUTS = {
 }
 """dtype of the operands -> dtypes of the result."""
 ALPHAS = ("one", "scalar", "vector")
-"""What scales the result: nothing; a float; float32 [N] on the device, which is for int8 to int8."""
+"""What scales the result: nothing; a float; float32 [N] on the device, which is for int8 to int8.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +49,14 @@ class Request:
     """What an operation multiplies, int8 to int32, and how it reads the sums."""
 
     layout: str
-    """How its operands lie on the CPU; on a GPU both lie contiguous along K, some of them transposed first."""
+    """How its operands lie on the CPU; on a GPU both lie contiguous along K, some of them
+    transposed first."""
     rows: int
     """Rows of sums that the CPU makes at a time unless tuned; 0: all at once."""
     by_columns: bool = False
-    """Whether the CPU's tiles are read a block of columns at a time, which each thread packs for itself; else whole
-    rows. Rows of a vocabulary are so long that few of them fit a cache."""
+    """Whether the CPU's tiles are read a block of columns at a time, which each thread packs for
+    itself; else whole rows. Rows of a vocabulary are so long that few of them fit a cache.
+    """
     tokens: str = "m"
     """The dimension that differs from batch to batch."""
 
@@ -61,11 +68,17 @@ REQUESTS = {
     "vocabulary_loss": Request(layout="nt", rows=256, by_columns=True),
     "vocabulary_loss_gradient": Request(layout="nt", rows=256, by_columns=True),
 }
-"""Who multiplies. How it is done best depends on what reads the sums: each has entries of its own."""
+"""Who multiplies.
+
+How it is done best depends on what reads the sums: each has entries of its own.
+"""
 TILED = ("project", "project_input_gradient", "project_weight_gradient")
 """Those whose products kernels of a GPU can end."""
 TILED_ALONE = ("vocabulary_loss", "vocabulary_loss_gradient")
-"""Those that kernels of a GPU always end: their sums are logits, which shall not exist. They are not tuned there."""
+"""Those that kernels of a GPU always end: their sums are logits, which shall not exist.
+
+They are not tuned there.
+"""
 MATMUL = Product.op
 """Any product by itself: those of floats, and whichever a GPU's kernels do not end."""
 _BY_ITSELF = Request(layout="nt", rows=0)
@@ -101,7 +114,9 @@ class ProductKey:
             check_whole(name, getattr(self, name), 1, LARGEST_DIMENSION)
         check_choice("dtype", self.dtype, OUTS)
         check_choice("out", self.out, OUTS[self.dtype])
-        alphas = ("one",) if self.out == "int32" else ALPHAS if self.out == "int8" else ("one", "scalar")
+        alphas = (
+            ("one",) if self.out == "int32" else ALPHAS if self.out == "int8" else ("one", "scalar")
+        )
         check_choice("alpha", self.alpha, alphas)
         if self.layout is None:
             object.__setattr__(self, "layout", self.request.layout)
@@ -111,7 +126,10 @@ class ProductKey:
         self._check_places()
         given = [name for name in self.fields() if name not in ("op", "m", "n", "k")]
         if given and self.op != MATMUL:
-            raise ValueError(f"{given[0]} is {getattr(self, given[0])!r}; {self.op} says that itself: leave it out")
+            raise ValueError(
+                f"{given[0]} is {getattr(self, given[0])!r}; {self.op} says that itself: leave it"
+                " out"
+            )
 
     def _check_places(self) -> None:
         places = self.places
@@ -123,7 +141,8 @@ class ProductKey:
 
     @property
     def by_itself(self) -> "ProductKey":
-        """The product that a library of a GPU multiplies for it: an operation's, with packed operands along K."""
+        """The product that a library of a GPU multiplies for it: an operation's, with packed
+        operands along K."""
         return self if self.op == MATMUL else ProductKey(m=self.m, n=self.n, k=self.k)
 
     @property
@@ -147,14 +166,18 @@ class ProductKey:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Of a, b and out."""
-        return {name: getattr(torch, self.out if name == "out" else self.dtype) for name in ("a", "b", "out")}
+        return {
+            name: getattr(torch, self.out if name == "out" else self.dtype)
+            for name in ("a", "b", "out")
+        }
 
     @property
     def lengths(self) -> dict[str, int]:
         """Elements from the first to the last of a, b and out."""
         places = self.places
         return {
-            name: (rows - 1) * places[f"leading_{name}"] + columns for name, (rows, columns) in self.matrices.items()
+            name: (rows - 1) * places[f"leading_{name}"] + columns
+            for name, (rows, columns) in self.matrices.items()
         }
 
     @property
@@ -164,7 +187,9 @@ class ProductKey:
 
     def fields(self) -> dict[str, Any]:
         """The fields that say something: m, n, k and whatever is not as by default."""
-        usual = {field.name: field.default for field in dataclasses.fields(self)} | {"layout": self.request.layout}
+        usual = {field.name: field.default for field in dataclasses.fields(self)} | {
+            "layout": self.request.layout
+        }
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     @property
@@ -177,7 +202,8 @@ class ProductKey:
         return dataclasses.replace(self, **{self.request.tokens: tokens})
 
     def rounded(self) -> "ProductKey":
-        """The key that stands for this one in files; a product by itself stands for itself alone."""
+        """The key that stands for this one in files; a product by itself stands for itself
+        alone."""
         tokens = rounded_tokens(self.tokens)
         if self.request.tokens == "k":
             tokens = min(tokens, LARGEST_INNER)
@@ -196,16 +222,21 @@ class ProductKey:
     def __str__(self) -> str:
         rest = [self.layout, *([] if self.alpha == "one" else [f"alpha {self.alpha}"])]
         rest += [f"{name} {value}" for name, value in self.fields().items() if name in self.places]
-        return f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out}, {', '.join(rest)})"
+        return (
+            f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out},"
+            f" {', '.join(rest)})"
+        )
 
 
 def is_long(op: str, k: int) -> bool:
-    """Whether the sums of an operation of TILED are made in parts, each of which an int32 has room for."""
+    """Whether the sums of an operation of TILED are made in parts, each of which an int32 has room
+    for."""
     return op in TILED and k > LARGEST_INNER
 
 
 def inner_parts(k: int) -> list[slice]:
-    """Parts of an inner dimension, as equal as multiples of INNER_STEP allow; their int32 sums cannot overflow.
+    """Parts of an inner dimension, as equal as multiples of INNER_STEP allow; their int32 sums
+    cannot overflow.
 
     Sums of all of K are float32: the int32 sums of the parts, converted and added in this order.
     """
@@ -226,9 +257,9 @@ def rounded_tokens(tokens: int) -> int:
 def key_of(product: Product) -> ProductKey:
     """The key of a product of tensors, which may be on "meta".
 
-    a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous. alpha is a float or
-    float32 [N]. For an operation all are packed, as `ProductKey.by_itself` says. Where the tensors lie is checked by
-    the list that runs them (lsq.csrc.launch_list).
+    a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous. alpha
+    is a float or float32 [N]. For an operation all are packed, as `ProductKey.by_itself` says.
+    Where the tensors lie is checked by the list that runs them (lsq.csrc.launch_list).
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
@@ -251,7 +282,9 @@ def key_of(product: Product) -> ProductKey:
     vector = isinstance(alpha, torch.Tensor)
     if vector:
         if alpha.dtype != torch.float32 or alpha.shape != (n,) or not alpha.is_contiguous():
-            raise ValueError(f"alpha is contiguous float32 [{n}], not {alpha.dtype} {list(alpha.shape)}")
+            raise ValueError(
+                f"alpha is contiguous float32 [{n}], not {alpha.dtype} {list(alpha.shape)}"
+            )
     found = ProductKey(
         m=m,
         n=n,
@@ -277,5 +310,7 @@ def _name(dtype: torch.dtype) -> str:
 def _leading(name: str, tensor: torch.Tensor) -> int | None:
     """Elements from one row to the next; None where there is a single one."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"the rows of {name} are contiguous, not strided by {tensor.stride(-1)}; copy it first")
+        raise ValueError(
+            f"the rows of {name} are contiguous, not strided by {tensor.stride(-1)}; copy it first"
+        )
     return tensor.stride(0) if tensor.shape[0] > 1 else None

@@ -11,7 +11,8 @@ _notes = threading.local()
 
 @contextmanager
 def requested() -> Iterator[list[ProductKey]]:
-    """Within this context and thread, a list of the products that operations ask for as they make ready to run."""
+    """Within this context and thread, a list of the products that operations ask for as they make
+    ready to run."""
     before, _notes.found = getattr(_notes, "found", None), []
     try:
         yield _notes.found

@@ -1,4 +1,7 @@
-"""Hugging Face: lsq in transformers' Trainer, and the clips of its models in files. See docs/models.md."""
+"""Hugging Face: lsq in transformers' Trainer, and the clips of its models in files.
+
+See docs/models.md.
+"""
 
 import sys
 import warnings
@@ -12,7 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LsqCallback", "average_clips", "load_clips", "save_clips"]
 
-_HOMES = {"LsqCallback": "callback", "average_clips": "workers", "load_clips": "clip_files", "save_clips": "clip_files"}
+_HOMES = {
+    "LsqCallback": "callback",
+    "average_clips": "workers",
+    "load_clips": "clip_files",
+    "save_clips": "clip_files",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -23,7 +31,8 @@ def __getattr__(name: str) -> object:
 
 
 def _keep_broken_torchaudio_out() -> None:
-    """transformers imports torchaudio wherever it is installed, and fails with it where it does not fit PyTorch."""
+    """transformers imports torchaudio wherever it is installed, and fails with it where it does not
+    fit PyTorch."""
     loaded = {"transformers", "torchaudio"} & sys.modules.keys()
     if not loaded and util.find_spec("transformers") and util.find_spec("torchaudio"):
         try:
@@ -31,9 +40,11 @@ def _keep_broken_torchaudio_out() -> None:
         except (ImportError, OSError) as error:
             sys.modules["torchaudio"] = None
             warnings.warn(
-                f"torchaudio is installed but cannot be loaded ({str(error).partition(chr(10))[0][:100]}); it is left "
-                "out, so that transformers works without it", stacklevel=3,
-            )  # fmt: skip
+                "torchaudio is installed but cannot be loaded"
+                f" ({str(error).partition(chr(10))[0][:100]}); it is left "
+                "out, so that transformers works without it",
+                stacklevel=3,
+            )
 
 
 _keep_broken_torchaudio_out()

@@ -1,8 +1,10 @@
-"""What lsq adds to a training by transformers' Trainer: signals, warnings, planned memory, int8 gradients, a monitor,
-sparse weights, clips in checkpoints.
+"""What lsq adds to a training by transformers' Trainer: signals, warnings, planned memory, int8
+gradients, a monitor, sparse weights, clips in checkpoints.
 
-Trainer's checkpoints hold the weights as any program reads them. The clips lie beside them in lsq.safetensors, and in
-the state that Trainer keeps of its callbacks: that comes back by itself, whatever folder a training goes on from.
+Trainer's checkpoints hold the weights as any program reads them. The clips lie beside them in
+lsq.safetensors, and in
+the state that Trainer keeps of its callbacks: that comes back by itself, whatever folder a training
+    goes on from.
 """
 
 import base64
@@ -43,27 +45,35 @@ class LsqCallback(TrainerCallback, ExportableState):
     """Give it to a Trainer of a converted model: `Trainer(model, ..., callbacks=[LsqCallback()])`.
 
     Args:
-        every_tensor: log the signals of every quantised tensor, and the noise of every module, not those of the whole
-            model alone.
+        every_tensor: log the signals of every quantised tensor, and the noise of every module, not
+            those of the whole model alone.
         gradients: how workers average gradients, as lsq.dist has it; None: as DDP does by itself.
-        largest_batch: inputs of the model, with labels, that no batch exceeds in any dimension. Memory is planned for
-            it. None: memory is not planned.
-        memory: "planned", or "guard" for a slow training that checks every access; see lsq.layers.memory.plan_memory.
-        monitor: arguments of lsq.monitor by name, such as {"every": 100}, apart from `writer`: the noise of modules is
-            watched, logged, and kept in checkpoints. Memory is planned again when a module goes on in floats.
+        largest_batch: inputs of the model, with labels, that no batch exceeds in any dimension.
+            Memory is planned for it. None: memory is not planned.
+        memory: "planned", or "guard" for a slow training that checks every access; see
+            lsq.layers.memory.plan_memory.
+        monitor: arguments of lsq.monitor by name, such as {"every": 100}, apart from `writer`: the
+            noise of modules is watched, logged, and kept in checkpoints. Memory is planned again
+            when a module goes on in floats.
 
     Raises:
         ValueError: `memory` or a value of `gradients` or `monitor` is not allowed.
     """
 
     def __init__(
-        self, *, every_tensor: bool = False, gradients: GradientConfig | Mapping[str, Any] | None = None,
-        largest_batch: Mapping[str, torch.Tensor] | None = None, memory: str = "planned",
+        self,
+        *,
+        every_tensor: bool = False,
+        gradients: GradientConfig | Mapping[str, Any] | None = None,
+        largest_batch: Mapping[str, torch.Tensor] | None = None,
+        memory: str = "planned",
         monitor: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
+    ):
         require_choice("memory", memory, MODES)
         self.every_tensor, self.largest_batch, self.memory = every_tensor, largest_batch, memory
-        self.gradients = GradientConfig(**gradients) if isinstance(gradients, Mapping) else gradients
+        self.gradients = (
+            GradientConfig(**gradients) if isinstance(gradients, Mapping) else gradients
+        )
         self.watching = None if monitor is None else arguments_of_monitor(monitor)
         self.model: nn.Module | None = None
         self.monitor: Monitor | None = None
@@ -71,13 +81,15 @@ class LsqCallback(TrainerCallback, ExportableState):
         self.last: dict[str, TensorStatistics] = {}
         """The signals that were collected last, by tensor."""
         self.lost: tuple[str, ...] | list[str] = ()
-        """Options of the callback that this one was restored from and that its state cannot hold."""
+        """Options of the callback that this one was restored from and that its state cannot hold.
+        """
         self.clips: str | None = None
         """In the state of a callback: see there."""
         self.looks: dict[str, Any] | None = None
         """The same."""
         self.sparsity: Sparsity | None = None
-        """What chooses masks of weights during a training, where QuantConfig(sparsity=...) wants some."""
+        """What chooses masks of weights during a training, where QuantConfig(sparsity=...) wants
+        some."""
         self._last_step = -1
         self._looked = False
         """Whether the monitor has readings that are not logged yet."""
@@ -92,17 +104,20 @@ class LsqCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Clips in base64 of safetensors, the state of the monitor, and the options."""
         options = {
-            "every_tensor": self.every_tensor, "memory": self.memory,
-            "gradients": None if self.gradients is None else asdict(self.gradients), "monitor": None,
-        }  # fmt: skip
+            "every_tensor": self.every_tensor,
+            "memory": self.memory,
+            "gradients": None if self.gradients is None else asdict(self.gradients),
+            "monitor": None,
+        }
         lost = [] if self.largest_batch is None else ["largest_batch"]
         if self.watching is not None:
             options["monitor"] = plain(self.watching)
             lost += ["group of monitor"] if self.watching.get("group") else []
         attributes = {
-            "lost": lost, "clips": None if self.model is None else _encoded(self.model),
+            "lost": lost,
+            "clips": None if self.model is None else _encoded(self.model),
             "looks": self.monitor and self.monitor.state_dict(),
-        }  # fmt: skip
+        }
         return {"args": options, "attributes": attributes}
 
     # Events
@@ -111,27 +126,32 @@ class LsqCallback(TrainerCallback, ExportableState):
         """Take part in a training that begins or goes on.
 
         Raises:
-            ValueError: the model is not converted, or what the options ask for does not fit the training.
+            ValueError: the model is not converted, or what the options ask for does not fit the
+                training.
         """
         if not clip_names(model):
             raise ValueError(
-                f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model) before the Trainer is "
+                f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model) before"
+                " the Trainer is "
                 "made, or leave LsqCallback out"
             )
         if self.lost:
             raise ValueError(
-                f"restore_callback_states_from_checkpoint cannot bring back {', '.join(self.lost)} of LsqCallback; "
+                f"restore_callback_states_from_checkpoint cannot bring back {', '.join(self.lost)}"
+                " of LsqCallback; "
                 "leave that option out: the callback restores the clips of a checkpoint without it"
             )
         if self.memory != "planned" and self.largest_batch is None:
             raise ValueError(
-                f"memory is {self.memory!r}, but no memory is planned without largest_batch; give that, too"
+                f"memory is {self.memory!r}, but no memory is planned without largest_batch; give"
+                " that, too"
             )
         self._installed.close()  # of a training that has failed
         self.model, trainer = model, _trainer_around()
         keep_apart(model)
         self._resume(state)
-        handler = trainer.callback_handler  # first, so that TensorBoard's callback and others see the signals in logs
+        # first, so that TensorBoard's callback and others see the signals in logs
+        handler = trainer.callback_handler
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
         self._watch(state)
@@ -201,7 +221,10 @@ class LsqCallback(TrainerCallback, ExportableState):
             try:
                 load_clips(model, best)
             except FileNotFoundError:
-                logger.warning("%s was written without LsqCallback: its clips are measured in the next pass", best)
+                logger.warning(
+                    "%s was written without LsqCallback: its clips are measured in the next pass",
+                    best,
+                )
         if self.sparsity is not None:  # so that whatever saves the model saves its zeros
             self.sparsity.write_zeros()
 
@@ -216,20 +239,29 @@ class LsqCallback(TrainerCallback, ExportableState):
         if clips is not None:
             load_clip_state(self.model, load(base64.b64decode(clips)))
         elif not all(one.schedule.begun for one in _modules(self.model)):
-            logger.warning("this checkpoint was written without LsqCallback: clips are measured again")
+            logger.warning(
+                "this checkpoint was written without LsqCallback: clips are measured again"
+            )
 
     def _watch(self, state) -> None:
         if self.watching is None:
             return
         self.monitor = lsq.monitor(self.model, **self.watching)
         self._installed.callback(self.monitor.close)
-        looks = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("looks")
+        looks = (
+            state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("looks")
+        )
         if state.global_step and looks is not None:
             self.monitor.load_state_dict(looks)
 
     def _take_part_in_exchange(self, trainer: Trainer) -> None:
-        several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile's
+        several = (
+            distributed.is_available()
+            and distributed.is_initialized()
+            and distributed.get_world_size() > 1
+        )
+        # torch.compile's
+        wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
         parallel = isinstance(wrapped, DistributedDataParallel)
         if self.gradients is None:
             return
@@ -237,13 +269,19 @@ class LsqCallback(TrainerCallback, ExportableState):
             logger.info("gradients=%s has nothing to do: there is one worker", self.gradients.mode)
         elif not parallel:
             raise ValueError(
-                f"gradients={self.gradients.mode!r} is for DistributedDataParallel, but this model is trained as a "
+                f"gradients={self.gradients.mode!r} is for DistributedDataParallel, but this model"
+                " is trained as a "
                 f"{type(wrapped).__name__}; leave gradients out"
             )
         elif wrapped is not self._exchanging:  # which a second training goes on with
-            self.compression, self._exchanging = compress_gradients(wrapped, self.gradients), wrapped
+            self.compression, self._exchanging = (
+                compress_gradients(wrapped, self.gradients),
+                wrapped,
+            )
             if self.gradients.error_feedback and trainer.state.global_step:
-                logger.warning("error feedback starts from zero: checkpoints of Trainer do not hold it")
+                logger.warning(
+                    "error feedback starts from zero: checkpoints of Trainer do not hold it"
+                )
 
     def _warn(self, step: int) -> None:
         for name, statistics in self.last.items():
@@ -253,7 +291,8 @@ class LsqCallback(TrainerCallback, ExportableState):
                 logger.warning("%s, step %d: %s", name, step, text)
 
     def signals(self) -> dict[str, float]:
-        """What is logged of the last collection: means of clips, the largest shares of clipped values and of zeros."""
+        """What is logged of the last collection: means of clips, the largest shares of clipped
+        values and of zeros."""
         found = {}
         for kind in ("weight", "activation"):
             ours = [one for one in self.last.values() if one.kind == kind]
@@ -263,7 +302,10 @@ class LsqCallback(TrainerCallback, ExportableState):
                 found[f"lsq/{kind}_zero_share"] = max(one.zero_share for one in ours)
         if self.every_tensor:
             for name, one in self.last.items():
-                found |= {f"lsq/{what}/{name}": getattr(one, what) for what in ("clip", "clipped_share", "zero_share")}
+                found |= {
+                    f"lsq/{what}/{name}": getattr(one, what)
+                    for what in ("clip", "clipped_share", "zero_share")
+                }
         return found
 
 
@@ -281,10 +323,13 @@ def _encoded(model: nn.Module) -> str | None:
 
 
 def _trainer_around() -> Trainer:
-    """The Trainer that has called: its callbacks are not told which it is, and need what it wraps the model in."""
+    """The Trainer that has called: its callbacks are not told which it is, and need what it wraps
+    the model in."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
     if frame is None:
-        raise ValueError("LsqCallback is for transformers' Trainer, but something else has called it")
+        raise ValueError(
+            "LsqCallback is for transformers' Trainer, but something else has called it"
+        )
     return frame.f_locals["self"]

@@ -1,4 +1,5 @@
-"""lsq.safetensors: the clips of a converted model, beside the weights that every program can read."""
+"""lsq.safetensors: the clips of a converted model, beside the weights that every program can
+read."""
 
 import os
 from pathlib import Path
@@ -14,7 +15,8 @@ NAME = "lsq.safetensors"
 
 
 def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
-    """Write the clips of a converted `model` to lsq.safetensors in `folder`, which is made: whole or not at all.
+    """Write the clips of a converted `model` to lsq.safetensors in `folder`, which is made: whole
+    or not at all.
 
     Call it beside `model.save_pretrained(folder)`, whose files hold the weights alone.
 
@@ -33,16 +35,19 @@ def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
 
 
 def load_clips(model: nn.Module, folder: str | os.PathLike, *, other_format: bool = False) -> None:
-    """Let a converted `model` go on with the clips that `save_clips` wrote to `folder`. Load its weights before.
+    """Let a converted `model` go on with the clips that `save_clips` wrote to `folder`.
+
+    Load its weights before.
 
     Args:
-        other_format: they may be of a model of another number format. Clips of weights are then measured anew, and
-            those of activations in the next pass, where their format is another one, too.
+        other_format: they may be of a model of another number format. Clips of weights are then
+            measured anew, and those of activations in the next pass, where their format is another
+            one, too.
 
     Raises:
         FileNotFoundError: there is no lsq.safetensors.
-        ValueError: it is damaged, of another format, or of a model that was converted with other options; or the model
-            is not converted.
+        ValueError: it is damaged, of another format, or of a model that was converted with other
+            options; or the model is not converted.
     """
     path = Path(folder) / NAME
     try:
@@ -61,6 +66,7 @@ def _hint(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is no folder on this machine"
     return (
-        "lsq.huggingface.save_clips(model, folder) writes it, and so does LsqCallback to each checkpoint; without it, "
+        "lsq.huggingface.save_clips(model, folder) writes it, and so does LsqCallback to each"
+        " checkpoint; without it, "
         "the converted model measures its clips in the next pass"
     )

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def plan_batch(trainer: "Trainer", batch: Mapping[str, torch.Tensor], mode: str) -> StepMemory | None:
-    """Plan the memory of lsq's layers for a trainer's step on `batch`, and log what stays outside of it.
+def plan_batch(
+    trainer: "Trainer", batch: Mapping[str, torch.Tensor], mode: str
+) -> StepMemory | None:
+    """Plan the memory of lsq's layers for a trainer's step on `batch`, and log what stays outside
+    of it.
 
     Raises:
         ValueError: such a step cannot be planned; see lsq.layers.memory.plan_memory.
@@ -34,7 +37,10 @@ def plan_batch(trainer: "Trainer", batch: Mapping[str, torch.Tensor], mode: str)
     finally:
         model.train(training)
     if memory is None:
-        logger.info("memory is not planned: %s", "memory='naive'" if mode == "naive" else loader.description())
+        logger.info(
+            "memory is not planned: %s",
+            "memory='naive'" if mode == "naive" else loader.description(),
+        )
     else:
         logger.info("memory (%s): %s", mode, memory)
     return memory

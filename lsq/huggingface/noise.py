@@ -1,4 +1,5 @@
-"""lsq.monitor in a Trainer: its arguments, which checkpoints hold as plain values, and what is logged of a look."""
+"""lsq.monitor in a Trainer: its arguments, which checkpoints hold as plain values, and what is
+logged of a look."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,7 +18,9 @@ def arguments_of_monitor(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     strange = sorted(given.keys() - ARGUMENTS)
     if strange:
-        raise ValueError(f"monitor has {', '.join(map(repr, strange))}; allowed: {', '.join(ARGUMENTS)}")
+        raise ValueError(
+            f"monitor has {', '.join(map(repr, strange))}; allowed: {', '.join(ARGUMENTS)}"
+        )
     bounds = given.get("bounds")
     return dict(given) | ({"bounds": Bounds(**bounds)} if isinstance(bounds, Mapping) else {})
 
@@ -29,7 +32,8 @@ def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def noise(monitor: Monitor, *, every_module: bool) -> dict[str, float]:
-    """The least signal-to-noise of its last look in dB, of each module as well where wanted; how many are in floats."""
+    """The least signal-to-noise of its last look in dB, of each module as well where wanted; how
+    many are in floats."""
     found = {"lsq/modules_in_floats": float(len(monitor.fallen))}
     for name, reading in monitor.readings.items():
         for kind, value in reading.values().items():

@@ -12,7 +12,8 @@ from lsq.layers.torch_compile import beside_the_graph
 
 
 class MultiheadAttention(ProgramModule):
-    """Multi-head attention with int8 projections (Vaswani et al. 2017), initialised as fairseq does.
+    """Multi-head attention with int8 projections (Vaswani et al. 2017), initialised as fairseq
+    does.
 
     Args:
         config: width, heads and dropout; what looks at places is self-attention's alone.
@@ -26,7 +27,11 @@ class MultiheadAttention(ProgramModule):
         if cross:
             self.declare(lambda mode: programs.cross_attention(config, one, one, mode))
         else:
-            self.declare(lambda mode: programs.self_attention(config, one, mode, causal=config.window is not None))
+            self.declare(
+                lambda mode: programs.self_attention(
+                    config, one, mode, causal=config.window is not None
+                )
+            )
 
     @beside_the_graph
     def forward(
@@ -36,7 +41,8 @@ class MultiheadAttention(ProgramModule):
         key_padding_mask: torch.Tensor | None = None,
         causal: bool = False,
     ) -> torch.Tensor:
-        """x float32 [T, B, H], memory [S, B, H] if cross; key_padding_mask bool, True is padding -> [T, B, H].
+        """x float32 [T, B, H], memory [S, B, H] if cross; key_padding_mask bool, True is padding ->
+        [T, B, H].
 
         The mask is [B, T], or [B, S] of the memory. Results are zero where x is padding.
 
@@ -44,12 +50,18 @@ class MultiheadAttention(ProgramModule):
             ValueError: a memory is missing or not wanted; another shape, no sentence, or no word.
         """
         if self.cross != (memory is not None):
-            raise ValueError(f"cross is {self.cross}, but a memory was {'not ' if memory is None else ''}given")
+            raise ValueError(
+                f"cross is {self.cross}, but a memory was {'not ' if memory is None else ''}given"
+            )
         width, options = self.config.hidden, packing_options(self)
         if memory is None:
             rows, packing = pack_time_major(x, key_padding_mask, width, **options)
-            program = programs.self_attention(self.config, packing.sentences, self.mode(x), causal=causal)
-            positions = position_inputs(self.config, packing.positions, packing.shape[1], causal=causal)
+            program = programs.self_attention(
+                self.config, packing.sentences, self.mode(x), causal=causal
+            )
+            positions = position_inputs(
+                self.config, packing.positions, packing.shape[1], causal=causal
+            )
             (y,) = self.execute(program, {"x": rows, "starts": packing.starts, **positions})
         else:
             rows, packing = pack_time_major(x, None, width, **options)
@@ -59,5 +71,7 @@ class MultiheadAttention(ProgramModule):
                 self.config, packing.sentences, source_packing.sentences, self.mode(x, memory)
             )
             inputs = {"x": rows, "starts": packing.starts}
-            (y,) = self.execute(program, {**inputs, "memory": source, "memory_starts": source_packing.starts})
+            (y,) = self.execute(
+                program, {**inputs, "memory": source, "memory_starts": source_packing.starts}
+            )
         return unpack_time_major(y, packing)

@@ -1,7 +1,9 @@
-"""Layers as forward operations. Each block appends to a Builder and declares its parameters; gradients follow.
+"""Layers as forward operations.
 
-Names of parameters are relative to `prefix`, as in a module's state dict. M rows, H hidden, F feed-forward. In float
-mode nothing is rounded or has a clip.
+Each block appends to a Builder and declares its parameters; gradients follow.
+
+Names of parameters are relative to `prefix`, as in a module's state dict. M rows, H hidden, F
+feed-forward. In float mode nothing is rounded or has a clip.
 """
 
 import math
@@ -46,8 +48,10 @@ class Sentences:
     """B"""
 
     def filled(self) -> "Sentences":
-        """At least as large, of few sizes: four numbers of rows between two powers of two, and with each of them one
-        number of sentences as long as they have 16 tokens or more on average, twice as many from 8 on, ..."""
+        """At least as large, of few sizes: four numbers of rows between two powers of two, and with
+        each of them one number of sentences as long as they have 16 tokens or more on average,
+        twice as many from 8 on, ...
+        """
         rows = filled(self.rows)
         count = -(-rows // 16)
         while count < self.count:
@@ -100,7 +104,9 @@ class End:
         """What the builder's mode wants of activation and dropout, if anything."""
         found = Nonlinearity(activation=self.activation, dropout=builder.dropout(self.dropout))
         if builder.backward and self.activation is Activation.relu:
-            found.positive = builder.tensor(self.name + ".positive", (-(-math.prod(shape) // 8),), torch.uint8)
+            found.positive = builder.tensor(
+                self.name + ".positive", (-(-math.prod(shape) // 8),), torch.uint8
+            )
         elif builder.backward and self.activation.bounded_slope and builder.quant.coded:
             found.slope = builder.tensor(self.name + ".slope", shape, torch.int8)
         elif builder.backward and self.activation is not Activation.none:
@@ -109,17 +115,28 @@ class End:
 
 
 def project(
-    builder: Builder, x: Rows, weight: str, shape, end: End, *, bias: str | None = None, rows: int | None = None,
-    joins: bool = False, **start,
-) -> Rows:  # fmt: skip
+    builder: Builder,
+    x: Rows,
+    weight: str,
+    shape,
+    end: End,
+    *,
+    bias: str | None = None,
+    rows: int | None = None,
+    joins: bool = False,
+    **start,
+) -> Rows:
     """x [M, K] times a weight of `shape` [N, K], transposed, with its bias [N] and its end.
 
-    `rows` above N pads the weight's codes and so the columns of the result. start: see builder.weight; a bias begins at
-    0, or as the weight does where that has `bias_bound`. `joins`: x has a product before this one.
+    `rows` above N pads the weight's codes and so the columns of the result. start: see
+    builder.weight; a bias begins at 0, or as the weight does where that has `bias_bound`. `joins`:
+    x has a product before this one.
     """
     bias_bound = start.pop("bias_bound", 0.0)
     groups = grouped(builder, x, weight)
-    stored = builder.weight(weight, shape, rows=rows, group=0 if groups is None else groups.group, **start)
+    stored = builder.weight(
+        weight, shape, rows=rows, group=0 if groups is None else groups.group, **start
+    )
     groups = groups if groups is not None and stored.group == groups.group else None
     w = unpacked(builder, stored, x.tensor.shape[0])
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
@@ -128,17 +145,24 @@ def project(
     y, nonlinearity = own.rows(builder, size), own.nonlinearity(builder, size)
     builder.add(
         Project(
-            x=x, weight=w, groups=groups, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity,
+            x=x,
+            weight=w,
+            groups=groups,
+            bias=added,
+            out=y.floats,
+            rounded=y.coded,
+            nonlinearity=nonlinearity,
             joins=joins,
         )
-    )  # fmt: skip
+    )
     if adapter is not None:
         y = adapt(builder, x, y.floats, adapter, end)
     return decode(builder, y, end.clip)
 
 
 def adapt(builder: Builder, x: Rows, base: VirtualTensor, adapter: Adapter, end: End) -> Rows:
-    """Add adapters of x to its product `base` [M, N], before `end`: a result that is not decoded yet."""
+    """Add adapters of x to its product `base` [M, N], before `end`: a result that is not decoded
+    yet."""
     name, (rows, inputs) = adapter.weight.removesuffix("weight") + "adapter", x.tensor.shape
     rank, dropout = adapter.rank, builder.dropout(adapter.dropout)
     values = builder.tensor(name + ".input", x.tensor.shape)
@@ -146,13 +170,18 @@ def adapt(builder: Builder, x: Rows, base: VirtualTensor, adapter: Adapter, end:
     y = end.rows(builder, base.shape)
     builder.add(
         Adapt(
-            x=x, dropout=dropout, values=values, base=base, out=y.floats, rounded=y.coded,
+            x=x,
+            dropout=dropout,
+            values=values,
+            base=base,
+            out=y.floats,
+            rounded=y.coded,
             nonlinearity=end.nonlinearity(builder, base.shape),
             down=builder.parameter(name + "_down", (rank, inputs), Kind.ADAPTER),
             up=builder.parameter(name + "_up", (base.shape[1], rank), Kind.ADAPTER),
             hidden=builder.tensor(name + ".hidden", (rows, rank)),
         )
-    )  # fmt: skip
+    )
     return y
 
 
@@ -162,71 +191,127 @@ def bias_of(config: LayerConfig, name: str) -> str | None:
 
 
 def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, parts: int) -> Rows:
-    """Queries (parts 1), keys and values (2) or all three (3) side by side; `name`: of the result and its parameters.
+    """Queries (parts 1), keys and values (2) or all three (3) side by side; `name`: of the result
+    and its parameters.
 
     All three are those of self-attention, in which queries and keys may turn.
     """
     hidden, turns = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = project(
-        builder, x, name + "_weight", (columns, hidden),
+        builder,
+        x,
+        name + "_weight",
+        (columns, hidden),
         End(name=name + ".unturned") if turns else End(name=name, clip=name + "_clip"),
-        bias=name + "_bias" if config.biased_heads else None, bound=xavier(hidden, hidden) / math.sqrt(2),
-        bias_bound=fan_in(hidden), by_inputs=config.by_inputs,
+        bias=name + "_bias" if config.biased_heads else None,
+        bound=xavier(hidden, hidden) / math.sqrt(2),
+        bias_bound=fan_in(hidden),
+        by_inputs=config.by_inputs,
     )
     if not turns:
         return heads
     end = End(name=name, clip=name + "_clip")
     turned = end.rows(builder, heads.floats.shape)
-    return decode(builder, turn_heads(builder, config, heads.floats, turned, name.removesuffix("qkv")), end.clip)
+    return decode(
+        builder,
+        turn_heads(builder, config, heads.floats, turned, name.removesuffix("qkv")),
+        end.clip,
+    )
 
 
-def project_memory(builder: Builder, config: LayerConfig, memory: VirtualTensor, prefix: str) -> Rows:
+def project_memory(
+    builder: Builder, config: LayerConfig, memory: VirtualTensor, prefix: str
+) -> Rows:
     """Keys and values side by side [S, ...]."""
-    return project_heads(builder, config, quantize(builder, memory, prefix + "memory_clip"), prefix + "key_value", 2)
+    return project_heads(
+        builder, config, quantize(builder, memory, prefix + "memory_clip"), prefix + "key_value", 2
+    )
 
 
 def attention(
-    builder: Builder, config: LayerConfig, queries: Rows, starts: VirtualTensor, memory: Memory, prefix: str, *,
-    causal: bool, window: int | None = None, bias: PositionBias | None = None,
-) -> VirtualTensor:  # fmt: skip
-    """Attention of rows that begin with queries, and its output projection: floats [M, H], before dropout."""
+    builder: Builder,
+    config: LayerConfig,
+    queries: Rows,
+    starts: VirtualTensor,
+    memory: Memory,
+    prefix: str,
+    *,
+    causal: bool,
+    window: int | None = None,
+    bias: PositionBias | None = None,
+) -> VirtualTensor:
+    """Attention of rows that begin with queries, and its output projection: floats [M, H], before
+    dropout."""
     hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
     end = End(name=prefix + "context", clip=prefix + "context_clip")
     context = end.rows(builder, (rows, columns))
     heads = Heads(
-        q=Projected(rows=queries, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
-        v=Projected(rows=memory.rows, column=memory.key_column + config.key_columns), starts=starts,
-        key_starts=memory.starts, count=config.heads, group=config.heads // config.of_keys, width=config.head_columns,
-        causal=causal, window=window or 0, bias=bias, share=config.score_factor or 0.0,
+        q=Projected(rows=queries, column=0),
+        k=Projected(rows=memory.rows, column=memory.key_column),
+        v=Projected(rows=memory.rows, column=memory.key_column + config.key_columns),
+        starts=starts,
+        key_starts=memory.starts,
+        count=config.heads,
+        group=config.heads // config.of_keys,
+        width=config.head_columns,
+        causal=causal,
+        window=window or 0,
+        bias=bias,
+        share=config.score_factor or 0.0,
         dropout=builder.dropout(config.attention_dropout),
-    )  # fmt: skip
+    )
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
     builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
     return project(
-        builder, decode(builder, context, end.clip), prefix + "out_weight", (hidden, columns), End(name=prefix + "out"),
-        bias=bias_of(config, prefix + "out"), bound=xavier(columns, hidden), by_inputs=config.by_inputs,
+        builder,
+        decode(builder, context, end.clip),
+        prefix + "out_weight",
+        (hidden, columns),
+        End(name=prefix + "out"),
+        bias=bias_of(config, prefix + "out"),
+        bound=xavier(columns, hidden),
+        by_inputs=config.by_inputs,
     ).floats
 
 
-def self_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, prefix: str, *, causal: bool,
-                   qkv: Rows | None = None) -> VirtualTensor:  # fmt: skip
-    """Attention of packed sentences to themselves: normalised rows -> as `attention`. `qkv`: what x is projected to, if
-    that is there already.
+def self_attention(
+    builder: Builder,
+    config: LayerConfig,
+    x: Rows,
+    starts: VirtualTensor,
+    prefix: str,
+    *,
+    causal: bool,
+    qkv: Rows | None = None,
+) -> VirtualTensor:
+    """Attention of packed sentences to themselves: normalised rows -> as `attention`.
+
+    `qkv`: what x is projected to, if that is there already.
 
     Raises:
         ValueError: the configuration has a window, but attention is not causal.
     """
     if config.window is not None and not causal:
-        raise ValueError(f"window is {config.window}, but only causal self-attention has one: leave it out")
+        raise ValueError(
+            f"window is {config.window}, but only causal self-attention has one: leave it out"
+        )
     qkv = qkv or project_heads(builder, config, x, prefix + "qkv", 3)
     memory = Memory(rows=qkv, key_column=config.query_columns, starts=starts)
     bias = position_bias(builder, config, prefix)
-    return attention(builder, config, qkv, starts, memory, prefix, causal=causal, window=config.window, bias=bias)
+    return attention(
+        builder, config, qkv, starts, memory, prefix, causal=causal, window=config.window, bias=bias
+    )
 
 
-def cross_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, memory: Memory,
-                    prefix: str) -> VirtualTensor:  # fmt: skip
+def cross_attention(
+    builder: Builder,
+    config: LayerConfig,
+    x: Rows,
+    starts: VirtualTensor,
+    memory: Memory,
+    prefix: str,
+) -> VirtualTensor:
     """Attention to a memory: normalised rows -> as `attention`."""
     queries = project_heads(builder, config, x, prefix + "query", 1)
     return attention(builder, config, queries, starts, memory, prefix, causal=False)
@@ -243,31 +328,56 @@ class Residual:
     def of(builder: Builder, floats: VirtualTensor, normed: ResidualNorm, clip: str) -> "Residual":
         """The next block reads what was normed."""
         rounded = normed.rounded
-        rows = decode(builder, Rows(floats=normed.out), clip) if rounded is None else Rows(coded=rounded)
+        rows = (
+            decode(builder, Rows(floats=normed.out), clip)
+            if rounded is None
+            else Rows(coded=rounded)
+        )
         return Residual(floats=floats, rows=rows)
 
 
-def residual_sum(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None,
-                 name: str, *, kept: bool = True) -> ResidualSum:  # fmt: skip
-    """residual + dropout(update), kept under that name if it is; the residual itself without an update."""
+def residual_sum(
+    builder: Builder,
+    config: LayerConfig,
+    residual: VirtualTensor,
+    update: VirtualTensor | None,
+    name: str,
+    *,
+    kept: bool = True,
+) -> ResidualSum:
+    """residual + dropout(update), kept under that name if it is; the residual itself without an
+    update."""
     if update is None:
         return ResidualSum(residual=residual)
     z = builder.like(name, residual) if kept else None
-    return ResidualSum(residual=residual, update=update, dropout=builder.dropout(config.dropout), z=z)
+    return ResidualSum(
+        residual=residual, update=update, dropout=builder.dropout(config.dropout), z=z
+    )
 
 
-def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None, *, name: str,
-         clip: str | None, keep_float: bool) -> ResidualNorm:  # fmt: skip
-    """residual + dropout(update), and its norm `name`: as codes under `clip`, as floats, or both."""
+def norm(
+    builder: Builder,
+    config: LayerConfig,
+    residual: VirtualTensor,
+    update: VirtualTensor | None,
+    *,
+    name: str,
+    clip: str | None,
+    keep_float: bool,
+) -> ResidualNorm:
+    """residual + dropout(update), and its norm `name`: as codes under `clip`, as floats, or
+    both."""
     rows, columns = residual.shape
     coded = builder.quant.coded
     rounds, keeps_codes = clip is not None and coded, builder.backward and coded
-    kept = config.pre_norm or builder.backward and not keeps_codes  # the next sum begins with z, or a gradient reads it
+    # the next sum begins with z, or a gradient reads it
+    kept = config.pre_norm or builder.backward and not keeps_codes
     fields = {
         "sum": residual_sum(builder, config, residual, update, name + ".sum", kept=kept),
         "weight": builder.parameter(name + ".weight", (columns,), Kind.NORM_WEIGHT, start=1.0),
-        "epsilon": config.layer_norm_epsilon, "rstd": builder.tensor(name + ".rstd", (rows,)),
-    }  # fmt: skip
+        "epsilon": config.layer_norm_epsilon,
+        "rstd": builder.tensor(name + ".rstd", (rows,)),
+    }
     if config.norm == "layer":
         fields["bias"] = builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS)
         fields["mean"] = builder.tensor(name + ".mean", (rows,))
@@ -275,32 +385,60 @@ def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update:
         codes = builder.tensor(name + ".normalised", residual.shape, NORMALISED.storage)
         scale = builder.tensor(name + ".normalised.scale", (rows,))
         fields["normalised"] = NormalisedRows(format=NORMALISED, codes=codes, scale=scale)
-    fields["out"] = builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None
-    fields["rounded"] = builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None
+    fields["out"] = (
+        builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None
+    )
+    fields["rounded"] = (
+        builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None
+    )
     return builder.add(ResidualNorm(**fields))
 
 
-def enter(builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str) -> Residual:
-    """What the first block of a layer reads: the norm `name` of x under pre-norm, else x, rounded."""
+def enter(
+    builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str
+) -> Residual:
+    """What the first block of a layer reads: the norm `name` of x under pre-norm, else x,
+    rounded."""
     if not config.pre_norm:
         return Residual(floats=x, rows=quantize(builder, x, clip))
-    return Residual.of(builder, x, norm(builder, config, x, None, name=name, clip=clip, keep_float=False), clip)
+    return Residual.of(
+        builder, x, norm(builder, config, x, None, name=name, clip=clip, keep_float=False), clip
+    )
 
 
-def between(builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, *, own: str,
-            following: str, clip: str) -> Residual:  # fmt: skip
-    """Dropout and residual of one block, then the norm: its own (post-norm) or the following block's (pre-norm)."""
+def between(
+    builder: Builder,
+    config: LayerConfig,
+    before: Residual,
+    update: VirtualTensor,
+    *,
+    own: str,
+    following: str,
+    clip: str,
+) -> Residual:
+    """Dropout and residual of one block, then the norm: its own (post-norm) or the following
+    block's (pre-norm)."""
     normed = norm(
-        builder, config, before.floats, update, name=following if config.pre_norm else own, clip=clip,
+        builder,
+        config,
+        before.floats,
+        update,
+        name=following if config.pre_norm else own,
+        clip=clip,
         keep_float=not config.pre_norm,
     )
     return Residual.of(builder, normed.sum.z if config.pre_norm else normed.out, normed, clip)
 
 
-def leave(builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str) -> VirtualTensor:
-    """Dropout and residual of the last block, and its own norm under post-norm: the layer's result [M, H]."""
+def leave(
+    builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str
+) -> VirtualTensor:
+    """Dropout and residual of the last block, and its own norm under post-norm: the layer's result
+    [M, H]."""
     if not config.pre_norm:
-        return norm(builder, config, before.floats, update, name=own, clip=None, keep_float=True).out
+        return norm(
+            builder, config, before.floats, update, name=own, clip=None, keep_float=True
+        ).out
     added = residual_sum(builder, config, before.floats, update, own + ".sum")
     return builder.add(ResidualNorm(sum=added)).sum.z
 
@@ -323,8 +461,11 @@ def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Ro
     return stored(builder, out, now.coded and now.scale)
 
 
-def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTensor, VirtualTensor]:
-    """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
+def vocabulary_loss(
+    builder: Builder, prediction: Prediction
+) -> tuple[VirtualTensor, VirtualTensor]:
+    """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss
+    [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
     normaliser = bound = kept = None
     rows = (prediction.rows,)
@@ -338,6 +479,8 @@ def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTe
                     gradient=builder.tensor("d_logits.kept", (2, *rows)),
                 )
     builder.add(
-        VocabularyLoss(prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, kept=kept)
+        VocabularyLoss(
+            prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, kept=kept
+        )
     )
     return loss, nll

@@ -1,4 +1,5 @@
-"""What the clips in a state dict mean: the format of the model that they were learned in, beside them."""
+"""What the clips in a state dict mean: the format of the model that they were learned in, beside
+them."""
 
 import json
 import re
@@ -28,7 +29,9 @@ DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
     """Put the format into a state dict."""
     text = json.dumps(fields_of(quantization))
-    destination[prefix + NAME] = torch.tensor(list(text.encode()), dtype=torch.float32, device="cpu")
+    destination[prefix + NAME] = torch.tensor(
+        list(text.encode()), dtype=torch.float32, device="cpu"
+    )
 
 
 def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
@@ -48,9 +51,11 @@ def fields_of(quantization: QuantConfig) -> dict[str, Any]:
 
 
 def stored(found: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of clips in a state dict, where `found` is called `name`, or None in those of earlier versions.
+    """The fields of clips in a state dict, where `found` is called `name`, or None in those of
+    earlier versions.
 
-    Those had int8 and int4 alone, and are taken for the one of these that this model has, or for int8.
+    Those had int8 and int4 alone, and are taken for the one of these that this model has, or for
+    int8.
 
     Args:
         ours: fields of this model.
@@ -60,12 +65,17 @@ def stored(found: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> di
     """
     if found is not None:
         return read(found, name)
-    other = [field for field, there in EARLIER.items() if not set(format_choice(ours[field]).formats) <= set(there)]
+    other = [
+        field
+        for field, there in EARLIER.items()
+        if not set(format_choice(ours[field]).formats) <= set(there)
+    ]
     return {**ours} | {field: DEFAULTS[field] for field in other}
 
 
 def read(stored: torch.Tensor, name: str) -> dict[str, Any]:
-    """The fields that a tensor of a state dict says, called `name` there; those of later versions have their defaults.
+    """The fields that a tensor of a state dict says, called `name` there; those of later versions
+    have their defaults.
 
     Raises:
         ValueError: it is damaged.
@@ -73,7 +83,9 @@ def read(stored: torch.Tensor, name: str) -> dict[str, Any]:
     try:
         return DEFAULTS | json.loads(bytes(map(round, stored.tolist())))
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} is no format of clips ({error}); load a sound checkpoint") from None
+        raise ValueError(
+            f"{name} is no format of clips ({error}); load a sound checkpoint"
+        ) from None
 
 
 def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:
@@ -90,20 +102,28 @@ def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") 
     other = [name for name in theirs if _meant(theirs[name]) != _meant(ours.get(name))]
     if not other:
         return
-    kept, here = (", ".join(f"{name}={values.get(name)!r}" for name in other) for values in (theirs, ours))
+    kept, here = (
+        ", ".join(f"{name}={values.get(name)!r}" for name in other) for values in (theirs, ours)
+    )
     kept_in_fairseq = " ".join(f"{option(name, '--lsq-')} {theirs[name]}" for name in other)
     asked = " ".join(f"{option(name)} {ours.get(name)}" for name in other)
     where = f" ({prefix}*)" if prefix else ""
     raise ValueError(
-        f"the checkpoint{where} was trained with {kept}, but this model has {here}, with which clips mean something "
-        f"else; keep QuantConfig({kept}), in fairseq {kept_in_fairseq}, or convert the checkpoint: lsq "
+        f"the checkpoint{where} was trained with {kept}, but this model has {here}, with which"
+        " clips mean something "
+        f"else; keep QuantConfig({kept}), in fairseq {kept_in_fairseq}, or convert the checkpoint:"
+        " lsq "
         f"convert-checkpoint CHECKPOINT --output OTHER {asked}"
     )
 
 
 def _meant(value: Any) -> Any:
     """A field's value, in which formats have all parts of their names: int8-row is int8/row."""
-    return re.sub(r"[^,=]+", lambda name: all_parts(name[0].strip()), value) if isinstance(value, str) else value
+    return (
+        re.sub(r"[^,=]+", lambda name: all_parts(name[0].strip()), value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def option(field: str, prefix: str = "--") -> str:

@@ -1,4 +1,5 @@
-"""What every module with declared parameters shares: its parameters, and clips that are measured, limited and saved."""
+"""What every module with declared parameters shares: its parameters, and clips that are measured,
+limited and saved."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -24,11 +25,12 @@ from lsq.quant import largest_clips
 class ClippedModule(nn.Module):
     """A module that has the parameters that a program declares.
 
-    A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child module `self_attn`.
+    A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child
+    module `self_attn`.
 
-    `schedule` says when clips are measured: in the first training pass, and again while tensors still grow fast.
-    `codes` are those of its weights, and `weight_masks` say what of the weights programs read, if not all. Clips stay
-    float32 when the module is converted to another dtype.
+    `schedule` says when clips are measured: in the first training pass, and again while tensors
+    still grow fast. `codes` are those of its weights, and `weight_masks` say what of the weights
+    programs read, if not all. Clips stay float32 when the module is converted to another dtype.
     """
 
     def begin(self, quantization: QuantConfig) -> None:
@@ -42,7 +44,8 @@ class ClippedModule(nn.Module):
         replicas.watch(self)
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
-        """Make the parameters that a program declares, beside those that are there already, which stay."""
+        """Make the parameters that a program declares, beside those that are there already, which
+        stay."""
         device = next((one.device for one in self.parameters()), None)
         for declared in every:
             holder, name = self._holder(declared.name)
@@ -70,7 +73,8 @@ class ClippedModule(nn.Module):
         return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
-        """What `get_parameter` finds, in a tenth of the time: every pass asks for all, several times.
+        """What `get_parameter` finds, in a tenth of the time: every pass asks for all, several
+        times.
 
         Where pruning, weight norm or a parametrization have taken its place, it is what they make.
         """
@@ -116,14 +120,19 @@ class ClippedModule(nn.Module):
         return [self.state_name(name) + SUFFIX for name in masked]
 
     def every_parameter(self) -> list[nn.Parameter]:
-        """What `parameters` yields, in a tenth of the time where no module is in this one: every pass asks for them."""
+        """What `parameters` yields, in a tenth of the time where no module is in this one: every
+        pass asks for them."""
         if self._modules:
             return list(self.parameters())
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
     def clips(self) -> dict[str, nn.Parameter]:
         """Every clip of this module by name."""
-        return {name: self.own_parameter(name) for name, one in self.declared.items() if one.kind in CLIPS}
+        return {
+            name: self.own_parameter(name)
+            for name, one in self.declared.items()
+            if one.kind in CLIPS
+        }
 
     @property
     def calibrated(self) -> bool:
@@ -132,7 +141,10 @@ class ClippedModule(nn.Module):
 
     @property
     def passes(self) -> int:
-        """Training passes so far; -1: the first pass will measure all clips. In state dicts, as `calibrated` is."""
+        """Training passes so far; -1: the first pass will measure all clips.
+
+        In state dicts, as `calibrated` is.
+        """
         return self.schedule.passes
 
     @property
@@ -156,12 +168,19 @@ class ClippedModule(nn.Module):
         calibration.finish()
 
     def _measure_weights(
-        self, calibration: Calibration, *, again: bool = False, anew: Collection[str] = (), all: bool = True
+        self,
+        calibration: Calibration,
+        *,
+        again: bool = False,
+        anew: Collection[str] = (),
+        all: bool = True,
     ) -> None:
-        """The same, unseen by autograd: an earlier pass of this module may still await its backward pass.
+        """The same, unseen by autograd: an earlier pass of this module may still await its backward
+        pass.
 
         Args:
-            again: clips hold what was measured before, which shortens the search, and stay while weights are the same.
+            again: clips hold what was measured before, which shortens the search, and stay while
+                weights are the same.
             anew: weights of which clips say nothing, since others have put values there.
             all: of all weights; else of those in `anew`.
         """
@@ -172,22 +191,35 @@ class ClippedModule(nn.Module):
                     continue
                 method = self.quant.weight_init if self.quant.learned else "absmax"
                 self._measure(
-                    calibration, name, values.t() if declared.by_inputs else values, declared.clip, method,
-                    self.quant.weight_form(name), again=near,
+                    calibration,
+                    name,
+                    values.t() if declared.by_inputs else values,
+                    declared.clip,
+                    method,
+                    self.quant.weight_form(name),
+                    again=near,
                     per_channel=self.quant.weight_clips(name, 2) == 2,
-                    fixed=self.quant.weight_clip, percentile=self.quant.percentile,
+                    fixed=self.quant.weight_clip,
+                    percentile=self.quant.percentile,
                 )
         self._drop_codes()
         self._forget_clips()
 
     def _measure(
-        self, calibration: Calibration, name: str, x: torch.Tensor, clip: str, *how, into: torch.Tensor | None = None,
-        widens: bool = False, **options,
-    ) -> None:  # fmt: skip
+        self,
+        calibration: Calibration,
+        name: str,
+        x: torch.Tensor,
+        clip: str,
+        *how,
+        into: torch.Tensor | None = None,
+        widens: bool = False,
+        **options,
+    ) -> None:
         """Measure the clip of x.
 
-        `into`: where a pass reads it, if that is not the parameter itself. `widens`: it does not become smaller, and
-        values that are not finite count for nothing.
+        `into`: where a pass reads it, if that is not the parameter itself. `widens`: it does not
+        become smaller, and values that are not finite count for nothing.
         """
         parameter = self.own_parameter(clip)
         kept = parameter.data
@@ -201,7 +233,8 @@ class ClippedModule(nn.Module):
         calibration.written[clip] = parameter
 
     def _start_clips(self) -> None:
-        """Let clips that nobody has measured be where weights are, and hold what they begin with."""
+        """Let clips that nobody has measured be where weights are, and hold what they begin
+        with."""
         self._place_clips()
         for name, clip in self.clips().items():
             self.declared[name].initialise(clip.data)
@@ -212,11 +245,13 @@ class ClippedModule(nn.Module):
         for name, clip in self.clips().items():
             if clip.is_meta and device is not None:
                 holder, last = self._holder(name)
-                holder.register_parameter(last, _made(self.declared[name], device, clip.requires_grad))
+                holder.register_parameter(
+                    last, _made(self.declared[name], device, clip.requires_grad)
+                )
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
-        """Make clips anew in `parameters`, those that `program` reads, where their weights have other numbers of rows
-        now, as after tokens were added; the names of these weights.
+        """Make clips anew in `parameters`, those that `program` reads, where their weights have
+        other numbers of rows now, as after tokens were added; the names of these weights.
 
         Raises:
             ValueError: a parameter has a shape that no program of this module is for.
@@ -228,8 +263,10 @@ class ClippedModule(nn.Module):
                 continue
             if declared.kind not in CLIPS:
                 raise ValueError(
-                    f"{self.state_name(name)} of this {type(self).__name__} is {list(found.shape)}, but was "
-                    f"{list(virtual.shape)} when the layer was made or converted; make it anew, or call "
+                    f"{self.state_name(name)} of this {type(self).__name__} is {list(found.shape)},"
+                    " but was "
+                    f"{list(virtual.shape)} when the layer was made or converted; make it anew, or"
+                    " call "
                     "lsq.revert(model) before sizes change and lsq.convert(model) afterwards"
                 )
             self.declared |= {one.name: one.declared for one in program.parameters}
@@ -243,14 +280,17 @@ class ClippedModule(nn.Module):
 
     @torch.no_grad()
     def limit_clip_steps(self) -> None:
-        """Bring every clip back to within `clip_step`, relatively, of where the last training pass saw it. NaN stays.
+        """Bring every clip back to within `clip_step`, relatively, of where the last training pass
+        saw it. NaN stays.
 
-        An optimizer such as Adam takes steps about as long as its learning rate, whatever it steps on: several percent
-        of a small clip each time, in a random direction, and across zero sooner or later. Where a clip was is
-        forgotten when it is measured or loaded; lsq.optim.Adam limits its steps itself.
+        An optimizer such as Adam takes steps about as long as its learning rate, whatever it steps
+        on: several percent of a small clip each time, in a random direction, and across zero sooner
+        or later. Where a clip was is forgotten when it is measured or loaded; lsq.optim.Adam limits
+        its steps itself.
 
         Raises:
-            RuntimeError: the first step has put clips back to what they were before they were measured.
+            RuntimeError: the first step has put clips back to what they were before they were
+                measured.
         """
         shards.check_step(self)
         if not self.quant.learned:
@@ -268,7 +308,8 @@ class ClippedModule(nn.Module):
             upkeep.remember(self.clips().values(), self.quant.clip_step)
 
     def let_clips_learn(self, trained: bool) -> None:
-        """Let clips be trained with the weights beside them, unless they are measured in every pass."""
+        """Let clips be trained with the weights beside them, unless they are measured in every
+        pass."""
         for clip in self.clips().values():
             clip.requires_grad_(trained and self.quant.learned)
 
@@ -279,7 +320,9 @@ class ClippedModule(nn.Module):
     def activation_clips(self) -> dict[str, nn.Parameter]:
         """Every clip of an activation by name."""
         kinds = ((name, one.kind) for name, one in self.declared.items())
-        return {name: self.own_parameter(name) for name, kind in kinds if kind is Kind.ACTIVATION_CLIP}
+        return {
+            name: self.own_parameter(name) for name, kind in kinds if kind is Kind.ACTIVATION_CLIP
+        }
 
     def follow_clips(self) -> None:
         """Bring clips of activations to what the last training pass has seen, unless they learn.
@@ -292,25 +335,32 @@ class ClippedModule(nn.Module):
 
     @torch.no_grad()
     def bring_clips_up(self) -> None:
-        """Bring all clips that do not learn to what the next pass would make of them, for whoever reads them."""
+        """Bring all clips that do not learn to what the next pass would make of them, for whoever
+        reads them."""
         self.follow_clips()
         if self.quant.learned or not self.schedule.begun:
             return
         for name, declared in self.declared.items():
             clip = None if declared.clip is None else self.own_parameter(declared.clip)
-            if clip is None or clip.is_meta or any(map(shards.is_shard, (clip, *self.sources(name)))):
+            if (
+                clip is None
+                or clip.is_meta
+                or any(map(shards.is_shard, (clip, *self.sources(name))))
+            ):
                 continue
             if self.is_coded(name):
                 continue
             values = self.values_of(name)
             rows = values.t() if declared.by_inputs else values
-            if len(clip) == len(rows):  # else weights were resized, and clips of that size come with the next pass
+            # else weights were resized, and clips of that size come with the next pass
+            if len(clip) == len(rows):
                 clip.data.copy_(largest_clips(rows, clip))
 
     # Whatever may change weights drops the kept codes, and so does a copy
 
     def _let_go(self) -> None:
-        """Parameters are about to be others: loaded, moved or swapped (torch.utils.swap_tensors)."""
+        """Parameters are about to be others: loaded, moved or swapped
+        (torch.utils.swap_tensors)."""
         self._drop_codes()
         self._forget_clips()
         self.followed.forget()
@@ -346,12 +396,18 @@ class ClippedModule(nn.Module):
         self.limit_clip_steps()
         self.follow_clips()
         self._let_go()
-        clips = [one for clip in self.clips().values() for one in (clip, clip.grad) if one is not None]
+        clips = [
+            one for clip in self.clips().values() for one in (clip, clip.grad) if one is not None
+        ]
         stay = set(map(id, clips))
 
         def applied(tensor: torch.Tensor) -> torch.Tensor:
             made = fn(tensor)
-            return tensor.to(made.device) if id(tensor) in stay and made.dtype != tensor.dtype else made
+            return (
+                tensor.to(made.device)
+                if id(tensor) in stay and made.dtype != tensor.dtype
+                else made
+            )
 
         super()._apply(applied, *arguments, **options)
         if not self.schedule.begun:  # `to_empty` leaves anything in them
@@ -360,7 +416,10 @@ class ClippedModule(nn.Module):
 
 
 def _made(declared: Parameter, device: torch.device | None, trained: bool = True) -> nn.Parameter:
-    """A parameter that a program declares, with first values; float32, whatever PyTorch's default is."""
-    made = nn.Parameter(torch.empty(declared.shape, dtype=torch.float32, device=device), requires_grad=trained)
+    """A parameter that a program declares, with first values; float32, whatever PyTorch's default
+    is."""
+    made = nn.Parameter(
+        torch.empty(declared.shape, dtype=torch.float32, device=device), requires_grad=trained
+    )
     declared.initialise(made)
     return made

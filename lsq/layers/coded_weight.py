@@ -14,13 +14,17 @@ from lsq.program.values import Weight
 from lsq.quant import WeightFormat
 
 ADVICE = (
-    "lsq.freeze keeps this weight as codes alone, without floats in memory, and nothing can write to it: "
-    "call lsq.revert(model) to train, load or merge weights; lsq.conversion.float_state_dict(model) has "
+    "lsq.freeze keeps this weight as codes alone, without floats in memory, and nothing can write"
+    " to it: "
+    "call lsq.revert(model) to train, load or merge weights; lsq.conversion.float_state_dict(model)"
+    " has "
     "floats to save"
 )
 _SHARED = (
-    torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default,
-)  # fmt: skip
+    torch.ops.aten.detach.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+)
 """Operations whose result shares the codes, which nobody can change."""
 
 
@@ -58,7 +62,9 @@ class Unread(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: VirtualTensor) -> Unread:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="cpu")
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, device="cpu"
+        )
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
@@ -90,11 +96,15 @@ class ReadOnly(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
         options, schema = options or {}, function._schema
-        given = {one.name: value for one, value in zip(schema.arguments, arguments, strict=False)} | options
+        given = {
+            one.name: value for one, value in zip(schema.arguments, arguments, strict=False)
+        } | options
         aliased = [
-            one.alias_info for one in schema.arguments
-            if one.alias_info and any(isinstance(value, ReadOnly) for value in tree_leaves(given.get(one.name)))
-        ]  # fmt: skip
+            one.alias_info
+            for one in schema.arguments
+            if one.alias_info
+            and any(isinstance(value, ReadOnly) for value in tree_leaves(given.get(one.name)))
+        ]
         if any(one.is_write for one in aliased):
             raise RuntimeError(f"{function.name()} would write here: {ADVICE}")
         arguments, options = tree_map_only(ReadOnly, lambda one: one.decode(), (arguments, options))
@@ -159,7 +169,9 @@ class CodedWeight(ReadOnly):
     @staticmethod
     def __new__(cls, codes: Codes, first: int, last: int, dtype: torch.dtype) -> CodedWeight:
         shape = (codes.columns, last - first) if codes.by_inputs else (last - first, codes.columns)
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.stored.device)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=codes.stored.device
+        )
         made.codes, made.first, made.last = codes, first, last
         return made
 
@@ -216,7 +228,9 @@ class CodedWeight(ReadOnly):
         return torch.from_dlpack(self.codes.stored[self.first : self.last]).untyped_storage()
 
     def __deepcopy__(self, memo):
-        memo[id(self)] = found = CodedWeight.parameter(self.codes, self.first, self.last, self.dtype)
+        memo[id(self)] = found = CodedWeight.parameter(
+            self.codes, self.first, self.last, self.dtype
+        )
         return found
 
     def __reduce_ex__(self, protocol):

@@ -1,5 +1,6 @@
-"""Activations in formats without a fast product: as decoded values, and as codes where products of weights that stay as
-they are multiply those. M rows, K columns."""
+"""Activations in formats without a fast product: as decoded values, and as codes where products of
+weights that stay as they are multiply those. M rows, K columns.
+"""
 
 import math
 
@@ -27,8 +28,13 @@ def decode(builder: Builder, x: Rows, clip: str | None) -> Rows:
         return x
     bits, own = (-(-math.prod(x.floats.shape) // 8),), name + ".decoded"
     decoded = FakeQuantize(
-        x=x.floats, clip=builder.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=builder.quant.activation_clip),
-        out=builder.like(own, x.floats), form=form, given=form.grain == Grain.TENSOR,
+        x=x.floats,
+        clip=builder.parameter(
+            clip, (1,), Kind.ACTIVATION_CLIP, start=builder.quant.activation_clip
+        ),
+        out=builder.like(own, x.floats),
+        form=form,
+        given=form.grain == Grain.TENSOR,
         clipped=builder.tensor(own + ".clipped", bits, torch.uint8) if builder.backward else None,
     )
     builder.activations[name] = builder.add(decoded).out
@@ -36,18 +42,24 @@ def decode(builder: Builder, x: Rows, clip: str | None) -> Rows:
 
 
 def grouped(builder: Builder, x: Rows, weight: str) -> GroupedCodes | None:
-    """Decoded x [M, K] as int8 codes with scales of groups, where a product with the weight of that name takes them."""
-    producer, form = builder.producer(x.floats), None if builder.quant.coded else builder.quant.weight_form(weight)
+    """Decoded x [M, K] as int8 codes with scales of groups, where a product with the weight of that
+    name takes them."""
+    producer, form = (
+        builder.producer(x.floats),
+        None if builder.quant.coded else builder.quant.weight_form(weight),
+    )
     if form is None or not isinstance(producer, FakeQuantize) or not builder.multiplies_groups:
         return None
     group = common_group(producer.form, form)
     if group is None:
         return None
-    group = min(group, -(-x.floats.shape[1] // STEP) * STEP)  # what is beyond the last input would be multiplied, too
+    # what is beyond the last input would be multiplied, too
+    group = min(group, -(-x.floats.shape[1] // STEP) * STEP)
     if producer.coded is None:
         rows, name, grain = x.floats.shape[0], x.floats.name, producer.form.grain
         producer.coded = GroupedCodes(
-            codes=builder.tensor(name + ".codes", x.floats.shape, torch.int8), group=grain.columns or group,
+            codes=builder.tensor(name + ".codes", x.floats.shape, torch.int8),
+            group=grain.columns or group,
             scale=builder.tensor(name + ".scale", (rows, grain.grid(x.floats.shape)[1])),
         )
     return producer.coded.regrouped(group)

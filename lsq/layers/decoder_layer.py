@@ -1,4 +1,5 @@
-"""TransformerDecoderLayer: self-attention, attention over the encoder's output and feed-forward in one program."""
+"""TransformerDecoderLayer: self-attention, attention over the encoder's output and feed-forward in
+one program."""
 
 import torch
 
@@ -7,7 +8,13 @@ from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule
-from lsq.layers.packing import Packing, check_memory, pack_time_major, packing_options, unpack_time_major
+from lsq.layers.packing import (
+    Packing,
+    check_memory,
+    pack_time_major,
+    packing_options,
+    unpack_time_major,
+)
 from lsq.layers.positions import position_inputs
 from lsq.layers.torch_compile import beside_the_graph
 
@@ -30,36 +37,50 @@ class TransformerDecoderLayer(ProgramModule):
         self_padding_mask: torch.Tensor | None = None,
         state: State | None = None,
     ) -> torch.Tensor:
-        """x float32 [T, B, H], encoder_out [S, B, H], encoder_padding_mask bool [B, S] -> float32 [T, B, H].
+        """x float32 [T, B, H], encoder_out [S, B, H], encoder_padding_mask bool [B, S] -> float32
+        [T, B, H].
 
-        Without `state` the whole target is there and the future is masked. With a state (an empty dict at first) x is
-        one step [1, B, H]; the layer keeps what the next step needs in the state, a row for each sentence. Results are
-        zero where `self_padding_mask` bool [B, T] says padding.
+        Without `state` the whole target is there and the future is masked. With a state (an empty
+        dict at first) x is one step [1, B, H]; the layer keeps what the next step needs in the
+        state, a row for each sentence. Results are zero where `self_padding_mask` bool [B, T] says
+        padding.
 
         Raises:
-            ValueError: another shape, no sentence or no word; a state in training mode, with more than one step, or
-                before calibration.
+            ValueError: another shape, no sentence or no word; a state in training mode, with more
+                than one step, or before calibration.
         """
         options = packing_options(self)
         rows, packing = pack_time_major(x, self_padding_mask, self.config.hidden, **options)
         if state is not None:
             if x.shape[:2] != (1, encoder_out.shape[1]):
                 raise ValueError(
-                    f"incremental decoding takes one step [1, {encoder_out.shape[1]}, {self.config.hidden}] at a time; "
+                    f"incremental decoding takes one step [1, {encoder_out.shape[1]},"
+                    f" {self.config.hidden}] at a time; "
                     f"given {tuple(x.shape)}"
                 )
-            return unpack_time_major(self.step(rows, encoder_out, encoder_padding_mask, state), packing)
+            return unpack_time_major(
+                self.step(rows, encoder_out, encoder_padding_mask, state), packing
+            )
         check_memory(encoder_out, x)
-        memory, memory_packing = pack_time_major(encoder_out, encoder_padding_mask, self.config.hidden, **options)
+        memory, memory_packing = pack_time_major(
+            encoder_out, encoder_padding_mask, self.config.hidden, **options
+        )
         return unpack_time_major(self.rows(rows, packing, memory, memory_packing), packing)
 
     @beside_the_graph
-    def rows(self, x: torch.Tensor, packing: Packing, memory: torch.Tensor, memory_packing: Packing) -> torch.Tensor:
+    def rows(
+        self, x: torch.Tensor, packing: Packing, memory: torch.Tensor, memory_packing: Packing
+    ) -> torch.Tensor:
         """The same on packed rows: x float32 [M, H], memory [S, H] -> [M, H]."""
         program = programs.decoder_layer(
             self.config, packing.sentences, memory_packing.sentences, self.mode(x, memory)
         )
-        inputs = {"x": x, "starts": packing.starts, "memory": memory, "memory_starts": memory_packing.starts}
+        inputs = {
+            "x": x,
+            "starts": packing.starts,
+            "memory": memory,
+            "memory_starts": memory_packing.starts,
+        }
         inputs |= position_inputs(self.config, packing.positions, packing.shape[1], causal=True)
         (y,) = self.execute(program, inputs)
         return y
@@ -69,7 +90,8 @@ class TransformerDecoderLayer(ProgramModule):
     def step(
         self, x: torch.Tensor, encoder_out: torch.Tensor, padding: torch.Tensor | None, state: State
     ) -> torch.Tensor:
-        """One step of decoding: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] or None -> [B, H].
+        """One step of decoding: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] or
+        None -> [B, H].
 
         Raises:
             ValueError: training mode, or clips that were never measured.
@@ -85,9 +107,14 @@ class TransformerDecoderLayer(ProgramModule):
                 state["cross_scale"] = scale[0]
         memory_packing = Packing(padding, shape=(batch, source), backend=self.target)
         past, inputs = decoding.step_inputs(state, x, config, self.target)
-        inputs |= {"cross": memory_packing.pack(state["cross"]), "source_starts": memory_packing.starts}
+        inputs |= {
+            "cross": memory_packing.pack(state["cross"]),
+            "source_starts": memory_packing.starts,
+        }
         if "cross_scale" in state:
             inputs["cross_scale"] = state["cross_scale"]
-        y, history = self.execute(decoding.decoder_step(config, past, memory_packing.sentences, mode), inputs)
+        y, history = self.execute(
+            decoding.decoder_step(config, past, memory_packing.sentences, mode), inputs
+        )
         decoding.keep_history(state, history)
         return y

@@ -1,6 +1,7 @@
 """Decoding one word at a time: programs of one step, and what layers keep between two steps.
 
-B sentences, P steps so far, H hidden; S rows of a memory; W columns of queries, keys and values, K of keys.
+B sentences, P steps so far, H hidden; S rows of a memory; W columns of queries, keys and values, K
+of keys.
 """
 
 import torch
@@ -18,8 +19,9 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
 
 State = dict[str, torch.Tensor]
-"""What a layer keeps between two steps: "history" [B, P, W], queries, keys and values; a layer with a memory also
-"cross" [B, S, 2K] and, in int8, the "cross_scale" [1]."""
+"""What a layer keeps between two steps: "history" [B, P, W], queries, keys and values; a layer with
+a memory also "cross" [B, S, 2K] and, in int8, the "cross_scale" [1].
+"""
 
 
 def reorder(state: State, order: torch.Tensor) -> None:
@@ -32,18 +34,22 @@ def check_ready(layer: ProgramModule) -> None:
     """Refuse a step of a layer that is not ready for it.
 
     Raises:
-        ValueError: training mode, a layer that went on in floats, or clips that were never measured.
+        ValueError: training mode, a layer that went on in floats, or clips that were never
+            measured.
     """
     if layer.training:
         raise ValueError("incremental decoding needs eval mode; call .eval() first")
     if layer.schedule.fallen:
         raise ValueError(
-            "this layer went on in floats, since lsq.monitor found too much noise in it; incremental decoding is in "
-            "int8: run it on whole targets, or set schedule.fallen = False to decode with that noise"
+            "this layer went on in floats, since lsq.monitor found too much noise in it;"
+            " incremental decoding is in "
+            "int8: run it on whole targets, or set schedule.fallen = False to decode with that"
+            " noise"
         )
     if layer.quant.quantized and not layer.schedule.calibrated:
         raise ValueError(
-            "incremental decoding needs clips that have been measured: load a trained checkpoint, train for an update "
+            "incremental decoding needs clips that have been measured: load a trained checkpoint,"
+            " train for an update "
             "after lsq convert-checkpoint, or run the layer once on a whole target"
         )
 
@@ -51,17 +57,23 @@ def check_ready(layer: ProgramModule) -> None:
 def step_inputs(
     state: State, x: torch.Tensor, config: LayerConfig, backend: Backend
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """(P, inputs of a program of one step) for x float32 [B, H]; an empty state begins its history."""
+    """(P, inputs of a program of one step) for x float32 [B, H]; an empty state begins its
+    history."""
     batch, width = x.shape[0], config.query_columns + 2 * config.key_columns
     if "history" not in state:
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
     past = state["history"].shape[1]
     each = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
-    starts, history_starts, places = backend.send([each, each * (past + 1), torch.full((batch,), past, device="cpu")])
+    starts, history_starts, places = backend.send(
+        [each, each * (past + 1), torch.full((batch,), past, device="cpu")]
+    )
     return past, {
-        "x": x, "starts": starts, "history": state["history"].reshape(batch * past, width),
-        "history_starts": history_starts, **position_inputs(config, places, past + 1, causal=True),
-    }  # fmt: skip
+        "x": x,
+        "starts": starts,
+        "history": state["history"].reshape(batch * past, width),
+        "history_starts": history_starts,
+        **position_inputs(config, places, past + 1, causal=True),
+    }
 
 
 def keep_history(state: State, history: torch.Tensor) -> None:
@@ -76,7 +88,8 @@ def codes_dtype(config: LayerConfig) -> torch.dtype:
 
 @cached
 def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Program:
-    """One step of a causal encoder layer: x [B, H] with what `past` steps left -> x; queries, keys, values of all.
+    """One step of a causal encoder layer: x [B, H] with what `past` steps left -> x; queries, keys,
+    values of all.
 
     `history` [B * P, W] holds the rows of the steps before.
     """
@@ -91,7 +104,8 @@ def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Prog
 
 @cached
 def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
-    """Keys and values of the cross-attention for decoding: memory [S, H] -> [S, 2K], and the scale of their codes."""
+    """Keys and values of the cross-attention for decoding: memory [S, H] -> [S, 2K], and the scale
+    of their codes."""
     b = mode.builder("decoder_memory", config.quant)
     memory = b.input("memory", (rows, config.hidden))
     found = blocks.project_memory(b, config, memory, "encoder_attn.")
@@ -113,7 +127,12 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update, every = _attend_to_history(b, config, residual.rows, starts, past)
     residual = blocks.between(
-        b, config, residual, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
+        b,
+        config,
+        residual,
+        update,
+        own="self_attn_layer_norm",
+        following="encoder_attn_layer_norm",
         clip="encoder_attn.input_clip",
     )
     rows = blocks.stored(b, cross, cross_scale)
@@ -127,7 +146,8 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
 def _attend_to_history(
     b: Builder, config: LayerConfig, rows: Rows, starts: VirtualTensor, past: int
 ) -> tuple[VirtualTensor, Rows]:
-    """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P + 1), W] of all)."""
+    """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P +
+    1), W] of all)."""
     batch, width = rows.tensor.shape[0], config.query_columns + 2 * config.key_columns
     history = b.input("history", (batch * past, width), codes_dtype(config))
     all_starts = b.input("history_starts", (batch + 1,), torch.int32)
@@ -135,7 +155,14 @@ def _attend_to_history(
     every = blocks.append(b, history, qkv, batch)
     memory = Memory(rows=every, key_column=config.query_columns, starts=all_starts)
     update = blocks.attention(
-        b, config, qkv, starts, memory, "self_attn.", causal=False, window=config.window,
+        b,
+        config,
+        qkv,
+        starts,
+        memory,
+        "self_attn.",
+        causal=False,
+        window=config.window,
         bias=position_bias(b, config, "self_attn."),
     )
     return update, every

@@ -16,6 +16,7 @@ def check_devices(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None
     for name, tensor in inputs.items():
         if tensor.device != device:
             raise ValueError(
-                f"{name} is on {tensor.device}, but the parameters of this {type(module).__name__} are on {device}; "
+                f"{name} is on {tensor.device}, but the parameters of this {type(module).__name__}"
+                f" are on {device}; "
                 "move one of the two with .to()"
             )

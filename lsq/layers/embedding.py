@@ -15,12 +15,15 @@ POSITIONS = ("sinusoidal", "learned")
 
 
 def sinusoidal_table(positions: int, hidden: int, padding_idx: int) -> torch.Tensor:
-    """float32 [positions, hidden]: sines, then cosines, as fairseq lays them out; the padding's row is zero.
+    """float32 [positions, hidden]: sines, then cosines, as fairseq lays them out; the padding's row
+    is zero.
 
     Vaswani et al. 2017, section 3.5, with the layout of tensor2tensor.
     """
     half = hidden // 2
-    frequency = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(half - 1, 1)))
+    frequency = torch.exp(
+        torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(half - 1, 1))
+    )
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
     table = torch.cat([angle.sin(), angle.cos()], dim=1)
     table = nn.functional.pad(table, (0, hidden - table.shape[1]))
@@ -57,20 +60,29 @@ class Embedding(ProgramModule):
         layer_norm: bool = False,
     ):
         if positions not in POSITIONS:
-            raise ValueError(f"positions is {positions!r}; allowed: {', '.join(map(repr, POSITIONS))}")
+            raise ValueError(
+                f"positions is {positions!r}; allowed: {', '.join(map(repr, POSITIONS))}"
+            )
         super().__init__(QuantConfig(mode="float"))
         self.padding_idx, self.dropout, self.learned = padding_idx, dropout, positions == "learned"
         self.max_positions = max_positions
         self.scale = math.sqrt(hidden) if scale is None else scale
         rows = max_positions + padding_idx + 1
         table = programs.Table(
-            vocabulary=vocabulary, hidden=hidden, positions=rows, padding=padding_idx, scale=self.scale,
-            dropout=0.0 if layer_norm else dropout, learned=self.learned,
+            vocabulary=vocabulary,
+            hidden=hidden,
+            positions=rows,
+            padding=padding_idx,
+            scale=self.scale,
+            dropout=0.0 if layer_norm else dropout,
+            learned=self.learned,
         )
         self.declare(lambda mode: programs.embedding(self.quant, 1, table, mode))
         self._table = table
         if not self.learned:
-            self.register_buffer("position_weight", sinusoidal_table(rows, hidden, padding_idx), persistent=False)
+            self.register_buffer(
+                "position_weight", sinusoidal_table(rows, hidden, padding_idx), persistent=False
+            )
         with torch.no_grad():
             self.weight[padding_idx] = 0.0
             self.position_weight[padding_idx] = 0.0
@@ -79,7 +91,8 @@ class Embedding(ProgramModule):
     def forward(self, tokens: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """tokens int64 [B, T] -> float32 [T, B, H], zero where there is padding.
 
-        `offset` is the position of the first column, for incremental decoding. Raises as `rows` does.
+        `offset` is the position of the first column, for incremental decoding. Raises as `rows`
+        does.
         """
         self._check(tokens)
         packing = Packing(tokens == self.padding_idx, **packing_options(self))
@@ -90,19 +103,22 @@ class Embedding(ProgramModule):
         """The same as packed rows [M, H], by the packing of the tokens' padding.
 
         Raises:
-            ValueError: a sentence longer than max_positions, an empty batch, or a token outside the vocabulary (on a
-                GPU its row is NaN then).
+            ValueError: a sentence longer than max_positions, an empty batch, or a token outside the
+                vocabulary (on a GPU its row is NaN then).
         """
         self._check(tokens)
         time = tokens.shape[1]
         if time + offset > self.max_positions:
             raise ValueError(
-                f"a sentence of {time + offset} tokens is longer than max_positions = {self.max_positions}; "
+                f"a sentence of {time + offset} tokens is longer than max_positions ="
+                f" {self.max_positions}; "
                 "shorten it or raise the maximum"
             )
         tokens = packing.pack(tokens, fill=self.padding_idx)
         first = self.padding_idx + 1 + offset
-        places = torch.where(tokens != self.padding_idx, packing.positions + first, self.padding_idx)
+        places = torch.where(
+            tokens != self.padding_idx, packing.positions + first, self.padding_idx
+        )
         program = programs.embedding(self.quant, packing.sentences.rows, self._table, self.mode())
         inputs = {"tokens": tokens, "places": places}
         if not self.learned:
@@ -115,12 +131,14 @@ class Embedding(ProgramModule):
     def _check(self, tokens: torch.Tensor) -> None:
         if tokens.dim() != 2 or tokens.numel() == 0:
             raise ValueError(
-                f"the tokens are {tuple(tokens.shape)}; they must be [sentences, time] with at least one word"
+                f"the tokens are {tuple(tokens.shape)}; they must be [sentences, time] with at"
+                " least one word"
             )
         words = self.weight.shape[0]
         if tokens.device.type != "cpu":
             return  # the kernel answers with NaN: nobody waits for a look
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < words:
             raise ValueError(
-                f"tokens lie between {int(tokens.min())} and {int(tokens.max())}; the vocabulary has {words} words"
+                f"tokens lie between {int(tokens.min())} and {int(tokens.max())}; the vocabulary"
+                f" has {words} words"
             )

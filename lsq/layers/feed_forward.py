@@ -11,7 +11,8 @@ from lsq.layers.torch_compile import beside_the_graph
 class FeedForward(ProgramModule):
     """fc2(dropout(activation(fc1(x)))) with int8 products; float32 [..., H] in and out.
 
-    With config.gated it is fc2(dropout(activation(gate(x)) * up(x))): SwiGLU with "silu" (Shazeer 2020).
+    With config.gated it is fc2(dropout(activation(gate(x)) * up(x))): SwiGLU with "silu" (Shazeer
+    2020).
     """
 
     def __init__(self, config: LayerConfig):

@@ -14,23 +14,31 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
 
 
-def feed_forward_block(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:
-    """Two projections with an activation between them, or three with a gate: normalised rows -> floats [M, H], before
-    dropout."""
+def feed_forward_block(
+    builder: Builder, config: LayerConfig, x: Rows, prefix: str
+) -> VirtualTensor:
+    """Two projections with an activation between them, or three with a gate: normalised rows ->
+    floats [M, H], before dropout.
+    """
     inner = config.feed_forward
     end = End(
-        name=prefix + "activation", clip=prefix + "activation_clip", activation=Activation[config.activation],
+        name=prefix + "activation",
+        clip=prefix + "activation_clip",
+        activation=Activation[config.activation],
         dropout=config.activation_dropout,
     )
-    middle = gated(builder, config, x, prefix, end) if config.gated else project_feed_forward(
-        builder, config, x, prefix + "fc1", inner, end
-    )  # fmt: skip
+    middle = (
+        gated(builder, config, x, prefix, end)
+        if config.gated
+        else project_feed_forward(builder, config, x, prefix + "fc1", inner, end)
+    )
     fc2 = End(name=prefix + "fc2")
     return project_feed_forward(builder, config, middle, prefix + "fc2", config.hidden, fc2).floats
 
 
 def gated(builder: Builder, config: LayerConfig, x: Rows, prefix: str, end: End) -> Rows:
-    """dropout(activation(gate(x)) * up(x)) [M, F], with the activation, the dropout and the clip of `end`."""
+    """dropout(activation(gate(x)) * up(x)) [M, F], with the activation, the dropout and the clip of
+    `end`."""
     inner = config.feed_forward
     ends = (End(name=prefix + name, clip=f"{prefix}{name}_clip") for name in ("gate", "up"))
     gate, up = (
@@ -44,19 +52,32 @@ def gated(builder: Builder, config: LayerConfig, x: Rows, prefix: str, end: End)
         rows = end.rows(builder, shape)
     builder.add(
         Gated(
-            gate=gate, up=up, activation=end.activation, dropout=builder.dropout(end.dropout), out=rows.floats,
+            gate=gate,
+            up=up,
+            activation=end.activation,
+            dropout=builder.dropout(end.dropout),
+            out=rows.floats,
             rounded=rows.coded,
         )
-    )  # fmt: skip
+    )
     return decode(builder, rows, end.clip)
 
 
 def project_feed_forward(
     builder: Builder, config: LayerConfig, x: Rows, name: str, outputs: int, end: End, **options
 ) -> Rows:
-    """A projection of a feed-forward block; `name`: of its parameters. options: see blocks.project."""
+    """A projection of a feed-forward block; `name`: of its parameters. options: see
+    blocks.project."""
     inputs = x.tensor.shape[1]
     return project(
-        builder, x, name + "_weight", (outputs, inputs), end, bias=bias_of(config, name), bound=fan_in(inputs),
-        bias_bound=fan_in(inputs), by_inputs=config.by_inputs, **options,
+        builder,
+        x,
+        name + "_weight",
+        (outputs, inputs),
+        end,
+        bias=bias_of(config, name),
+        bound=fan_in(inputs),
+        bias_bound=fan_in(inputs),
+        by_inputs=config.by_inputs,
+        **options,
     )

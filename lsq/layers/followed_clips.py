@@ -1,4 +1,5 @@
-"""Clips of activations that follow the largest magnitudes of the passes before (QuantConfig.clips="absmax")."""
+"""Clips of activations that follow the largest magnitudes of the passes before
+(QuantConfig.clips="absmax")."""
 
 from collections.abc import Mapping
 
@@ -10,22 +11,27 @@ from lsq.quant import SMALLEST_CLIP
 KEPT = 63 / 64
 """What a clip keeps of itself in a step of an optimizer without a larger value."""
 APART = 4
-"""Floats from one number to the next, since kernels want what they read to begin at multiples of 16 bytes."""
+"""Floats from one number to the next, since kernels want what they read to begin at multiples of 16
+bytes."""
 
 
 class FollowedClips:
-    """The largest magnitudes that a module's training passes have rounded since a step, until its clips follow them.
+    """The largest magnitudes that a module's training passes have rounded since a step, until its
+    clips follow them.
 
-    Operations record them while they round (Coded.seen). The next pass takes the larger of that and of the clip, which
-    has lost a 64th if an optimizer has stepped: so a clip is the largest magnitude of some dozen steps, whatever the
-    number of passes in each, and all that is to be saved is the clip. What was seen stays until a step, so that
-    nothing changes when a state dict is taken before one. Nobody waits for a device. What is not finite counts for
-    nothing, and a clip stays where nothing was recorded.
+    Operations record them while they round (Coded.seen). The next pass takes the larger of that and
+    of the clip, which
+    has lost a 64th if an optimizer has stepped: so a clip is the largest magnitude of some dozen
+    steps, whatever the number of passes in each, and all that is to be saved is the clip. What was
+    seen stays until a step, so that nothing changes when a state dict is taken before one. Nobody
+    waits for a device. What is not finite counts for nothing, and a clip stays where nothing was
+    recorded.
     """
 
     def __init__(self):
         self._seen: torch.Tensor | None = None
-        """[2, clips, APART], the first of each: of training passes since a step, and of passes that do not count."""
+        """[2, clips, APART], the first of each: of training passes since a step, and of passes that
+        do not count."""
         self._names: tuple[str, ...] = ()
         self._step = upkeep.steps()
 
@@ -64,4 +70,5 @@ class FollowedClips:
 
         `counts`: whether it is a training pass.
         """
-        return self._seen.data[0 if counts else 1, self._names.index(clip), :1]  # .data: no backward pass reads it
+        # .data: no backward pass reads it
+        return self._seen.data[0 if counts else 1, self._names.index(clip), :1]

@@ -1,4 +1,5 @@
-"""The projection onto the vocabulary of a model of others, in its place, whose logits are computed when asked for."""
+"""The projection onto the vocabulary of a model of others, in its place, whose logits are computed
+when asked for."""
 
 from functools import partial
 
@@ -22,8 +23,9 @@ IGNORED = -1
 class Head(InPlace):
     """A torch.nn.Linear [V, H] without a bias, for any V: int8 products padded to a multiple of 16.
 
-    While it trains, its result is a lsq.layers.logits.Logits: a cross-entropy on these runs as one program with the
-    projection, and nothing [M, V] is ever stored. Of targets that count for nothing no product is made on the CPU.
+    While it trains, its result is a lsq.layers.logits.Logits: a cross-entropy on these runs as one
+    program with the projection, and nothing [M, V] is ever stored. Of targets that count for
+    nothing no product is made on the CPU.
     """
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
@@ -37,7 +39,9 @@ class Head(InPlace):
         """Of the weight that there is now: tokens may have been added."""
         words, hidden = self.weight.shape
         multiple = DIMENSION_MULTIPLE if self.quant.coded else 1
-        return programs.Vocabulary(words=words, hidden=hidden, padded=-(-words // multiple) * multiple)
+        return programs.Vocabulary(
+            words=words, hidden=hidden, padded=-(-words // multiple) * multiple
+        )
 
     def prunable(self) -> list[str]:
         """Projections onto a vocabulary stay dense."""
@@ -56,7 +60,9 @@ class Head(InPlace):
     @beside_the_graph
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Floats [M, H] -> float32 [M, V]."""
-        program = programs.vocabulary_logits(self.quant, len(rows), self.vocabulary, self.mode_of({"x": rows}))
+        program = programs.vocabulary_logits(
+            self.quant, len(rows), self.vocabulary, self.mode_of({"x": rows})
+        )
         (found,) = self.execute(program, {"x": rows})
         return found[:, : len(self.weight)].contiguous()
 
@@ -67,7 +73,8 @@ class Head(InPlace):
         """Cross-entropy as PyTorch defines it, of rows [M, H] and target int64 [M], in float32.
 
         Raises:
-            ValueError: a target lies outside the vocabulary and is not `ignore` (on a GPU the loss is NaN then).
+            ValueError: a target lies outside the vocabulary and is not `ignore` (on a GPU the loss
+                is NaN then).
         """
         words, counted = len(self.weight), target != ignore
         count = counted.sum()
@@ -78,16 +85,23 @@ class Head(InPlace):
         if not len(rows):
             return self.reached(rows).sum() * 0.0 / (0.0 if mean else 1.0)
         program = programs.vocabulary_loss(
-            self.quant, len(rows), self.vocabulary, self.mode_of({"x": rows}), padding=IGNORED,
-            smoothing=smoothing * (words - 1) / words,  # PyTorch spreads it over all words, fairseq over the others
-        )  # fmt: skip
+            self.quant,
+            len(rows),
+            self.vocabulary,
+            self.mode_of({"x": rows}),
+            padding=IGNORED,
+            smoothing=smoothing
+            * (words - 1)
+            / words,  # PyTorch spreads it over all words, fairseq over the others
+        )
         loss, _ = self.execute(program, {"x": rows, "target": target})
         return loss.squeeze(0) / count if mean else loss.squeeze(0)
 
     def _chosen(
         self, rows: torch.Tensor, target: torch.Tensor, counted: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that count, and others of zeros up to one of a few numbers, for which programs are made.
+        """The rows that count, and others of zeros up to one of a few numbers, for which programs
+        are made.
 
         Raises:
             ValueError: see `loss`.
@@ -98,12 +112,18 @@ class Head(InPlace):
         if count:
             low, high = (int(one) for one in torch.aminmax(target))
             if low < 0 or high >= len(self.weight):
-                raise ValueError(f"targets lie between {low} and {high}; the vocabulary has {len(self.weight)} words")
-        exact = self.calibration_due() and rehearsal.active() is None  # what fills up must not be measured
+                raise ValueError(
+                    f"targets lie between {low} and {high}; the vocabulary has {len(self.weight)}"
+                    " words"
+                )
+        # what fills up must not be measured
+        exact = self.calibration_due() and rehearsal.active() is None
         if count in (0, counted.numel()) or exact:
             return rows, target
         more = filled(count) - count
-        return functional.pad(rows, (0, 0, 0, more)), functional.pad(target, (0, more), value=IGNORED)
+        return functional.pad(rows, (0, 0, 0, more)), functional.pad(
+            target, (0, more), value=IGNORED
+        )
 
 
 def head_class() -> type[Head]:

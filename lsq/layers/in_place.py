@@ -13,7 +13,8 @@ from lsq.layers.programs import Mode
 
 
 class InPlace(ProgramModule):
-    """A module of a model of others that has become lsq's, with the same parameters, hooks and places in the model.
+    """A module of a model of others that has become lsq's, with the same parameters, hooks and
+    places in the model.
 
     New are its clips. A state dict of what it was is a whole one: the next pass measures the clips.
     """
@@ -23,7 +24,8 @@ class InPlace(ProgramModule):
     """What it takes the place of."""
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
-        """Begin to be what another module has become by its class; clips get their memory, and are not measured.
+        """Begin to be what another module has become by its class; clips get their memory, and are
+        not measured.
 
         Args:
             quant: of the model.
@@ -35,7 +37,8 @@ class InPlace(ProgramModule):
         raise NotImplementedError
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Of each parameter that one of the program's is made of: its path, its module, its name there."""
+        """Of each parameter that one of the program's is made of: its path, its module, its name
+        there."""
         yield name, *self._holder(name)
 
     def forget_floats(self, name: str) -> None:
@@ -43,7 +46,8 @@ class InPlace(ProgramModule):
         self.codes.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
-        """How a program of this layer runs on these inputs now: what needs no gradient costs none."""
+        """How a program of this layer runs on these inputs now: what needs no gradient costs
+        none."""
         mode = self.mode(*inputs.values())
         if not mode.backward:
             return mode
@@ -65,10 +69,15 @@ class InPlace(ProgramModule):
             del self._parameters[self.state_name(name)]
         for name in self.STATE:
             self.__dict__.pop(name, None)
-        if "parametrizations" in self._modules:  # torch.nn.utils.parametrize has made a class of ours
+        # torch.nn.utils.parametrize has made a class of ours
+        if "parametrizations" in self._modules:
             attributes = vars(type(self)).items()
-            kept = {name: one for name, one in attributes if name not in ("__dict__", "__weakref__")}
-            self.__class__ = type(f"Parametrized{self.float_class.__name__}", (self.float_class,), kept)
+            kept = {
+                name: one for name, one in attributes if name not in ("__dict__", "__weakref__")
+            }
+            self.__class__ = type(
+                f"Parametrized{self.float_class.__name__}", (self.float_class,), kept
+            )
         else:
             self.__class__ = self.float_class
 
@@ -82,7 +91,11 @@ class InPlace(ProgramModule):
 @functools.cache
 def class_in_place(kind: type[InPlace], float_class: type[nn.Module], name: str) -> type[InPlace]:
     """The class of a `kind` that takes the place of a `float_class`, and is one, too."""
-    attributes = {"float_class": float_class, "made_by": (kind, float_class, name), "__module__": kind.__module__}
+    attributes = {
+        "float_class": float_class,
+        "made_by": (kind, float_class, name),
+        "__module__": kind.__module__,
+    }
     return type(name, (kind, float_class), attributes)
 
 

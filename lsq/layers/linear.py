@@ -1,4 +1,5 @@
-"""Projections by themselves, which take the place of float ones: QuantizedLinear, and that of transformers' Conv1D."""
+"""Projections by themselves, which take the place of float ones: QuantizedLinear, and that of
+transformers' Conv1D."""
 
 import functools
 
@@ -23,10 +24,11 @@ FLOATS = {torch.float32, torch.bfloat16}
 
 
 class Projection(InPlace):
-    """y = x weight^T + bias with an int8 product; floats [..., inputs] in, [..., outputs] of the same dtype out.
+    """y = x weight^T + bias with an int8 product; floats [..., inputs] in, [..., outputs] of the
+    same dtype out.
 
-    Under torch.autocast the result has the dtype of that. What needs no gradient costs none. Of no rows, it is that of
-    the float layer.
+    Under torch.autocast the result has the dtype of that. What needs no gradient costs none. Of no
+    rows, it is that of the float layer.
     """
 
     by_inputs = False
@@ -43,15 +45,22 @@ class Projection(InPlace):
         self.let_clips_learn(self.weight.requires_grad)
 
     def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
-        for name, size in zip(("inputs", "outputs") if self.quant.coded else (), self.sizes, strict=False):
+        for name, size in zip(
+            ("inputs", "outputs") if self.quant.coded else (), self.sizes, strict=False
+        ):
             check_dimension(name, size)
         rounded = self.quant.coded and self.quant.backward == "int8"
         if not (mode.backend.either_border and rounded and FLOATS.issuperset(dtypes)):
             dtypes = (torch.float32,) * 3
         return programs.linear(
-            self.quant, rows, *self.sizes, mode, bias=self.bias is not None, by_inputs=self.by_inputs,
+            self.quant,
+            rows,
+            *self.sizes,
+            mode,
+            bias=self.bias is not None,
+            by_inputs=self.by_inputs,
             dtypes=dtypes,
-        )  # fmt: skip
+        )
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +77,9 @@ class Projection(InPlace):
             return self.reached(self._in_floats(x))
         rows = rows_of(x, inputs)
         wanted = result_dtype(x)
-        program = self._program(rows.shape[0], self.mode_of({"x": x}), (x.dtype, self.weight.dtype, wanted))
+        program = self._program(
+            rows.shape[0], self.mode_of({"x": x}), (x.dtype, self.weight.dtype, wanted)
+        )
         (y,) = self.execute(program, {"x": rows})
         return y.view(*x.shape[:-1], outputs).to(wanted)
 
@@ -81,7 +92,8 @@ class Projection(InPlace):
 
 
 class QuantizedLinear(Projection, nn.Linear):
-    """A torch.nn.Linear with an int8 product: one for everybody else, with the same parameters beside its clips.
+    """A torch.nn.Linear with an int8 product: one for everybody else, with the same parameters
+    beside its clips.
 
     Raises:
         ValueError: a width that int8 products cannot take.
@@ -89,7 +101,9 @@ class QuantizedLinear(Projection, nn.Linear):
 
     float_class = nn.Linear
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, quant: QuantConfig | None = None):
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool = True, quant: QuantConfig | None = None
+    ):
         super().__init__(quant or QuantConfig())
         if self.quant.coded:
             check_dimension("inputs", inputs)
@@ -101,7 +115,10 @@ class QuantizedLinear(Projection, nn.Linear):
 
 
 class ByInputs(Projection):
-    """Of a layer with a weight [nx, nf]: the Conv1D of transformers. Its class is `by_inputs_of(that class)`."""
+    """Of a layer with a weight [nx, nf]: the Conv1D of transformers.
+
+    Its class is `by_inputs_of(that class)`.
+    """
 
     by_inputs = True
 

@@ -1,4 +1,5 @@
-"""Memory of a model's training step, planned ahead: rehearse the step, place its tensors, lend them to its modules."""
+"""Memory of a model's training step, planned ahead: rehearse the step, place its tensors, lend them
+to its modules."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,12 +19,15 @@ from lsq.program.step import StepPlan, node_names, plan_step
 MODES = ("planned", "guard", "naive")
 
 
-def rehearse_step(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[rehearsal.Rehearsal, tuple[str, ...]]:
+def rehearse_step(
+    model: nn.Module, step: Callable[[], torch.Tensor]
+) -> tuple[rehearsal.Rehearsal, tuple[str, ...]]:
     """The passes of `step` and a name for each node: that of its module in `model`.
 
     Raises:
-        ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is in eval
-            mode; the step trains modules that are not in it, or is none (see `lsq.program.rehearsal.rehearse`).
+        ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is
+            in eval mode; the step trains modules that are not in it, or is none (see
+            `lsq.program.rehearsal.rehearse`).
     """
     _check_model(model)
     rehearsed = rehearsal.rehearse(step, model.parameters())
@@ -31,11 +35,13 @@ def rehearse_step(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[r
     outside = sorted({type(owner).__name__ for owner in rehearsed.owners if owner not in names})
     if outside:
         raise ValueError(
-            f"the step also trains {', '.join(outside)} outside the model; put all modules into one, and plan that"
+            f"the step also trains {', '.join(outside)} outside the model; put all modules into"
+            " one, and plan that"
         )
     if not any(owner.training for owner in rehearsed.owners):
         raise ValueError(
-            f"this {type(model).__name__} is in eval mode, in which nothing is planned; call model.train() first"
+            f"this {type(model).__name__} is in eval mode, in which nothing is planned; call"
+            " model.train() first"
         )
     return rehearsed, node_names(rehearsed.owners, names)
 
@@ -44,11 +50,17 @@ def _check_model(model: nn.Module) -> None:
     require_model(model)
     modules = list(model.modules())
     if not any(isinstance(module, ProgramModule) for module in modules):
-        raise ValueError(f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan that")
-    if any(getattr(module, "gradient_checkpointing", False) for module in modules):  # so transformers calls it
         raise ValueError(
-            "gradient checkpointing runs layers again in the backward pass, which cannot be planned; call "
-            "model.gradient_checkpointing_disable(), or train without a plan (LsqCallback without largest_batch)"
+            f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan"
+            " that"
+        )
+    # so transformers calls it
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        raise ValueError(
+            "gradient checkpointing runs layers again in the backward pass, which cannot be"
+            " planned; call "
+            "model.gradient_checkpointing_disable(), or train without a plan (LsqCallback without"
+            " largest_batch)"
         )
 
 
@@ -58,19 +70,23 @@ def describe_memory(model: nn.Module, step: Callable[[], torch.Tensor]) -> StepP
     return plan_step(tuple(rehearsed.passes), names, margin=0)
 
 
-def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str = "planned") -> StepMemory | None:
+def plan_memory(
+    model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str = "planned"
+) -> StepMemory | None:
     """Give the tensors inside the layers of `model` fixed places in one arena.
 
     Args:
         model: its ProgramModules run the layers.
-        step: runs the model on the largest batch and returns the loss, a scalar. It is rehearsed: the layers compute
-            nothing, their results are zeros. Every training step must run the same layers in the same order, on batches
-            no larger. A model in eval mode has no plan and is free.
-        mode: "planned"; "guard" checks every access to a planned tensor and is slow; "naive" takes any plan away.
+        step: runs the model on the largest batch and returns the loss, a scalar. It is rehearsed:
+            the layers compute nothing, their results are zeros. Every training step must run the
+            same layers in the same order, on batches no larger. A model in eval mode has no plan
+            and is free.
+        mode: "planned"; "guard" checks every access to a planned tensor and is slow; "naive" takes
+            any plan away.
 
     Returns:
-        The memory, which `release_memory` gives back; printed, it tells what was planned, and what others keep outside
-        of it. None under "naive", and where the C++ library is not built.
+        The memory, which `release_memory` gives back; printed, it tells what was planned, and what
+        others keep outside of it. None under "naive", and where the C++ library is not built.
 
     Raises:
         ValueError: an unknown mode, or a step that cannot be planned (see `rehearse_step`).

@@ -1,4 +1,5 @@
-"""What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
+"""What every module that runs a program shares: parameters with clips, calibration, cached codes of
+weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,21 +28,34 @@ from lsq.program.program import Program
 from lsq.program.values import SEEN
 from lsq.quant.random import draw_key, key_of
 
-Watcher = Callable[["ProgramModule", Program, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], None]
-"""Sees every pass in training mode: module, program, inputs and parameters by name, results; see lsq.monitoring."""
+Watcher = Callable[
+    ["ProgramModule", Program, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], None
+]
+"""Sees every pass in training mode: module, program, inputs and parameters by name, results; see
+lsq.monitoring."""
 
 
 class ProgramModule(ClippedModule):
-    """A module that computes by running a program, and has the parameters that the program declares.
+    """A module that computes by running a program, and has the parameters that the program
+    declares.
 
-    `step_memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
-    `backend` is where it runs; None: where its parameters are.
+    `step_memory` is where the tensors of its training passes lie, if that was planned (see
+    `lsq.layers.memory`). `backend` is where it runs; None: where its parameters are.
     """
 
     STATE = (
-        "quant", "declared", "tensor_names", "codes", "schedule", "followed", "weight_masks", "backend",
-        "_observer", "_watcher", "step_memory",
-    )  # fmt: skip
+        "quant",
+        "declared",
+        "tensor_names",
+        "codes",
+        "schedule",
+        "followed",
+        "weight_masks",
+        "backend",
+        "_observer",
+        "_watcher",
+        "step_memory",
+    )
     """Its attributes beside those of nn.Module."""
     takes_float_states = False
     """Whether a state dict without clips is complete: they are measured in the next pass."""
@@ -60,8 +74,8 @@ class ProgramModule(ClippedModule):
     def declare(self, build: Callable[[Mode], Program], *, measure: bool = True) -> None:
         """Make the parameters that a program declares, and measure the clips of weights.
 
-        `build` is given how the program would be trained, and makes it for a batch of any size. Without `measure` the
-        first pass measures them.
+        `build` is given how the program would be trained, and makes it for a batch of any size.
+        Without `measure` the first pass measures them.
         """
         program = build(Mode(training=True, backward=True, backend=backend("reference")))
         self.tensor_names = tensor_names(program, self.state_names)
@@ -82,14 +96,18 @@ class ProgramModule(ClippedModule):
 
     def mode(self, *inputs: torch.Tensor) -> Mode:
         """How a program of this module runs on these inputs now."""
-        return Mode(training=self.training, backward=self.wants_backward(*inputs), backend=self.target)
+        return Mode(
+            training=self.training, backward=self.wants_backward(*inputs), backend=self.target
+        )
 
     @property
     def target(self) -> Backend:
         """Where it runs."""
         return self.backend or for_device(self.every_parameter()[0].device)
 
-    def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def execute(
+        self, program: Program, inputs: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         """Run `program` on `inputs` and this module's parameters, calibrating first if that is due.
 
         Raises:
@@ -115,7 +133,9 @@ class ProgramModule(ClippedModule):
         if calibrating and not self.schedule.calibrated:
             shards.measures_first(self)
         if weights_due or replaced:
-            self._measure_weights(calibration, again=self.schedule.begun, anew=replaced, all=weights_due)
+            self._measure_weights(
+                calibration, again=self.schedule.begun, anew=replaced, all=weights_due
+            )
         key = self._random_key(program, inputs, target)
         codes = self.codes.of(
             program, parameters, target, changing=self._changes, sources=self.sources
@@ -131,11 +151,16 @@ class ProgramModule(ClippedModule):
         if self._observer is not None and program.output_gradients:
             self._observer.weights(self, {**tensors, **parameters})
         memory = self.step_memory if self.training else None
-        fleeting = {*calibration.written, *shards.unsettled(self)}  # FSDP2 gathers clips anew to go back
-        fleeting |= set(self.clips()) if measuring else set()  # the next use in this step may measure as well
+        # FSDP2 gathers clips anew to go back
+        fleeting = {
+            *calibration.written,
+            *shards.unsettled(self),
+        }
+        # the next use in this step may measure as well
+        fleeting |= set(self.clips()) if measuring else set()
         outputs = Execution(
             program, target, hooks=hooks, memory=memory, owner=self, fleeting=fleeting
-        )(tensors)  # fmt: skip
+        )(tensors)
         every = shards.sees_copies(self) and not self.quant.learned
         shards.measured(self, self.clips() if every else calibration.written)
         calibration.finish()
@@ -155,12 +180,16 @@ class ProgramModule(ClippedModule):
         return outputs
 
     def fall_back(self) -> None:
-        """Go on in floats: from now on nothing of this module is rounded. Its clips stay, and do not change."""
+        """Go on in floats: from now on nothing of this module is rounded.
+
+        Its clips stay, and do not change.
+        """
         self.schedule.fallen = True
         self._drop_codes()
 
     def trained(self) -> bool:
-        """Whether any of its parameters is; else codes of weights are kept in training mode, too."""
+        """Whether any of its parameters is; else codes of weights are kept in training mode,
+        too."""
         return any(parameter.requires_grad for parameter in self.every_parameter())
 
     def reached(self, nothing: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -174,7 +203,8 @@ class ProgramModule(ClippedModule):
         own = [self.own_parameter(virtual.name) for virtual in program.parameters]
         if any(map(shards.is_shard, own)):
             raise ValueError(
-                f"parameters of this {type(self).__name__} are shards of FSDP2, of which nothing can be computed; call "
+                f"parameters of this {type(self).__name__} are shards of FSDP2, of which nothing"
+                " can be computed; call "
                 "fully_shard on it, or on a module around it, and call that"
             )
         if self.weight_masks is None:
@@ -183,18 +213,23 @@ class ProgramModule(ClippedModule):
             self.weight_masks.warn_alone()
         return {virtual.name: self.values_of(virtual.name) for virtual in program.parameters}
 
-    def _random_key(self, program: Program, inputs: dict[str, torch.Tensor], target: Backend) -> torch.Tensor:
+    def _random_key(
+        self, program: Program, inputs: dict[str, torch.Tensor], target: Backend
+    ) -> torch.Tensor:
         """For what a pass does at random, int64 [1].
 
-        Each pass in training mode draws it from PyTorch's generator, also one that needs none: reentrant checkpointing
-        goes forward without gradients first, and rounds them in a second pass that draws from the same state again.
+        Each pass in training mode draws it from PyTorch's generator, also one that needs none:
+        reentrant checkpointing goes forward without gradients first, and rounds them in a second
+        pass that draws from the same state again.
         """
         if self.training:
             (key,) = target.send([draw_key()])
             return key
         if not program.draws:
             return torch.zeros(1, dtype=torch.int64, device=target.place)
-        trained = sorted((one for one in self.every_parameter() if one.requires_grad), key=torch.Tensor.numel)
+        trained = sorted(
+            (one for one in self.every_parameter() if one.requires_grad), key=torch.Tensor.numel
+        )
         return key_of(next(iter(inputs.values())), *trained[-1:])  # another one after each update
 
     def _changes(self, weight: str, clip: torch.Tensor) -> bool:
@@ -202,9 +237,11 @@ class ProgramModule(ClippedModule):
         return self.training and any(one.requires_grad for one in (clip, *self.sources(weight)))
 
     def _check_codes(self, program: Program) -> list[str]:
-        """Forget kept codes of weights that have changed; names of those that got other values without a clip.
+        """Forget kept codes of weights that have changed; names of those that got other values
+        without a clip.
 
-        So does who loads weights by `copy_`. Clips that an optimizer or a user has frozen beside weights stay.
+        So does who loads weights by `copy_`. Clips that an optimizer or a user has frozen beside
+        weights stay.
         """
         rows, replaced = max((one.shape[0] for one in program.inputs if one.shape), default=1), []
         for virtual in program.weights.values():
@@ -214,31 +251,39 @@ class ProgramModule(ClippedModule):
                     continue
                 parts = self.sources(name)
                 written = self.codes.check(name, parts, clip, rows)
-                if written and (clip.requires_grad or not any(part.requires_grad for part in parts)):
+                if written and (
+                    clip.requires_grad or not any(part.requires_grad for part in parts)
+                ):
                     replaced.append(name)
-        measures = self.quant.learned and self.quant.weight_init != "fixed"  # else whoever makes codes does
+        # else whoever makes codes does
+        measures = self.quant.learned and self.quant.weight_init != "fixed"
         return replaced if measures and self.schedule.begun else []
 
     def _follow_clips(self, program: Program, again: bool) -> dict[str, torch.Tensor]:
-        """Let the clips of activations follow the passes before, and say where this one records what it rounds.
+        """Let the clips of activations follow the passes before, and say where this one records
+        what it rounds.
 
         Args:
             program: about to run.
-            again: gradient checkpointing runs the pass again, which rounds under the clips of the first time.
+            again: gradient checkpointing runs the pass again, which rounds under the clips of the
+                first time.
         """
         if self.training and not again:
             self.follow_clips()
         self.followed.begin(self.activation_clips())
         return {
             one.name: self.followed.place(one.name.removesuffix(SEEN), self.training)
-            for one in program.inputs if one.name.endswith(SEEN)
-        }  # fmt: skip
+            for one in program.inputs
+            if one.name.endswith(SEEN)
+        }
 
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips of activations."""
         return self.schedule.activations_due(training=True)
 
-    def _calibrate_operation(self, calibration: Calibration, declared: Operation, operation: Operation) -> None:
+    def _calibrate_operation(
+        self, calibration: Calibration, declared: Operation, operation: Operation
+    ) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""
         rounding = operation.rounding()
         if rounding is None:
@@ -246,10 +291,16 @@ class ProgramModule(ClippedModule):
         clip = declared.rounding().clip.name
         name, widens = clip.removesuffix("_clip"), self.schedule.widens
         self._measure(
-            calibration, name, operation.unrounded(self.target.run), clip,
-            self.quant.activation_init if self.quant.learned else "absmax", self.quant.activation_form(name),
+            calibration,
+            name,
+            operation.unrounded(self.target.run),
+            clip,
+            self.quant.activation_init if self.quant.learned else "absmax",
+            self.quant.activation_form(name),
             percentile=self.quant.percentile,
-            into=rounding.clip, widens=widens, again=widens,
+            into=rounding.clip,
+            widens=widens,
+            again=widens,
         )
         rounding.started = False  # the scale that was written is that of the clip before
 
@@ -272,8 +323,9 @@ class ProgramModule(ClippedModule):
             clip_format.save(destination, prefix, self.quant)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *lists):
-        """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint would bring it, or has
-        another format."""
+        """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint
+        would bring it, or has another format.
+        """
         if self.quant.quantized:
             clip_format.load(state_dict, prefix, self.quant)
         clips = [prefix + self.state_name(name) for name in self.clips()]
@@ -303,4 +355,5 @@ def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
     """
     if x.dim() == 0 or x.shape[-1] != width or x.numel() == 0:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
-    return x if x.dim() == 2 else x.reshape(-1, width)  # as it is, so that planned memory knows it again
+    # as it is, so that planned memory knows it again
+    return x if x.dim() == 2 else x.reshape(-1, width)

@@ -1,7 +1,9 @@
-"""Packing: the real tokens of padded sentences as rows, one sentence after another, and back. Padding is not computed.
+"""Packing: the real tokens of padded sentences as rows, one sentence after another, and back.
 
-B sentences, T time, M real tokens, R rows, H hidden. R is M, or more where programs are made for a few sizes alone: the
-rows behind the last sentence belong to none.
+Padding is not computed.
+
+B sentences, T time, M real tokens, R rows, H hidden. R is M, or more where programs are made for a
+few sizes alone: the rows behind the last sentence belong to none.
 """
 
 import torch
@@ -18,7 +20,8 @@ from lsq.program import rehearsal
 class Packing:
     """Where the tokens of a padded batch lie among packed rows.
 
-    It is made on the CPU, since its sizes choose programs, and sent in one piece. So a padding that lies on a GPU makes
+    It is made on the CPU, since its sizes choose programs, and sent in one piece. So a padding that
+    lies on a GPU makes
     the CPU wait for it: keep a copy on the CPU, and name the backend.
 
     Args:
@@ -28,14 +31,19 @@ class Packing:
         few_sizes: rows and sentences are filled up to one of a few sizes, see Sentences.filled.
 
     Attributes:
-        starts: int32 [B + 1], the first row of each sentence, and M; B filled up by sentences without a token.
+        starts: int32 [B + 1], the first row of each sentence, and M; B filled up by sentences
+            without a token.
         positions: int64 [R], of each row in its sentence; 0 behind the last one.
         sentences: the sizes, by which programs are chosen.
     """
 
     def __init__(
-        self, padding: torch.Tensor | None = None, *, shape: tuple[int, int] | None = None,
-        backend: Backend | None = None, few_sizes: bool = False,
+        self,
+        padding: torch.Tensor | None = None,
+        *,
+        shape: tuple[int, int] | None = None,
+        backend: Backend | None = None,
+        few_sizes: bool = False,
     ):
         backend = backend or for_device(torch.device("cpu") if padding is None else padding.device)
         self.shape = batch, time = tuple(shape if padding is None else padding.shape)
@@ -44,7 +52,11 @@ class Packing:
             positions = torch.arange(time, device="cpu").repeat(batch)
         else:
             present = ~padding.cpu()
-            lengths, index = present.sum(dim=1), present.flatten().nonzero().squeeze(1)  # index: of [B, T]
+            # index: of [B, T]
+            lengths, index = (
+                present.sum(dim=1),
+                present.flatten().nonzero().squeeze(1),
+            )
             positions = (present.cumsum(dim=1) - 1).flatten()[index]
         self.rows = len(positions)
         sentences = Sentences(rows=self.rows, count=batch)
@@ -61,7 +73,11 @@ class Packing:
         """x [B, T, ...] -> [R, ...], with `fill` behind the last sentence."""
         flat = x.reshape(-1, *x.shape[2:])
         rows = flat if self._index is None else flat.index_select(0, self._index)
-        return functional.pad(rows, (0, 0) * (x.dim() - 2) + (0, self._filling), value=fill) if self._filling else rows
+        return (
+            functional.pad(rows, (0, 0) * (x.dim() - 2) + (0, self._filling), value=fill)
+            if self._filling
+            else rows
+        )
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [R, H] -> [B, T, H], zero where there is padding."""
@@ -74,10 +90,12 @@ class Packing:
 
 @beside_the_graph
 def packing_options(model: nn.Module) -> dict:
-    """How to make the Packing (see there) of a batch for the program modules in `model`, or for itself.
+    """How to make the Packing (see there) of a batch for the program modules in `model`, or for
+    itself.
 
-    Sizes are exact in passes that measure clips and in those that somebody observes: what fills them up must not count.
-    A rehearsed pass measures none, and is planned for filled sizes, which are larger.
+    Sizes are exact in passes that measure clips and in those that somebody observes: what fills
+    them up must not count. A rehearsed pass measures none, and is planned for filled sizes, which
+    are larger.
     """
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
@@ -89,19 +107,25 @@ def packing_options(model: nn.Module) -> dict:
 def pack_time_major(
     x: torch.Tensor, padding: torch.Tensor | None, width: int, **options
 ) -> tuple[torch.Tensor, Packing]:
-    """Rows [R, H] of x [T, B, H] with padding bool [B, T] or None, and how they were packed; options: as Packing's.
+    """Rows [R, H] of x [T, B, H] with padding bool [B, T] or None, and how they were packed;
+    options: as Packing's.
 
     Raises:
         ValueError: another shape, no sentence, no word, or a mask that does not fit.
     """
     if x.dim() != 3 or x.shape[2] != width or x.numel() == 0:
         raise ValueError(
-            f"the input is {tuple(x.shape)}; it must be [time, sentences, {width}] with at least one word"
+            f"the input is {tuple(x.shape)}; it must be [time, sentences, {width}] with at least"
+            " one word"
         )
     batch, time = x.shape[1], x.shape[0]
     if padding is not None and tuple(padding.shape) != (batch, time):
-        raise ValueError(f"the padding mask is {tuple(padding.shape)}; for this input it must be {(batch, time)}")
-    packing = Packing(None if padding is None else padding.to(torch.bool), shape=(batch, time), **options)
+        raise ValueError(
+            f"the padding mask is {tuple(padding.shape)}; for this input it must be {(batch, time)}"
+        )
+    packing = Packing(
+        None if padding is None else padding.to(torch.bool), shape=(batch, time), **options
+    )
     return packing.pack(x.transpose(0, 1)), packing
 
 

@@ -1,4 +1,5 @@
-"""Where a layer stands in a model, for patterns of formats: what its tensors are called in the model's state dict."""
+"""Where a layer stands in a model, for patterns of formats: what its tensors are called in the
+model's state dict."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,9 +15,11 @@ from lsq.program.program import Program
 
 
 def placed(
-    config: LayerConfig, path: str, build: Callable[[Mode], Program],
+    config: LayerConfig,
+    path: str,
+    build: Callable[[Mode], Program],
     state_names: Callable[[str], Sequence[str]] = lambda name: [name],
-) -> LayerConfig:  # fmt: skip
+) -> LayerConfig:
     """The configuration of a layer at a place in a model.
 
     Args:
@@ -44,10 +47,16 @@ def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
             if isinstance(module, ProgramModule):
                 quant.at(path, *module.tensor_names, fitted)
                 for found, names in zip(called, module.tensor_names, strict=True):
-                    found += [f"{path}.{name}" if path else name for every in names.values() for name in every]
+                    found += [
+                        f"{path}.{name}" if path else name
+                        for every in names.values()
+                        for name in every
+                    ]
         weights, activations = called
         named = {
-            "weight_format": weights, "activation_format": activations, "gradient_format": weights,
-        }  # fmt: skip
+            "weight_format": weights,
+            "activation_format": activations,
+            "gradient_format": weights,
+        }
         every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         quant.check_fitted(fitted, named, every)

@@ -1,4 +1,5 @@
-"""Where self-attention looks at places: queries and keys that turn, biases by distance, and the inputs for both."""
+"""Where self-attention looks at places: queries and keys that turn, biases by distance, and the
+inputs for both."""
 
 import math
 from functools import lru_cache
@@ -14,8 +15,11 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
 
 
-def turn_heads(builder: Builder, config: LayerConfig, x: VirtualTensor, y: Rows, prefix: str) -> Rows:
-    """Queries, keys and values x [M, ...] -> y, the queries and keys turned, before that normed if heads have norms.
+def turn_heads(
+    builder: Builder, config: LayerConfig, x: VirtualTensor, y: Rows, prefix: str
+) -> Rows:
+    """Queries, keys and values x [M, ...] -> y, the queries and keys turned, before that normed if
+    heads have norms.
 
     Declares inputs of `position_inputs`.
     """
@@ -29,7 +33,10 @@ def turn_heads(builder: Builder, config: LayerConfig, x: VirtualTensor, y: Rows,
         norms = HeadNorms(query=query, key=key, rstd=rstd, epsilon=config.head_norm)
     rotation = Rotation(
         table=builder.input("rotation", (config.rotary.places, config.rotary.columns(width))),
-        places=builder.input("places", (rows,), torch.int64), width=width, queries=config.heads, keys=config.of_keys,
+        places=builder.input("places", (rows,), torch.int64),
+        width=width,
+        queries=config.heads,
+        keys=config.of_keys,
     )
     builder.add(Rotate(x=x, rotation=rotation, norms=norms, out=y.floats, rounded=y.coded))
     return y
@@ -44,14 +51,23 @@ def position_bias(builder: Builder, config: LayerConfig, prefix: str) -> Positio
     if relative.shared:
         table = builder.input("relative_bias", size)
     else:
-        table = builder.parameter(prefix + "relative_bias", size, Kind.TABLE, deviation=config.hidden**-0.5)
-    return PositionBias(table=table, bucket=builder.input("buckets", (2 * relative.farthest + 1,), torch.int64))
+        table = builder.parameter(
+            prefix + "relative_bias", size, Kind.TABLE, deviation=config.hidden**-0.5
+        )
+    return PositionBias(
+        table=table, bucket=builder.input("buckets", (2 * relative.farthest + 1,), torch.int64)
+    )
 
 
 def position_inputs(
-    config: LayerConfig, places: torch.Tensor, longest: int, causal: bool, table: torch.Tensor | None = None
+    config: LayerConfig,
+    places: torch.Tensor,
+    longest: int,
+    causal: bool,
+    table: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Inputs of a program with the layer's self-attention, by name; none where that does not look at places.
+    """Inputs of a program with the layer's self-attention, by name; none where that does not look
+    at places.
 
     Args:
         config: of the layer.
@@ -61,28 +77,39 @@ def position_inputs(
         table: [buckets, N], of biases by distance that several layers share.
 
     Raises:
-        ValueError: a sentence has more words than there are places to turn by, or a shared table is missing.
+        ValueError: a sentence has more words than there are places to turn by, or a shared table is
+            missing.
     """
     rotary, relative, found = config.rotary, config.relative_bias, {}
     if relative is not None:
         found = {"buckets": _buckets(relative, causal, places.device)}
         if relative.shared:
             if table is None:
-                raise ValueError("relative_bias has shared=True, but this layer is given no table; leave `shared` out")
+                raise ValueError(
+                    "relative_bias has shared=True, but this layer is given no table; leave"
+                    " `shared` out"
+                )
             found["relative_bias"] = table
     if rotary is None:
         return found
     if longest > rotary.places:
         raise ValueError(
-            f"a sentence of {longest} words has no more than {rotary.places} places to turn by; shorten it, or give "
+            f"a sentence of {longest} words has no more than {rotary.places} places to turn by;"
+            " shorten it, or give "
             "Rotary more places"
         )
-    return found | {"places": places, "rotation": _table(rotary, config.head_columns, places.device)}
+    return found | {
+        "places": places,
+        "rotation": _table(rotary, config.head_columns, places.device),
+    }
 
 
 @lru_cache(maxsize=16)
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
-    """The same for all layers of a model. Made outside of inference mode, so that training may use it as well."""
+    """The same for all layers of a model.
+
+    Made outside of inference mode, so that training may use it as well.
+    """
     turned = rotary.columns(head_columns)
     with torch.inference_mode(False), torch.device("cpu"):
         if rotary.frequencies is None:
@@ -99,7 +126,8 @@ def _buckets(relative: RelativeBias, causal: bool, device: torch.device) -> torc
 
 
 def bucket_of_distances(relative: RelativeBias, causal: bool) -> torch.Tensor:
-    """int64 [2L + 1]: the buckets of keys from L = `farthest` before to L behind a query, as T5 numbers them."""
+    """int64 [2L + 1]: the buckets of keys from L = `farthest` before to L behind a query, as T5
+    numbers them."""
     distance = torch.arange(-relative.farthest, relative.farthest + 1)
     buckets = relative.buckets if causal else relative.buckets // 2
     behind = torch.zeros_like(distance) if causal else torch.where(distance > 0, buckets, 0)

@@ -1,6 +1,7 @@
 """Programs of whole layers, built once per configuration and sizes.
 
-Rows are packed: the tokens of a batch, sentence after sentence. Names of parameters are those of the modules.
+Rows are packed: the tokens of a batch, sentence after sentence. Names of parameters are those of
+    the modules.
 """
 
 import inspect
@@ -48,8 +49,13 @@ class Mode:
         together = {"begin": start_together} if self.backend.starts_scales else {}
         together |= {"finish": finish_together} if self.backend.leaves_sums else {}
         made = Builder(
-            name, quant, training=self.training, backward=self.backward if self.wanted is None else self.wanted,
-            backend=self.backend, add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
+            name,
+            quant,
+            training=self.training,
+            backward=self.backward if self.wanted is None else self.wanted,
+            backend=self.backend,
+            add=lambda a, b, out: Add(a=a, b=b, out=out),
+            **together,
         )
         made.adapters = {one.weight: one for one in adapters}
         return made
@@ -68,7 +74,8 @@ origins: weakref.WeakKeyDictionary[Program, Origin] = weakref.WeakKeyDictionary(
 
 
 def cached(build):
-    """Keep what `build` returned for the arguments seen last, as long as the same files of tuned products are used.
+    """Keep what `build` returned for the arguments seen last, as long as the same files of tuned
+    products are used.
 
     Those decide how much scratch memory operations take.
     """
@@ -77,7 +84,9 @@ def cached(build):
     @lru_cache(maxsize=PROGRAMS_KEPT)
     def kept(made, *arguments, **named) -> Program:
         built = build(*arguments, **named)
-        origins[built] = Origin(build=program, arguments=signature.bind(*arguments, **named).arguments)
+        origins[built] = Origin(
+            build=program, arguments=signature.bind(*arguments, **named).arguments
+        )
         return built
 
     @wraps(build)
@@ -89,10 +98,19 @@ def cached(build):
 
 @cached
 def linear(
-    quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode, *, bias: bool, by_inputs: bool = False,
+    quant: QuantConfig,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    mode: Mode,
+    *,
+    bias: bool,
+    by_inputs: bool = False,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
-) -> Program:  # fmt: skip
-    """A projection by itself: x [M, K] -> y [M, N]. `by_inputs`: its weight is [K, N]. dtypes: of x, weight and y.
+) -> Program:
+    """A projection by itself: x [M, K] -> y [M, N].
+
+    `by_inputs`: its weight is [K, N]. dtypes: of x, weight and y.
 
     In float mode all floats are float32.
     """
@@ -102,31 +120,47 @@ def linear(
     bound = blocks.fan_in(inputs)
     b.output(
         blocks.project(
-            b, x, "weight", (outputs, inputs), End(name="y", dtype=dtypes[2]), bias="bias" if bias else None,
-            bound=bound, bias_bound=bound, by_inputs=by_inputs, dtype=dtypes[1],
+            b,
+            x,
+            "weight",
+            (outputs, inputs),
+            End(name="y", dtype=dtypes[2]),
+            bias="bias" if bias else None,
+            bound=bound,
+            bias_bound=bound,
+            by_inputs=by_inputs,
+            dtype=dtypes[1],
         ).floats
     )
     return b.build()
 
 
 @cached
-def self_attention(config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool) -> Program:
+def self_attention(
+    config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool
+) -> Program:
     """Multi-head self-attention by itself: x [M, H] -> [M, H]."""
     b = mode.builder("self_attention", config.quant)
     x, starts = packed(b, "x", sentences, config)
     b.output(
-        blocks.self_attention(b, config, blocks.quantize(b, x, "input_clip"), starts, "", causal=causal)
+        blocks.self_attention(
+            b, config, blocks.quantize(b, x, "input_clip"), starts, "", causal=causal
+        )
     )
     return b.build()
 
 
 @cached
-def cross_attention(config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode) -> Program:
+def cross_attention(
+    config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode
+) -> Program:
     """Multi-head attention over a memory by itself: x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("cross_attention", config.quant)
     x, starts = packed(b, "x", sentences, config)
     memory = _project_memory(b, config, source, "")
-    b.output(blocks.cross_attention(b, config, blocks.quantize(b, x, "input_clip"), starts, memory, ""))
+    b.output(
+        blocks.cross_attention(b, config, blocks.quantize(b, x, "input_clip"), starts, memory, "")
+    )
     return b.build()
 
 
@@ -141,17 +175,27 @@ def feed_forward(config: LayerConfig, rows: int, mode: Mode) -> Program:
 
 @cached
 def encoder_layer(
-    config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool = False, heads: bool = False
+    config: LayerConfig,
+    sentences: Sentences,
+    mode: Mode,
+    *,
+    causal: bool = False,
+    heads: bool = False,
 ) -> Program:
-    """x [M, H] -> [M, H]. Causal, it is the layer of a decoder without a memory, as language models have it.
+    """x [M, H] -> [M, H].
 
-    `heads`: queries, keys and values [M, ...] and the scale of their codes come out as well, for decoding.
+    Causal, it is the layer of a decoder without a memory, as language models have it.
+
+    `heads`: queries, keys and values [M, ...] and the scale of their codes come out as well, for
+    decoding.
     """
     b = mode.builder("encoder_layer", config.quant, config.adapters)
     x, starts = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     qkv = blocks.project_heads(b, config, residual.rows, "self_attn.qkv", 3)
-    update = blocks.self_attention(b, config, residual.rows, starts, "self_attn.", causal=causal, qkv=qkv)
+    update = blocks.self_attention(
+        b, config, residual.rows, starts, "self_attn.", causal=causal, qkv=qkv
+    )
     finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
     if heads:
         b.output(qkv.tensor)
@@ -161,14 +205,21 @@ def encoder_layer(
 
 
 @cached
-def decoder_layer(config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode) -> Program:
+def decoder_layer(
+    config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode
+) -> Program:
     """x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("decoder_layer", config.quant, config.adapters)
     x, starts = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update = blocks.self_attention(b, config, residual.rows, starts, "self_attn.", causal=True)
     residual = blocks.between(
-        b, config, residual, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
+        b,
+        config,
+        residual,
+        update,
+        own="self_attn_layer_norm",
+        following="encoder_attn_layer_norm",
         clip="encoder_attn.input_clip",
     )
     memory = _project_memory(b, config, source, "encoder_attn.")
@@ -184,7 +235,13 @@ def vocabulary_logits(quant: QuantConfig, rows: int, sizes: "Vocabulary", mode: 
     x = blocks.quantize(b, b.input("x", (rows, sizes.hidden)), "input_clip")
     b.output(
         blocks.project(
-            b, x, "weight", (sizes.words, sizes.hidden), End(name="logits"), rows=sizes.padded, **sizes.start
+            b,
+            x,
+            "weight",
+            (sizes.words, sizes.hidden),
+            End(name="logits"),
+            rows=sizes.padded,
+            **sizes.start,
         ).floats
     )
     return b.build()
@@ -211,13 +268,21 @@ class Vocabulary:
 def vocabulary_loss(
     quant: QuantConfig, rows: int, sizes: Vocabulary, mode: Mode, *, padding: int, smoothing: float
 ) -> Program:
-    """x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), summed over targets other than `padding`."""
+    """x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), summed over targets other than
+    `padding`."""
     b = mode.builder("vocabulary_loss", quant)
     x = blocks.quantize(b, b.input("x", (rows, sizes.hidden)), "input_clip")
     target = b.input("target", (rows,), torch.int64)
-    weight = unpacked(b, b.weight("weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start))
+    weight = unpacked(
+        b, b.weight("weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start)
+    )
     prediction = Prediction(
-        x=x, weight=weight, target=target, vocabulary=sizes.words, padding=padding, smoothing=smoothing
+        x=x,
+        weight=weight,
+        target=target,
+        vocabulary=sizes.words,
+        padding=padding,
+        smoothing=smoothing,
     )
     for loss in blocks.vocabulary_loss(b, prediction):
         b.output(loss)
@@ -240,25 +305,39 @@ class Table:
 
 @cached
 def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Program:
-    """tokens int64 [M], places int64 [M] -> x [M, H] = dropout(scale * weight[token] + position[place])."""
+    """tokens int64 [M], places int64 [M] -> x [M, H] = dropout(scale * weight[token] +
+    position[place])."""
     b = mode.builder("embedding", quant)
     tokens, places = (b.input(name, (rows,), torch.int64) for name in ("tokens", "places"))
     start = {"kind": Kind.TABLE, "deviation": table.hidden**-0.5}
     weight = b.parameter("weight", (table.vocabulary, table.hidden), **start)
     size = (table.positions, table.hidden)
-    positions = b.parameter("position_weight", size, **start) if table.learned else b.input("position_weight", size)
+    positions = (
+        b.parameter("position_weight", size, **start)
+        if table.learned
+        else b.input("position_weight", size)
+    )
     x = b.tensor("x", (rows, table.hidden))
     b.add(
         Embed(
-            tokens=tokens, places=places, weight=weight, table=positions, scale=table.scale, padding=table.padding,
-            dropout=b.dropout(table.dropout), learned=table.learned, x=x,
+            tokens=tokens,
+            places=places,
+            weight=weight,
+            table=positions,
+            scale=table.scale,
+            padding=table.padding,
+            dropout=b.dropout(table.dropout),
+            learned=table.learned,
+            x=x,
         )
     )
     b.output(x)
     return b.build()
 
 
-def packed(b: Builder, name: str, sentences: Sentences, config: LayerConfig) -> tuple[VirtualTensor, VirtualTensor]:
+def packed(
+    b: Builder, name: str, sentences: Sentences, config: LayerConfig
+) -> tuple[VirtualTensor, VirtualTensor]:
     """The inputs [M, H] and [B + 1] of packed sentences."""
     return b.input(name, (sentences.rows, config.hidden)), sentences.starts(b, "starts")
 
@@ -273,9 +352,16 @@ def _project_memory(b: Builder, config: LayerConfig, source: Sentences, prefix: 
 def finish_with_feed_forward(
     b: Builder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
 ) -> None:
-    """The end of a layer: the residual addition of `update`, whose norm is `own`, and the feed-forward block."""
+    """The end of a layer: the residual addition of `update`, whose norm is `own`, and the
+    feed-forward block."""
     residual = blocks.between(
-        b, config, residual, update, own=own, following="final_layer_norm", clip="feed_forward.input_clip"
+        b,
+        config,
+        residual,
+        update,
+        own=own,
+        following="final_layer_norm",
+        clip="feed_forward.input_clip",
     )
     update = feed_forward_block(b, config, residual.rows, "feed_forward.")
     b.output(blocks.leave(b, config, residual, update, "final_layer_norm"))

@@ -1,6 +1,7 @@
 """When a module measures its clips, by how many training passes it has made.
 
-Plain numbers, so that nobody waits for a device to decide. Checkpoints hold them as tensors beside the parameters.
+Plain numbers, so that nobody waits for a device to decide. Checkpoints hold them as tensors beside
+the parameters.
 """
 
 import math
@@ -11,8 +12,10 @@ from lsq.config import QuantConfig
 from lsq.program import upkeep
 
 WINDOW, WIDEST = 8, 32
-"""Passes one after another that measure activations, so that kinds of batches may take turns: WINDOW, or as many as
-there are between two steps of an optimizer, so that each use of a layer is measured; WIDEST at most."""
+"""Passes one after another that measure activations, so that kinds of batches may take turns:
+WINDOW, or as many as there are between two steps of an optimizer, so that each use of a layer is
+measured; WIDEST at most.
+"""
 WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
 
@@ -20,11 +23,13 @@ WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 ROUNDING = 2**-7
 """What a mean of zeros or of ones may be off, in bfloat16."""
 NEVER = -1
-"""In place of the number of passes: clips hold nothing yet, and the first pass measures all of them."""
+"""In place of the number of passes: clips hold nothing yet, and the first pass measures all of
+them."""
 
 
 def recomputing() -> bool:
-    """Whether a backward pass is going on, which runs a forward pass again: gradient checkpointing."""
+    """Whether a backward pass is going on, which runs a forward pass again: gradient
+    checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -33,7 +38,8 @@ class Schedule:
 
     Attributes:
         calibrated: whether the clips of activations hold measured values.
-        passes: training passes so far, each counted once if gradient checkpointing runs it again; or NEVER.
+        passes: training passes so far, each counted once if gradient checkpointing runs it again;
+            or NEVER.
         fallen: whether the module goes on in floats, so that no clip is measured any more.
     """
 
@@ -52,12 +58,14 @@ class Schedule:
     def _begin_anew(self) -> None:
         """What state dicts do not hold is as in a new module."""
         self._window = self._measured_at = NEVER
-        """The number of passes at which activations began to be measured last, and that when they were last."""
+        """The number of passes at which activations began to be measured last, and that when they
+        were last."""
         self._weights_at = 0
         self._looks = 0
         """How many passes without gradients have measured them since a pass was counted."""
         self._step = self._in_step = self._uses = 0
-        """The optimizers' steps when the last pass was counted, passes since that step, and the most of them."""
+        """The optimizers' steps when the last pass was counted, passes since that step, and the
+        most of them."""
         self._uncounted = False
         """Whether the last pass had no gradients, but may be run again with them."""
 
@@ -76,17 +84,24 @@ class Schedule:
             self.passes = NEVER
             self.restart()
 
-    def activations_due(self, training: bool, again: bool = False, *, trained: bool = False) -> bool:
+    def activations_due(
+        self, training: bool, again: bool = False, *, trained: bool = False
+    ) -> bool:
         """Whether the next pass measures the clips of activations.
 
-        The first pass and training passes 2, 4, 8, ... do, each with the passes of the window that it begins.
+        The first pass and training passes 2, 4, 8, ... do, each with the passes of the window that
+        it begins.
 
-        `again`: it is no new one, see `recomputing`. `trained`: it goes back; it measures nothing then if passes
-        without gradients have done so in its place.
+        `again`: it is no new one, see `recomputing`. `trained`: it goes back; it measures nothing
+        then if passes without gradients have done so in its place.
         """
         if not self._rounds or not self.calibrated:
             return self._rounds
-        start, uses = self._window_start, self._uses + (not self._quant.learned)  # of the first step, this one as well
+        # of the first step, this one as well
+        start, uses = (
+            self._window_start,
+            self._uses + (not self._quant.learned),
+        )
         width = min(max(WINDOW, uses), WIDEST)
         looks = self._looks if self._measured_at == self.passes else 0
         due = self.passes - start < width and looks < (1 if trained else width)
@@ -100,11 +115,15 @@ class Schedule:
 
     @property
     def widens(self) -> bool:
-        """Whether clips that are measured now only grow, since others of the same window were measured before."""
-        return self.calibrated and (self._window == self._window_start or self.passes > self._window_start)
+        """Whether clips that are measured now only grow, since others of the same window were
+        measured before."""
+        return self.calibrated and (
+            self._window == self._window_start or self.passes > self._window_start
+        )
 
     def weights_due(self, training: bool, again: bool = False) -> bool:
-        """Whether the next pass measures the clips of weights: training passes 2, 3, 4, ..., each time 9 % later."""
+        """Whether the next pass measures the clips of weights: training passes 2, 3, 4, ..., each
+        time 9 % later."""
         within = self._quant.learned and self._within(WEIGHTS_AT)
         anew = training and not again and within and self._weights_at != self.passes
         return self._rounds and (not self.begun or (anew and self._quant.weight_init != "fixed"))
@@ -130,7 +149,8 @@ class Schedule:
     def count(self, again: bool, *, trained: bool) -> None:
         """A pass in training mode is through. `trained`: it goes back.
 
-        The kind of checkpointing that goes forward without gradients, and then again with them, counts the second time.
+        The kind of checkpointing that goes forward without gradients, and then again with them,
+        counts the second time.
         """
         if trained and (not again or self._uncounted):
             self.passes += 1
@@ -148,8 +168,8 @@ class Schedule:
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
         """Take the state out of a state dict, or the mean of several; the names that it lacks.
 
-        One without `fallen` is of an earlier version, where nothing falls; there they are bool and int64. Where some
-        of several had clips that nobody had measured, all are measured anew.
+        One without `fallen` is of an earlier version, where nothing falls; there they are bool and
+        int64. Where some of several had clips that nobody had measured, all are measured anew.
 
         Raises:
             ValueError: one is out of its range.

@@ -1,4 +1,5 @@
-"""How an embedding, layers and a final norm run one after another, on packed rows or one word at a time."""
+"""How an embedding, layers and a final norm run one after another, on packed rows or one word at a
+time."""
 
 import torch
 
@@ -7,28 +8,33 @@ from lsq.layers.packing import Packing
 
 
 class Stack:
-    """For modules that have `embed_tokens` (an Embedding), `layers` and `layer_norm` (None: there is no final norm).
+    """For modules that have `embed_tokens` (an Embedding), `layers` and `layer_norm` (None: there
+    is no final norm).
 
-    M rows, B sentences, T time, H hidden. `memory`: what the layers' own `rows` and `step` take beside x, if anything.
+    M rows, B sentences, T time, H hidden. `memory`: what the layers' own `rows` and `step` take
+    beside x, if anything.
     """
 
     def rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> list[torch.Tensor]:
-        """tokens int64 [B, T] -> packed rows float32 [M, H]: the input of the first layer, every layer's output, and
-        the last one normalised."""
+        """tokens int64 [B, T] -> packed rows float32 [M, H]: the input of the first layer, every
+        layer's output, and the last one normalised.
+        """
         states = [self.embedded(tokens, packing, 0)]
         for layer in self.layers:
             states.append(layer.rows(states[-1], packing, *memory))
         return [*states, self._normalised(states[-1])]
 
     def last_rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> torch.Tensor:
-        """The last of `rows` alone; the place of every other one is free as soon as the next layer has run."""
+        """The last of `rows` alone; the place of every other one is free as soon as the next layer
+        has run."""
         x = self.embedded(tokens, packing, 0)
         for layer in self.layers:
             x = layer.rows(x, packing, *memory)
         return self._normalised(x)
 
     def step(self, tokens: torch.Tensor, states: dict[str, State], *memory) -> list[torch.Tensor]:
-        """The same [B, H] for the last of tokens int64 [B, T] alone: those before were the last ones in earlier steps.
+        """The same [B, H] for the last of tokens int64 [B, T] alone: those before were the last
+        ones in earlier steps.
 
         What the layers keep between steps goes into `states`, an empty dict at first.
 
@@ -39,7 +45,8 @@ class Stack:
         past = 0 if kept is None else kept.shape[1]
         if past != tokens.shape[1] - 1:
             raise ValueError(
-                f"{tokens.shape[1]} words are given, but the states hold {past}; only the last word is computed: "
+                f"{tokens.shape[1]} words are given, but the states hold {past}; only the last word"
+                " is computed: "
                 "give a prefix word by word, and begin a new one with empty states"
             )
         # Also of sentences that begin with padding.
@@ -50,7 +57,8 @@ class Stack:
         return [*found, self._normalised(found[-1])]
 
     def embedded(self, tokens: torch.Tensor, packing: Packing, offset: int) -> torch.Tensor:
-        """What the first layer reads, [M, H]: tokens int64 [B, T] that stand behind `offset` others."""
+        """What the first layer reads, [M, H]: tokens int64 [B, T] that stand behind `offset`
+        others."""
         return self.embed_tokens.rows(tokens, packing, offset)
 
     def reorder(self, states: dict[str, State], order: torch.Tensor) -> None:

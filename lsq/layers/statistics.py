@@ -31,13 +31,15 @@ class TensorStatistics:
     zero_share: float
     """Share of elements whose code, or decoded value, is 0."""
     largest_code: int | None
-    """Largest |code| in use; None of values that are no integers under one scale for all that shares a clip."""
+    """Largest |code| in use; None of values that are no integers under one scale for all that
+    shares a clip."""
     bits: int | None
     """Width of such codes."""
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, clip) of every quantised tensor: "encoder.layers.0.self_attn.input" has the clip "..._clip"."""
+    """(name, clip) of every quantised tensor: "encoder.layers.0.self_attn.input" has the clip
+    "..._clip"."""
     seen: set[int] = set()
     for prefix, module in _program_modules(model):
         for name, clip in module.clips().items():
@@ -48,7 +50,8 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def observe(model: nn.Module):
-    """Collect statistics of every forward pass inside: yields a dict of name -> TensorStatistics, the last pass's."""
+    """Collect statistics of every forward pass inside: yields a dict of name -> TensorStatistics,
+    the last pass's."""
     found: dict[str, TensorStatistics] = {}
     modules = list(_program_modules(model))
     for prefix, module in modules:
@@ -86,13 +89,16 @@ class _Observer:
         if by_row:
             outside = 0
         elif rounding.clipped is None:
-            outside = int((operation.unrounded(self._module.target.run).abs() > rounding.clip).sum())
+            outside = int(
+                (operation.unrounded(self._module.target.run).abs() > rounding.clip).sum()
+            )
         else:
             outside = int(quant.unpack_bits(rounding.clipped, codes.numel()).sum())
         self._note(declared.rounding().clip.name, "activation", rounding.clip, codes, form, outside)
 
     def weights(self, module: ProgramModule, tensors: dict[str, torch.Tensor]) -> None:
-        """Look at the weights of a pass: parameters, and codes or values as the program takes them, by name."""
+        """Look at the weights of a pass: parameters, and codes or values as the program takes them,
+        by name."""
         for name, declared in module.declared.items():
             codes, decoded = tensors.get(name + ".codes"), tensors.get(name + ".decoded")
             if declared.clip is None or codes is decoded is None:
@@ -100,15 +106,25 @@ class _Observer:
             weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
             weight = weight.t() if declared.by_inputs else weight
             form = module.quant.weight_form(name)
-            codes = decoded if codes is None else form.unpack(codes, weight.shape[1])[: weight.shape[0]]
+            codes = (
+                decoded if codes is None else form.unpack(codes, weight.shape[1])[: weight.shape[0]]
+            )
             outside = int((weight.abs() > clip[:, None]).sum())
             self._note(declared.clip, "weight", clip, codes, form, outside)
 
     def _note(
-        self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor,
-        form: Format | ScaledFormat | None, outside: int,
-    ) -> None:  # fmt: skip
-        """`codes`: of a ScaledFormat, values. `form`: None where scales are measured, and none is that of the clip."""
+        self,
+        clip_name: str,
+        kind: str,
+        clip: torch.Tensor,
+        codes: torch.Tensor,
+        form: Format | ScaledFormat | None,
+        outside: int,
+    ) -> None:
+        """`codes`: of a ScaledFormat, values.
+
+        `form`: None where scales are measured, and none is that of the clip.
+        """
         bits = None if form is None else integer_bits(form)
         if isinstance(form, ScaledFormat) and bits is not None:
             codes = (codes / clip.view(-1, 1) * form.number.largest).round().nan_to_num()

@@ -1,4 +1,5 @@
-"""What the tensors that a program rounds are called in the state dict of its module, for patterns of formats."""
+"""What the tensors that a program rounds are called in the state dict of its module, for patterns
+of formats."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -9,11 +10,13 @@ from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 
 
-def tensor_names(program: Program, state_names: Callable[[str], Sequence[str]]) -> tuple[Names, Names]:
+def tensor_names(
+    program: Program, state_names: Callable[[str], Sequence[str]]
+) -> tuple[Names, Names]:
     """(weights, activations) of a program and their names in the state dict of its module.
 
-    An activation is called as its clip is, without _clip, and also as the weights of the products that read it are.
-    `state_names`: of a declared parameter.
+    An activation is called as its clip is, without _clip, and also as the weights of the products
+    that read it are. `state_names`: of a declared parameter.
     """
     weights = {name: state_names(name) for name in program.weights}
     readers: defaultdict[VirtualTensor, list[str]] = defaultdict(list)
@@ -21,7 +24,10 @@ def tensor_names(program: Program, state_names: Callable[[str], Sequence[str]]) 
         if isinstance(operation, Project):
             readers[operation.x.tensor] += weights[operation.weight.values.name]
     activations = {
-        name: [*(one.removesuffix("_clip") for one in state_names(name + "_clip")), *readers[tensor]]
+        name: [
+            *(one.removesuffix("_clip") for one in state_names(name + "_clip")),
+            *readers[tensor],
+        ]
         for name, tensor in program.activations.items()
     }
     return weights, activations

@@ -30,7 +30,8 @@ def _in_floats(value: object) -> object:
 
 
 def held(y: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """y, which depends on `parameters` for autograd, though they count for nothing and get no gradient.
+    """y, which depends on `parameters` for autograd, though they count for nothing and get no
+    gradient.
 
     DistributedDataParallel waits for every parameter that it was given.
     """

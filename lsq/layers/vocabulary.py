@@ -10,7 +10,8 @@ from lsq.layers.torch_compile import beside_the_graph
 
 
 class VocabularyProjection(ProgramModule):
-    """Projection of float32 [..., H] onto a vocabulary of any size V, padded to a multiple of 16 inside.
+    """Projection of float32 [..., H] onto a vocabulary of any size V, padded to a multiple of 16
+    inside.
 
     Args:
         vocabulary: V.
@@ -19,7 +20,8 @@ class VocabularyProjection(ProgramModule):
         padding_idx: targets with this value count for nothing.
 
     Raises:
-        ValueError: V is below 2, the shape of `weight` is not [V, H], or int8 products cannot take H.
+        ValueError: V is below 2, the shape of `weight` is not [V, H], or int8 products cannot take
+            H.
     """
 
     def __init__(
@@ -39,9 +41,13 @@ class VocabularyProjection(ProgramModule):
             check_dimension("hidden", hidden)
         self.vocabulary, self.hidden = vocabulary, hidden
         self.padding_idx = -1 if padding_idx is None else padding_idx
-        self.padded = -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.coded else vocabulary
+        self.padded = (
+            -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.coded else vocabulary
+        )
         if weight is not None and tuple(weight.shape) != (vocabulary, hidden):
-            raise ValueError(f"weight is {tuple(weight.shape)}; a shared weight must be {(vocabulary, hidden)}")
+            raise ValueError(
+                f"weight is {tuple(weight.shape)}; a shared weight must be {(vocabulary, hidden)}"
+            )
         self.declare(lambda mode: programs.vocabulary_logits(quant, 1, self._sizes, mode))
         if weight is not None:
             self.weight = weight
@@ -67,28 +73,40 @@ class VocabularyProjection(ProgramModule):
     def loss(
         self, x: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss, nll_loss), scalars summed over targets other than padding, as fairseq defines them.
+        """(loss, nll_loss), scalars summed over targets other than padding, as fairseq defines
+        them.
 
         x float32 [..., H], target int64 [...]. Only `loss` has a gradient.
 
         Raises:
-            ValueError: label_smoothing is not in [0, 1), there is not one target for each position, or one lies
-                outside the vocabulary (on a GPU the losses are NaN then).
+            ValueError: label_smoothing is not in [0, 1), there is not one target for each position,
+                or one lies outside the vocabulary (on a GPU the losses are NaN then).
         """
         if not 0.0 <= label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be at least 0 and below 1")
+            raise ValueError(
+                f"label_smoothing is {label_smoothing!r}; it must be at least 0 and below 1"
+            )
         rows = rows_of(x, self.hidden)
         if target.numel() != rows.shape[0]:
-            raise ValueError(f"the targets are {tuple(target.shape)}; they must be {tuple(x.shape[:-1])}")
+            raise ValueError(
+                f"the targets are {tuple(target.shape)}; they must be {tuple(x.shape[:-1])}"
+            )
         target = target.reshape(-1)
-        elsewhere = target.device.type != "cpu"  # the kernel answers with NaN: nobody waits for a look
+        # the kernel answers with NaN: nobody waits for a look
+        elsewhere = target.device.type != "cpu"
         if not elsewhere and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
             raise ValueError(
-                f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary has "
+                f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary"
+                " has "
                 f"{self.vocabulary} words"
             )
         program = programs.vocabulary_loss(
-            self.quant, rows.shape[0], self._sizes, self.mode(x), padding=self.padding_idx, smoothing=label_smoothing
+            self.quant,
+            rows.shape[0],
+            self._sizes,
+            self.mode(x),
+            padding=self.padding_idx,
+            smoothing=label_smoothing,
         )
         loss, nll = self.execute(program, {"x": rows, "target": target})
         return loss.squeeze(0), nll.squeeze(0).detach()

@@ -1,4 +1,5 @@
-"""Codes of the weights of a module: made anew where training changes them, or kept while nothing does."""
+"""Codes of the weights of a module: made anew where training changes them, or kept while nothing
+does."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,13 @@ class Kept:
 
 class WeightCodes:
     """Those of one module. Those that are not trained are kept until a weight or its clip changes
-    (lsq.program.stamp), and so are all in eval mode. Those that are codes alone (lsq.freeze) keep their own.
+    (lsq.program.stamp), and so are all in eval mode. Those that are codes alone (lsq.freeze) keep
+    their own.
 
-    Of the others, their memory is written again for the same parameters alone: an earlier pass with others, such as
-    those of torch.func.functional_call, may still await its backward pass. Where the optimizer has made the codes of
-    the weights as they are (lsq.optim.Adam), nothing is written.
+    Of the others, their memory is written again for the same parameters alone: an earlier pass with
+    others, such as those of torch.func.functional_call, may still await its backward pass. Where
+    the optimizer has made the codes of the weights as they are (lsq.optim.Adam), nothing is
+    written.
     """
 
     def __init__(self, sums: dict[str, int | None] | None = None):
@@ -63,15 +66,19 @@ class WeightCodes:
         self._weights.pop(name, None)
 
     def changed(self, name: str, values: torch.Tensor) -> bool:
-        """Whether a weight holds other values than when this was asked last; versions miss what FSDP2 gathers.
+        """Whether a weight holds other values than when this was asked last; versions miss what
+        FSDP2 gathers.
 
         On other devices than the CPU always, since the answer would have to be waited for.
         """
         before, self._sums[name] = self._sums.get(name), checksum(values)
         return before is None or before != self._sums[name]
 
-    def check(self, name: str, parts: Sequence[torch.Tensor], clip: torch.Tensor, rows: int) -> bool:
-        """Forget what is kept of a weight if it has changed; whether its values have, but not its clip.
+    def check(
+        self, name: str, parts: Sequence[torch.Tensor], clip: torch.Tensor, rows: int
+    ) -> bool:
+        """Forget what is kept of a weight if it has changed; whether its values have, but not its
+        clip.
 
         Args:
             name: of the weight.
@@ -92,18 +99,22 @@ class WeightCodes:
     @torch.inference_mode(False)  # what is kept may be needed where gradients are
     @torch.no_grad()
     def of(
-        self, program: Program, parameters: Mapping[str, torch.Tensor], place: Backend, *,
+        self,
+        program: Program,
+        parameters: Mapping[str, torch.Tensor],
+        place: Backend,
+        *,
         changing: Callable[[str, torch.Tensor], bool],
         sources: Callable[[str], Sequence[torch.Tensor]],
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
+    ) -> dict[str, torch.Tensor]:
         """Codes and scale of every weight of `program`, by the names of its inputs.
 
         Args:
             program: about to run.
             parameters: its parameters by name, whose codes are wanted.
             place: where it runs.
-            changing: (name of a weight, its clip) -> whether training changes them. Else what is kept is right,
-                since `check` has looked at it.
+            changing: (name of a weight, its clip) -> whether training changes them. Else what is
+                kept is right, since `check` has looked at it.
             sources: the parameters that a weight is made of, by its name.
         """
         codes, lasting = {}, {}
@@ -119,18 +130,24 @@ class WeightCodes:
             training = changing(name, clip)
             made_from = None if training or kept is None else kept.made_from
             mine = kept is not None and (kept.owner == owner if training else made_from is not None)
-            made = {tensor.name: kept.made.get(tensor.name) if mine else None for tensor in virtual.written}
+            made = {
+                tensor.name: kept.made.get(tensor.name) if mine else None
+                for tensor in virtual.written
+            }
             alone = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
             if training or None in made.values():
                 _allocate(virtual, made, place)
                 tensors = {**parameters, **made}
                 weight = virtual.bind(
-                    lambda tensor, tensors=tensors: tensors[tensor.name].detach().to(tensor.dtype).contiguous()
+                    lambda tensor, tensors=tensors: (
+                        tensors[tensor.name].detach().to(tensor.dtype).contiguous()
+                    )
                 )
                 if not (training and alone and upkeep.current(values, clip, weight)):
                     _make(weight, place)
                     coded = weight.codes is not None
-                    if training and alone and coded and not weight.by_inputs:  # others no optimizer rounds
+                    # others no optimizer rounds
+                    if training and alone and coded and not weight.by_inputs:
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
             if not training and all(isinstance(part, nn.Parameter) for part in parts):
@@ -163,21 +180,35 @@ def _make(weight: Weight, place: Backend) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def encoded(
-    values: torch.Tensor, clip: torch.Tensor, form: WeightFormat, place: Backend, *, rows: int, by_inputs: bool,
+    values: torch.Tensor,
+    clip: torch.Tensor,
+    form: WeightFormat,
+    place: Backend,
+    *,
+    rows: int,
+    by_inputs: bool,
     absmax: bool,
-) -> Codes:  # fmt: skip
-    """Round a weight [N, K] to new codes as programs read them (see Weight); `rows`: P, at least N."""
+) -> Codes:
+    """Round a weight [N, K] to new codes as programs read them (see Weight); `rows`: P, at least
+    N."""
     count, columns = values.shape[::-1] if by_inputs else values.shape
     stored = place.allocate((rows, form.stored_columns(columns)), form.storage)
     scale = place.allocate((rows,), torch.float32)
     _make(
         Weight(
-            format=form, values=values.detach().float().contiguous(), clip=clip.detach(), codes=stored, scale=scale,
-            by_inputs=by_inputs, absmax=absmax,
+            format=form,
+            values=values.detach().float().contiguous(),
+            clip=clip.detach(),
+            codes=stored,
+            scale=scale,
+            by_inputs=by_inputs,
+            absmax=absmax,
         ),
         place,
     )
-    return Codes(format=form, stored=stored, scale=scale, rows=count, columns=columns, by_inputs=by_inputs)
+    return Codes(
+        format=form, stored=stored, scale=scale, rows=count, columns=columns, by_inputs=by_inputs
+    )
 
 
 def rounded_values(

@@ -13,8 +13,10 @@ from lsq.quant.pruning import GROUP, KEPT, check_width
 SUFFIX = "_kept"
 """What the buffer of a weight's mask is called behind the weight's own name."""
 ALONE = (
-    "a layer that is to be sparse trains, but its masks stay as they are, and nothing is pruned if there are none yet; "
-    "call lsq.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and the tasks of "
+    "a layer that is to be sparse trains, but its masks stay as they are, and nothing is pruned if"
+    " there are none yet; "
+    "call lsq.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and"
+    " the tasks of "
     "`lsq train` do, or finish() of what that returns"
 )
 
@@ -32,14 +34,16 @@ def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
     counts = (*sizes, *(size * KEPT // GROUP for size in sizes))
     if not whole or int(unpack_bits(found, bits).sum()) not in counts:
         raise ValueError(
-            f"{name} in the checkpoint is no mask of two of four weights; if it is the mean of several checkpoints, "
+            f"{name} in the checkpoint is no mask of two of four weights; if it is the mean of"
+            " several checkpoints, "
             "their masks differ: take those of a time when masks stay, or revert to floats before"
         )
     return found
 
 
 def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of a sparse model as one of a dense model that computes the same: zeros are where masks leave out.
+    """A state dict of a sparse model as one of a dense model that computes the same: zeros are
+    where masks leave out.
 
     Masks of weights that are not there stay.
 
@@ -57,18 +61,21 @@ def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class WeightMasks:
-    """Those of one module. A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits).
+    """Those of one module.
 
-    Its bytes are float16: so averaging buffers or state dicts of equal masks leaves them what they are.
+    A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits).
 
-    Weights themselves keep all their values, which go on learning where gradients are `straight_through`. While a model
-    is dense, its masks keep everything.
+    Its bytes are float16: so averaging buffers or state dicts of equal masks leaves them what they
+        are.
+
+    Weights themselves keep all their values, which go on learning where gradients are
+    `straight_through`. While a model is dense, its masks keep everything.
 
     Attributes:
         names: of the weights that have a mask, as programs call them.
         active: whether a mask leaves anything out; else weights are read as they are.
-        straight_through: whether the gradient of what a mask leaves is that of the whole weight (Bengio et al. 2013,
-            arXiv:1308.3432); else what is masked gets none.
+        straight_through: whether the gradient of what a mask leaves is that of the whole weight
+            (Bengio et al. 2013, arXiv:1308.3432); else what is masked gets none.
         followed: whether somebody chooses masks while the module trains: a lsq.sparsity.Sparsity.
     """
 
@@ -95,7 +102,8 @@ class WeightMasks:
         self.names.append(name)
 
     def remove(self, module: nn.Module) -> None:
-        """Take all masks away; zeros are written where they were active, so that nothing else is computed."""
+        """Take all masks away; zeros are written where they were active, so that nothing else is
+        computed."""
         if self.active:
             self.write_zeros(module)
         for name in self.names:
@@ -118,15 +126,18 @@ class WeightMasks:
         module._drop_codes()
 
     def load(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str) -> None:
-        """Masks are about to be loaded, and count if they leave anything out. Weights without are of a dense model:
-        they get masks that keep everything.
+        """Masks are about to be loaded, and count if they leave anything out.
+
+        Weights without are of a dense model: they get masks that keep everything.
 
         Args:
             module: whose masks they are.
             state: a state dict, which is changed.
             prefix: what names of the module begin with there.
         """
-        paths = {id(one): prefix + path for path, one in module.named_parameters(remove_duplicate=False)}
+        paths = {
+            id(one): prefix + path for path, one in module.named_parameters(remove_duplicate=False)
+        }
         counts = []
         for name in self.names:
             mask = prefix + module.state_name(name) + SUFFIX
@@ -150,7 +161,10 @@ class WeightMasks:
         return found
 
     def apply(self, module: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
-        """What a mask leaves of `values`, a weight of the module; all where it has none. NaN stays NaN."""
+        """What a mask leaves of `values`, a weight of the module; all where it has none.
+
+        NaN stays NaN.
+        """
         if not self.active or name not in self.names:
             return values
         return _Masked.apply(values, self.mask(module, name), self.straight_through)
@@ -164,10 +178,13 @@ class WeightMasks:
         module._drop_codes()
 
     def parts(self, module: nn.Module, name: str) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters that a weight is made of, each with its part of the mask; raises as `check_whole`."""
+        """The parameters that a weight is made of, each with its part of the mask; raises as
+        `check_whole`."""
         check_whole(module, name)
         found = module.sources(name)
-        return list(zip(found, self.mask(module, name).split([len(part) for part in found]), strict=True))
+        return list(
+            zip(found, self.mask(module, name).split([len(part) for part in found]), strict=True)
+        )
 
     def warn_alone(self) -> None:
         """Say once that the module trains and nobody chooses masks."""
@@ -194,7 +211,8 @@ def check_whole(module: nn.Module, name: str) -> None:
     """
     if any(map(shards.is_shard, module.sources(name))):
         raise ValueError(
-            f"{name} of this {type(module).__name__} is a shard of FSDP2, which masks do not know; train sparse "
+            f"{name} of this {type(module).__name__} is a shard of FSDP2, which masks do not know;"
+            " train sparse "
             "weights with DistributedDataParallel"
         )
 

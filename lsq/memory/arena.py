@@ -11,12 +11,14 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 HUGE_PAGE = 2 << 20
-"""Bytes of the pages that the system is asked for on the CPU: fewer page faults, fewer misses in the address cache."""
+"""Bytes of the pages that the system is asked for on the CPU: fewer page faults, fewer misses in
+the address cache."""
 
 
 LINUX = sys.platform == "linux"
 NO_RESERVE = 0x4000 if LINUX else 0
-"""MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than what the machine has, if no batch is."""
+"""MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than what the machine has,
+if no batch is."""
 WIPE_ON_FORK = 18
 """MADV_WIPEONFORK."""
 
@@ -24,19 +26,23 @@ WIPE_ON_FORK = 18
 class Arena:
     """The bytes of a plan.
 
-    On the CPU they are untouched address space: the system gives memory to the pages that are written, once, and they
-    stay. They are given back when the arena and every tensor in it are gone.
+    On the CPU they are untouched address space: the system gives memory to the pages that are
+    written, once, and they stay. They are given back when the arena and every tensor in it are
+    gone.
 
     Args:
         size: bytes.
         device: where, as torch names it.
-        wiped_on_fork: whether a forked process finds zeros there, where the system can, not copies of pages.
+        wiped_on_fork: whether a forked process finds zeros there, where the system can, not copies
+            of pages.
 
     Raises:
         MemoryError: the system refuses so much.
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu", *, wiped_on_fork: bool = True):
+    def __init__(
+        self, size: int, device: torch.device | str = "cpu", *, wiped_on_fork: bool = True
+    ):
         self.size = size
         self.device = torch.device(device)
         if self.device.type == "cpu":
@@ -51,18 +57,24 @@ class Arena:
         """A contiguous tensor at byte `offset`; what is there stays.
 
         Raises:
-            ValueError: it does not lie inside the arena, or the offset is no multiple of the element's size.
+            ValueError: it does not lie inside the arena, or the offset is no multiple of the
+                element's size.
         """
         self._check(offset, shape, dtype)
-        return tensor_in(self._slab.untyped_storage(), self._slab.storage_offset() + offset, shape, dtype)
+        return tensor_in(
+            self._slab.untyped_storage(), self._slab.storage_offset() + offset, shape, dtype
+        )
 
-    def lend(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, weakref.ref]:
+    def lend(
+        self, offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, weakref.ref]:
         """The same with a storage of its own; the reference is dead once nothing uses it."""
         memory = self.tensor(offset, shape, dtype)  # lives on as long as the storage made of it
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
     def release(self, offset: int, size: int) -> None:
-        """Give whole pages among `size` bytes from `offset` on back to the system, on Linux; they are zeros then."""
+        """Give whole pages among `size` bytes from `offset` on back to the system, on Linux; they
+        are zeros then."""
         if self._pages is None or not LINUX:
             return
         first = -(-(self._start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -74,7 +86,8 @@ class Arena:
         size = math.prod(shape) * dtype.itemsize
         if offset < 0 or offset + size > self.size or offset % dtype.itemsize:
             raise ValueError(
-                f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit an arena of "
+                f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit"
+                " an arena of "
                 f"{self.size} bytes"
             )
 
@@ -99,10 +112,13 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
     """Address space of the CPU in which `capacity` bytes can begin at a multiple of HUGE_PAGE."""
     try:
-        pages = mmap.mmap(-1, capacity + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        pages = mmap.mmap(
+            -1, capacity + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        )
     except OSError as error:
         raise MemoryError(
-            f"the system gives no address space for a plan of {capacity} bytes ({error.strerror}); plan for smaller "
+            f"the system gives no address space for a plan of {capacity} bytes ({error.strerror});"
+            " plan for smaller "
             "batches or shorter sentences, or train without a plan"
         ) from error
     if LINUX:

@@ -35,7 +35,9 @@ class Buffer:
         self._require_range("alignment", 1)
         owner = f"buffer {self.name!r}"
         if self.last < self.first:
-            raise ValueError(f"{owner}: it lives from {self.first} to {self.last}; last must not be before first")
+            raise ValueError(
+                f"{owner}: it lives from {self.first} to {self.last}; last must not be before first"
+            )
         if self.alignment & (self.alignment - 1):
             raise ValueError(f"{owner}: alignment is {self.alignment}; it must be a power of two")
 
@@ -43,7 +45,8 @@ class Buffer:
         value = getattr(self, name)
         if not isinstance(value, int) or not lowest <= value <= LARGEST:
             raise ValueError(
-                f"buffer {self.name!r}: {name} is {value!r}; it must be a whole number from {lowest} to 2^62"
+                f"buffer {self.name!r}: {name} is {value!r}; it must be a whole number from"
+                f" {lowest} to 2^62"
             )
 
 

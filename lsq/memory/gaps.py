@@ -1,4 +1,5 @@
-"""Where memory is free: the gaps of a range of bytes, which is handed out and given back in any order."""
+"""Where memory is free: the gaps of a range of bytes, which is handed out and given back in any
+order."""
 
 from bisect import bisect_left
 
@@ -15,19 +16,25 @@ class Gaps:
 
     def __init__(self, size: int, alignment: int = DEFAULT_ALIGNMENT):
         self._alignment = alignment
-        self._gaps = [(0, size // alignment * alignment)]  # (start, end); changed in one step, whatever interrupts
+        # (start, end); changed in one step, whatever interrupts
+        self._gaps = [(0, size // alignment * alignment)]
 
     def __iter__(self):
         """(offset, bytes) of each, in order."""
         return iter([(start, end - start) for start, end in self._gaps])
 
     def take(self, size: int) -> int | None:
-        """The offset of `size` bytes in the smallest gap that has them, the lowest of these; None: there is none.
+        """The offset of `size` bytes in the smallest gap that has them, the lowest of these; None:
+        there is none.
 
         `size` is above 0; best fit leaves the large gaps whole.
         """
         size = self._aligned(size)
-        fitting = ((end - start, number) for number, (start, end) in enumerate(self._gaps) if end - start >= size)
+        fitting = (
+            (end - start, number)
+            for number, (start, end) in enumerate(self._gaps)
+            if end - start >= size
+        )
         length, number = min(fitting, default=(0, None))
         if number is None:
             return None

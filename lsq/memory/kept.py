@@ -1,7 +1,9 @@
 """What is kept of the CPU's memory between passes, and how to give it back.
 
-A training step makes and drops the same tensors again and again. The C library returns large ones to the system at
-once, which clears their pages before it gives them out again: a fifth of a ViT's step. Here pages stay.
+A training step makes and drops the same tensors again and again. The C library returns large ones
+to the system at
+once, which clears their pages before it gives them out again: a fifth of a ViT's step. Here pages
+    stay.
 """
 
 import contextlib
@@ -21,7 +23,8 @@ SMALLEST = 1 << 18
 """Bytes of a tensor that is kept; the C library keeps smaller ones itself."""
 
 _seen_through: list[None] = []
-"""As long as there is something in it, nothing is kept: one entry for each `nothing_kept` that somebody is in."""
+"""As long as there is something in it, nothing is kept: one entry for each `nothing_kept` that
+somebody is in."""
 _rooms: dict[tuple[torch.device, bool], list[Room]] = {}
 
 
@@ -37,7 +40,8 @@ def _pool() -> Pool | None:
         return Pool(_machine())
     except MemoryError:
         warnings.warn(
-            "the system limits the address space of this process (ulimit -v), so lsq keeps no memory between passes, "
+            "the system limits the address space of this process (ulimit -v), so lsq keeps no"
+            " memory between passes, "
             "which makes them slower",
             stacklevel=2,
         )
@@ -46,7 +50,11 @@ def _pool() -> Pool | None:
 
 def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor of the CPU with whatever values, in kept memory if it is large."""
-    if not _seen_through and math.prod(shape) * dtype.itemsize >= SMALLEST and (pool := _pool()) is not None:
+    if (
+        not _seen_through
+        and math.prod(shape) * dtype.itemsize >= SMALLEST
+        and (pool := _pool()) is not None
+    ):
         found = pool.tensor(shape, dtype)
         if found is not None:
             return found
@@ -94,7 +102,8 @@ def release() -> None:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """In it, all memory comes from PyTorch and goes back at once, so that its profilers see everything.
+    """In it, all memory comes from PyTorch and goes back at once, so that its profilers see
+    everything.
 
     That holds for all threads until the last one has left.
     """

@@ -1,7 +1,8 @@
-"""`plan`: offsets for the buffers of a training step, so that those alive at one time do not overlap.
+"""`plan`: offsets for the buffers of a training step, so that those alive at one time do not
+overlap.
 
-Best fit by the live load, which all but reaches the lower bound on trainings, or, where gradients outweigh activations,
-by area. lsq.planner can do more.
+Best fit by the live load, which all but reaches the lower bound on trainings, or, where gradients
+outweigh activations, by area. lsq.planner can do more.
 """
 
 import itertools
@@ -16,22 +17,37 @@ from lsq.memory.placement import place
 
 
 def plan(buffers: Sequence[Buffer]) -> Plan:
-    """Place buffers whose names differ, and prove that none overlap. The result depends on the buffers alone."""
+    """Place buffers whose names differ, and prove that none overlap.
+
+    The result depends on the buffers alone.
+    """
     start = time.perf_counter()
     occupying = [buffer for buffer in buffers if buffer.size]
     bound = max((load for _, load in live_load(occupying)), default=0)
     placement = place(occupying, by_load(occupying))
     if placement.used[0] > bound:
-        placement = min(placement, place(occupying, by_area(occupying)), key=lambda made: made.used[0])
+        placement = min(
+            placement, place(occupying, by_area(occupying)), key=lambda made: made.used[0]
+        )
     for moment, one, other in overlaps(occupying, placement.offsets):
-        raise RuntimeError(f"the plan is wrong: {one.name} and {other.name} overlap at operation {moment}")
+        raise RuntimeError(
+            f"the plan is wrong: {one.name} and {other.name} overlap at operation {moment}"
+        )
     offsets = dict.fromkeys((buffer.name for buffer in buffers), 0)
-    offsets |= {buffer.name: offset for buffer, offset in zip(occupying, placement.offsets, strict=True)}
-    return Plan(offsets=offsets, peak=placement.used[0], lower_bound=bound, seconds=time.perf_counter() - start)
+    offsets |= {
+        buffer.name: offset for buffer, offset in zip(occupying, placement.offsets, strict=True)
+    }
+    return Plan(
+        offsets=offsets,
+        peak=placement.used[0],
+        lower_bound=bound,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def by_load(lives: Sequence) -> list[int]:
-    """The order in which to place buffers: largest live load during the life; then the largest, the earliest, as given.
+    """The order in which to place buffers: largest live load during the life; then the largest, the
+    earliest, as given.
 
     Programs of training are packed best so: what crosses the peak must be packed tightly.
     """
@@ -41,18 +57,22 @@ def by_load(lives: Sequence) -> list[int]:
 
 def by_area(lives: Sequence) -> list[int]:
     """The order: largest size times length of life first; then as given."""
-    return sorted(range(len(lives)), key=lambda i: -lives[i].size * (lives[i].last - lives[i].first + 1))
+    return sorted(
+        range(len(lives)), key=lambda i: -lives[i].size * (lives[i].last - lives[i].first + 1)
+    )
 
 
 def busiest_loads(lives: Sequence) -> list[int]:
     """The largest live load during each life, in bytes.
 
-    Range maxima by doubling: row k of a sparse table holds the maxima over 2^k times; it is made from the row before
-    and dropped after use, so that memory stays linear.
+    Range maxima by doubling: row k of a sparse table holds the maxima over 2^k times; it is made
+    from the row before and dropped after use, so that memory stays linear.
     """
     if not lives:
         return []
-    times, loads = (numpy.array(column, dtype=numpy.int64) for column in zip(*live_load(lives), strict=True))
+    times, loads = (
+        numpy.array(column, dtype=numpy.int64) for column in zip(*live_load(lives), strict=True)
+    )
     first = numpy.searchsorted(times, [one.first for one in lives])
     last = numpy.searchsorted(times, [one.last + 1 for one in lives]) - 1
     exponents = numpy.array([int(length).bit_length() - 1 for length in last - first + 1])
@@ -65,10 +85,11 @@ def busiest_loads(lives: Sequence) -> list[int]:
 
 
 def overlaps(lives: Sequence, offsets: Sequence[int]) -> Iterator[tuple[int, object, object]]:
-    """Yield (time, one, other) where two of `lives` share bytes at one time; it has nothing in common with placing.
+    """Yield (time, one, other) where two of `lives` share bytes at one time; it has nothing in
+    common with placing.
 
-    A sweep over time keeps those that are alive in order of their offsets and compares neighbours. At least one pair is
-    found wherever there are any, not every pair.
+    A sweep over time keeps those that are alive in order of their offsets and compares neighbours.
+    At least one pair is found wherever there are any, not every pair.
     """
     events = [(one.first, 1, number) for number, one in enumerate(lives) if one.size]
     events += [(one.last + 1, 0, number) for number, one in enumerate(lives) if one.size]

@@ -1,4 +1,5 @@
-"""Memory for tensors that come and go: what those of one step have given back, those of the next one take."""
+"""Memory for tensors that come and go: what those of one step have given back, those of the next
+one take."""
 
 import math
 import threading
@@ -43,7 +44,8 @@ class Pool:
         self._lock = threading.Lock()
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A contiguous tensor with a storage of its own and whatever values; None: there is no room. No empty ones.
+        """A contiguous tensor with a storage of its own and whatever values; None: there is no
+        room. No empty ones.
 
         Its memory is taken back when nothing uses the storage any more.
         """
@@ -65,7 +67,8 @@ class Pool:
                 self._arena.release(offset, size)
 
     def _dead(self, lent: _Lent) -> None:
-        self._returned.append(lent.offset)  # without the lock: garbage is collected anywhere, under the lock as well
+        # without the lock: garbage is collected anywhere, under the lock as well
+        self._returned.append(lent.offset)
 
     def _take_back(self) -> None:
         while self._returned:

@@ -16,7 +16,9 @@ Life = tuple[int, int, int]
 
 
 class Workspace:
-    """Tensors of which those that are never needed together share bytes. What they hold is gone after each use.
+    """Tensors of which those that are never needed together share bytes.
+
+    What they hold is gone after each use.
 
     Args:
         lives: of the tensors.
@@ -26,7 +28,8 @@ class Workspace:
         self._offsets, self.size = _planned(tuple(lives))
 
     def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The contiguous tensor of that number; made before the workspace is opened for the first time."""
+        """The contiguous tensor of that number; made before the workspace is opened for the first
+        time."""
         raise NotImplementedError
 
     @contextmanager
@@ -126,8 +129,10 @@ class _PassingWorkspace(Workspace):
 @lru_cache(maxsize=1024)
 def _planned(lives: tuple[Life, ...]) -> tuple[list[int], int]:
     """(the offset of each, bytes of all)."""
-    made = plan([
-        Buffer(name=str(number), size=size, first=first, last=last)
-        for number, (size, first, last) in enumerate(lives)
-    ])
+    made = plan(
+        [
+            Buffer(name=str(number), size=size, first=first, last=last)
+            for number, (size, first, last) in enumerate(lives)
+        ]
+    )
     return list(made.offsets.values()), made.peak

@@ -1,4 +1,5 @@
-"""Signal-to-noise of a model's int8 modules while it trains; those with too much noise go on in floats."""
+"""Signal-to-noise of a model's int8 modules while it trains; those with too much noise go on in
+floats."""
 
 from lsq.monitoring.monitor import Monitor, monitor
 from lsq.monitoring.reading import Bounds, Reading

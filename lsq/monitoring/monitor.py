@@ -1,4 +1,5 @@
-"""Watches the noise of a model's int8 modules while it trains, and lets those go on in floats that have too much."""
+"""Watches the noise of a model's int8 modules while it trains, and lets those go on in floats that
+have too much."""
 
 import logging
 import math
@@ -39,16 +40,25 @@ class Monitor:
     """
 
     def __init__(
-        self, model: nn.Module, *, every: int = 100, rows: int = 64, bounds: Bounds | None = None, patience: int = 2,
-        fall_back: bool = True, writer: Writer | None = None, group: ProcessGroup | None = None,
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        rows: int = 64,
+        bounds: Bounds | None = None,
+        patience: int = 2,
+        fall_back: bool = True,
+        writer: Writer | None = None,
+        group: ProcessGroup | None = None,
+    ):
         for name, value in (("every", every), ("rows", rows), ("patience", patience)):
             require_whole(name, value)
         require_model(model)
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         if not self._modules():
             raise ValueError(
-                f"{type(model).__name__} has no module that computes in int8; call lsq.convert on it first, or build "
+                f"{type(model).__name__} has no module that computes in int8; call lsq.convert on"
+                " it first, or build "
                 "it of lsq.layers"
             )
         self._every, self._rows, self._patience = every, rows, patience
@@ -78,7 +88,10 @@ class Monitor:
         outcome = f"{len(self.fallen)} of {len(self._modules())} modules go on in floats"
         if not self.readings:
             due = self._every * (self.steps // self._every + 1)
-            return f"no reading yet: the next look is at step {due}, and {self.steps} are made\n{outcome}"
+            return (
+                f"no reading yet: the next look is at step {due}, and {self.steps} are"
+                f" made\n{outcome}"
+            )
         rows: dict[str, list[Reading]] = {}
         for name, reading in self.readings.items():
             rows.setdefault(re.sub(r"\b\d+\b", "*", name) or "the model itself", []).append(reading)
@@ -92,7 +105,9 @@ class Monitor:
             ]
             cells = ["-" if figure is None else f"{figure:.1f}" for figure in figures]
             padded = [cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)]
-            lines.append(f"{name:{max(width, len(lines[0].partition('  ')[0]))}}  {'  '.join(padded)}")
+            lines.append(
+                f"{name:{max(width, len(lines[0].partition('  ')[0]))}}  {'  '.join(padded)}"
+            )
         return "\n".join([*lines, outcome])
 
     __repr__ = __str__
@@ -102,7 +117,8 @@ class Monitor:
     def step(self) -> None:
         """Count a step. Call it after each step of the optimizer, in every process.
 
-        Where the step was looked at, processes agree on what was found, and modules with too much noise fall back.
+        Where the step was looked at, processes agree on what was found, and modules with too much
+        noise fall back.
         """
         self.steps += 1
         if self.steps % self._every == 0:
@@ -116,7 +132,10 @@ class Monitor:
         self._watched, self._taken, self._found = {}, set(), {}
 
     def state_dict(self) -> dict:
-        """Plain numbers, from which a training goes on as it would have. What has fallen is in the model's own."""
+        """Plain numbers, from which a training goes on as it would have.
+
+        What has fallen is in the model's own.
+        """
         return {"steps": self.steps, "strikes": dict(self._strikes)}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -126,30 +145,41 @@ class Monitor:
             ValueError: it is none.
         """
         if set(state) != {"steps", "strikes"}:
-            raise ValueError(f"the state has {', '.join(map(repr, state))}; a monitor's has 'steps' and 'strikes'")
+            raise ValueError(
+                f"the state has {', '.join(map(repr, state))}; a monitor's has 'steps' and"
+                " 'strikes'"
+            )
         self.close()
         self.steps, self._strikes = state["steps"], dict(state["strikes"])
         self._arm()
 
     def _modules(self) -> dict[str, ProgramModule]:
         return {
-            name: module for name, module in self._model.named_modules()
+            name: module
+            for name, module in self._model.named_modules()
             if isinstance(module, ProgramModule) and module.quant.quantized
-        }  # fmt: skip
+        }
 
     def _arm(self) -> None:
         """Look at the next step, if it is time."""
         if (self.steps + 1) % self._every == 0:
             self._watched = {
-                module: name for name, module in self._modules().items() if not module.schedule.fallen
+                module: name
+                for name, module in self._modules().items()
+                if not module.schedule.fallen
             }
             for module in self._watched:
                 module._watcher = self._see
 
     def _see(
-        self, module: ProgramModule, program: Program, tensors: Mapping[str, Tensor], outputs: Sequence[Tensor]
+        self,
+        module: ProgramModule,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        outputs: Sequence[Tensor],
     ) -> None:
-        """A pass in training mode: all of a step that go back are looked at; if none does, those without gradients.
+        """A pass in training mode: all of a step that go back are looked at; if none does, those
+        without gradients.
 
         What gradient checkpointing runs again is looked at only where it had no gradients at first.
         """
@@ -164,7 +194,8 @@ class Monitor:
             self._taken.add(module)
 
         def look(gradients: Sequence[Tensor | None]) -> None:
-            if module in self._watched:  # parameters are whole here, also under FSDP2, and as the pass has seen them
+            # parameters are whole here, also under FSDP2, and as the pass has seen them
+            if module in self._watched:
                 self._note(module, sample.reading(gradients))
 
         outputs[0].grad_fn.register_prehook(look)
@@ -183,8 +214,14 @@ class Monitor:
             rows = [[values.get(kind, math.inf) for kind in QUANTITIES] for values in seen]
             table = torch.tensor(rows, dtype=torch.float32)
             device = next(self._model.parameters()).device
-            for name, row in zip(watched.values(), least_of_all(table.to(device), self._group).tolist(), strict=True):
-                values = {kind: value for kind, value in zip(QUANTITIES, row, strict=True) if value < math.inf}
+            for name, row in zip(
+                watched.values(), least_of_all(table.to(device), self._group).tolist(), strict=True
+            ):
+                values = {
+                    kind: value
+                    for kind, value in zip(QUANTITIES, row, strict=True)
+                    if value < math.inf
+                }
                 if values:
                     self.readings[name] = Reading(**values)
         for module, name in watched.items():
@@ -201,25 +238,39 @@ class Monitor:
         if self._fall_back:
             module.fall_back()
             self._release_memory()
-            self._warn(name, broken, f"it goes on in floats, as {len(self.fallen)} of {len(self._modules())} modules")
+            self._warn(
+                name,
+                broken,
+                f"it goes on in floats, as {len(self.fallen)} of {len(self._modules())} modules",
+            )
         elif name not in self._warned:
             self._warned.add(name)
             self._warn(name, broken, "it stays in int8")
 
     def _release_memory(self) -> None:
         """A plan is of programs that are not what they were."""
-        if any(isinstance(one, ProgramModule) and one.step_memory is not None for one in self._model.modules()):
+        if any(
+            isinstance(one, ProgramModule) and one.step_memory is not None
+            for one in self._model.modules()
+        ):
             release_memory(self._model)
-            self._say("planned memory is released, since modules go on in floats; call plan_memory again")
+            self._say(
+                "planned memory is released, since modules go on in floats; call plan_memory again"
+            )
 
     def _warn(self, name: str, broken: list[str], outcome: str) -> None:
         looks = f"{self._patience} looks in a row" if self._patience > 1 else "a look"
         self._say(
-            f"step {self.steps}, {name or type(self._model).__name__}: {' and '.join(broken)}, by {looks}; {outcome}"
+            f"step {self.steps}, {name or type(self._model).__name__}: {' and '.join(broken)}, by"
+            f" {looks}; {outcome}"
         )
 
     def _say(self, text: str) -> None:
-        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_rank() == 0:
+        if (
+            not distributed.is_available()
+            or not distributed.is_initialized()
+            or distributed.get_rank() == 0
+        ):
             logger.warning(text)
 
     def _write(self) -> None:
@@ -232,26 +283,38 @@ class Monitor:
 
 
 def monitor(
-    model: nn.Module, *, every: int = 100, rows: int = 64, bounds: Bounds | None = None, patience: int = 2,
-    fall_back: bool = True, writer: Writer | None = None, group: ProcessGroup | None = None,
-) -> Monitor:  # fmt: skip
-    """Watch the noise of every int8 module of `model` while it trains, and let those with too much go on in floats.
+    model: nn.Module,
+    *,
+    every: int = 100,
+    rows: int = 64,
+    bounds: Bounds | None = None,
+    patience: int = 2,
+    fall_back: bool = True,
+    writer: Writer | None = None,
+    group: ProcessGroup | None = None,
+) -> Monitor:
+    """Watch the noise of every int8 module of `model` while it trains, and let those with too much
+    go on in floats.
 
-    Every so many steps a few rows of a batch are computed twice, by each module as it does and in floats: its results,
-    and the gradients of its inputs and weights from those of its results. A module of which one of the three has less
-    signal-to-noise than its bound, several times in a row, goes on in floats: as what it was if `lsq.convert` has made
-    it of a linear layer, in the dtype of its input or of torch.autocast; else by its program in float mode. Parameters,
-    clips and optimizers stay what they are; clips have no gradient any more. Checkpoints of the model keep it: the
-    entry `fallen` of a module.
+    Every so many steps a few rows of a batch are computed twice, by each module as it does and in
+    floats: its results, and the gradients of its inputs and weights from those of its results. A
+    module of which one of the three has less signal-to-noise than its bound, several times in a
+    row, goes on in floats: as what it was if `lsq.convert` has made it of a linear layer, in the
+    dtype of its input or of torch.autocast; else by its program in float mode. Parameters, clips
+    and optimizers stay what they are; clips have no gradient any more. Checkpoints of the model
+    keep it: the entry `fallen` of a module.
 
     Args:
         model: with modules of lsq, bare or in DistributedDataParallel.
-        every: steps between two looks. Call `step` of what is returned after each step of the optimizer.
-        rows: of the sample; where these are words of sentences, whole ones until there are as many, one at least.
+        every: steps between two looks. Call `step` of what is returned after each step of the
+            optimizer.
+        rows: of the sample; where these are words of sentences, whole ones until there are as many,
+            one at least.
         bounds: what is too much.
         patience: looks in a row that must find too much.
         fall_back: False: only warn, once for each module.
-        writer: gets every reading and the number of modules in floats (SummaryWriter of torch.utils.tensorboard).
+        writer: gets every reading and the number of modules in floats (SummaryWriter of
+            torch.utils.tensorboard).
         group: the processes that train the same model and decide together; None: all.
 
     Raises:
@@ -259,5 +322,12 @@ def monitor(
         ValueError: the model has no int8 module, or a number is below 1.
     """
     return Monitor(
-        model, every=every, rows=rows, bounds=bounds, patience=patience, fall_back=fall_back, writer=writer, group=group
+        model,
+        every=every,
+        rows=rows,
+        bounds=bounds,
+        patience=patience,
+        fall_back=fall_back,
+        writer=writer,
+        group=group,
     )

@@ -35,37 +35,48 @@ class Sample:
     """int64 [m], which of the batch; None: the first ones."""
 
     @classmethod
-    def of(cls, program: Program, tensors: Mapping[str, Tensor], rows: int, backend: Backend) -> "Sample":
+    def of(
+        cls, program: Program, tensors: Mapping[str, Tensor], rows: int, backend: Backend
+    ) -> "Sample":
         """About `rows` rows of a pass of `program` on `tensors`.
 
-        Where rows are by themselves they come from all over the batch; of sentences the first ones are taken, one at
-        least. A program with neither in its arguments keeps the batch.
+        Where rows are by themselves they come from all over the batch; of sentences the first ones
+        are taken, one at least. A program with neither in its arguments keeps the batch.
         """
         smaller, index = _smaller(program, tensors, rows)
         weights = {tensor.name for weight in program.weights.values() for tensor in weight.written}
         kept = {}
         for virtual in smaller.inputs:
             given = tensors[virtual.name].detach()
-            kept[virtual.name] = given if virtual.name in weights else _part(given, virtual, index).clone()
+            kept[virtual.name] = (
+                given if virtual.name in weights else _part(given, virtual, index).clone()
+            )
         for virtual in smaller.parameters:
             given = tensors[virtual.name]
             kept[virtual.name] = given.detach().clone() if virtual.declared.kind in CLIPS else given
         return cls(program=smaller, backend=backend, tensors=kept, rows=index)
 
     def reading(self, gradients: Sequence[Tensor | None] | None) -> Reading:
-        """Signal-to-noise of results, and of the gradients that `gradients` of the results, [M, ...] each, lead to.
+        """Signal-to-noise of results, and of the gradients that `gradients` of the results, [M,
+        ...] each, lead to.
 
-        Those of a weight have a slice for each input of its product. `gradients`: None where nothing goes back; None in
+        Those of a weight have a slice for each input of its product. `gradients`: None where
+        nothing goes back; None in
         it: zero.
         """
-        found, expected = self._run(self.program, gradients), self._run(in_floats(self.program), gradients)
+        found, expected = (
+            self._run(self.program, gradients),
+            self._run(in_floats(self.program), gradients),
+        )
 
         def pairs(slices: Mapping[int | str, int]) -> list[tuple[Tensor, Tensor, int]]:
-            """Of tensors by name, each with the dimension along which its slices go; padded logits are more."""
+            """Of tensors by name, each with the dimension along which its slices go; padded logits
+            are more."""
             return [
                 (expected[name], found[name][..., : expected[name].shape[-1]], dim)
-                for name, dim in slices.items() if expected.get(name) is not None
-            ]  # fmt: skip
+                for name, dim in slices.items()
+                if expected.get(name) is not None
+            ]
 
         def worst(names) -> float | None:
             ratios = [decibels(pair) for pair in pairs(dict.fromkeys(names, 1))]
@@ -78,7 +89,9 @@ class Sample:
             weight_gradient=decibels(*pairs(weights)),
         )
 
-    def _run(self, program: Program, gradients: Sequence[Tensor | None] | None) -> dict[int | str, Tensor]:
+    def _run(
+        self, program: Program, gradients: Sequence[Tensor | None] | None
+    ) -> dict[int | str, Tensor]:
         """Outputs by number, gradients by the name of what they are of."""
         leaves = {
             virtual.name: self.tensors[virtual.name].detach().float().requires_grad_()
@@ -107,13 +120,21 @@ def _smaller(
     every = arguments.get("rows")
     if every is not None:
         arguments["rows"] = min(rows, every)
-        index = torch.arange(arguments["rows"], device=tensors["x"].device) * every // max(arguments["rows"], 1)
+        index = (
+            torch.arange(arguments["rows"], device=tensors["x"].device)
+            * every
+            // max(arguments["rows"], 1)
+        )
         return origin.build(**arguments), index
     if "sentences" not in arguments:
         return program, None
-    ends = {name: tensors[starts][1:].tolist() for name, starts in STARTS.items() if name in arguments}
+    ends = {
+        name: tensors[starts][1:].tolist() for name, starts in STARTS.items() if name in arguments
+    }
     count = min(sum(end < rows for end in ends["sentences"]) + 1, len(ends["sentences"]))
-    arguments |= {name: Sentences(rows=found[count - 1], count=count) for name, found in ends.items()}
+    arguments |= {
+        name: Sentences(rows=found[count - 1], count=count) for name, found in ends.items()
+    }
     return origin.build(**arguments), None
 
 

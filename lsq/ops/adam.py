@@ -1,7 +1,8 @@
 """One step of Adam on float32 master parameters, and the new weights as int8 codes, in one pass.
 
-Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), in fairseq's form: the bias correction is part
-of the step size, and epsilon is added to the plain square root. N rows, K columns.
+Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), in fairseq's form: the bias
+correction is part of the step size, and epsilon is added to the plain square root. N rows, K
+columns.
 """
 
 from __future__ import annotations
@@ -20,37 +21,54 @@ from lsq.program.values import Weight
 from lsq.quant import largest_clips, quantize
 
 RUN, ROWS, NORM_RUN = 1024, 32, 8192
-"""What a block of each kernel takes: values, rows of a weight that is rounded, values of a gradient for the norm."""
+"""What a block of each kernel takes: values, rows of a weight that is rounded, values of a gradient
+for the norm."""
 NUMBERS = 5
 """See `scalars`."""
 
 
 def scalars(
-    learning_rate: float, betas: tuple[float, float], epsilon: float, step: int, *, weight_decay: float = 0.0,
+    learning_rate: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    step: int,
+    *,
+    weight_decay: float = 0.0,
     torch_epsilon: bool = False,
 ) -> torch.Tensor:
-    """The five numbers of a step, float32 [5]: they change from step to step, and kernels read them from memory.
+    """The five numbers of a step, float32 [5]: they change from step to step, and kernels read them
+    from memory.
 
-    They are: step size with bias correction, 1 - beta1, 1 - beta2, epsilon, decay. Betas are kept as what they lack to
-    1, because float32 knows 0.001 better than 0.999.
+    They are: step size with bias correction, 1 - beta1, 1 - beta2, epsilon, decay. Betas are kept
+    as what they lack to 1, because float32 knows 0.001 better than 0.999.
 
     Args:
         learning_rate: of this step.
         betas: decay of the first and of the second moment.
         epsilon: added to the root of the second moment.
         step: counted from 1.
-        weight_decay: the weight first loses learning_rate * weight_decay of itself (AdamW; fairseq's "adam").
-        torch_epsilon: add epsilon after the bias correction, as torch.optim does; fairseq adds it before.
+        weight_decay: the weight first loses learning_rate * weight_decay of itself (AdamW;
+            fairseq's "adam").
+        torch_epsilon: add epsilon after the bias correction, as torch.optim does; fairseq adds it
+            before.
     """
     correction = math.sqrt(1 - betas[1] ** step)
-    return torch.tensor([
-        learning_rate * correction / (1 - betas[0] ** step), 1 - betas[0], 1 - betas[1],
-        epsilon * (correction if torch_epsilon else 1.0), learning_rate * weight_decay,
-    ], dtype=torch.float32, device="cpu")  # fmt: skip
+    return torch.tensor(
+        [
+            learning_rate * correction / (1 - betas[0] ** step),
+            1 - betas[0],
+            1 - betas[1],
+            epsilon * (correction if torch_epsilon else 1.0),
+            learning_rate * weight_decay,
+        ],
+        dtype=torch.float32,
+        device="cpu",
+    )
 
 
 class Adam(Operation):
-    """The new weight and moments, all of one shape; what is written may be the memory of what is read.
+    """The new weight and moments, all of one shape; what is written may be the memory of what is
+    read.
 
     Raises:
         ValueError: codes are wanted, but the weight's format packs them.
@@ -73,14 +91,17 @@ class Adam(Operation):
     new_first: Out[Floats]
     new_second: Out[Floats]
     rounded: Out[Weight] | None
-    """The codes [P, K] of the new weight under a clip that was updated before; its `values` are not looked at."""
+    """The codes [P, K] of the new weight under a clip that was updated before; its `values` are not
+    looked at."""
     new_clip: Out[Floats] | None
-    """[N], the largest magnitude of each new row, which is rounded under it; the memory of the clip."""
+    """[N], the largest magnitude of each new row, which is rounded under it; the memory of the
+    clip."""
 
     def __post_init__(self):
         if self.rounded is not None and self.rounded.format.packed:
             raise ValueError(
-                f"Adam writes int8 codes, but those of the format {self.rounded.format.name} are packed; leave out"
+                f"Adam writes int8 codes, but those of the format {self.rounded.format.name} are"
+                " packed; leave out"
                 " `rounded`, and round the new weight by RoundWeight"
             )
 
@@ -125,7 +146,9 @@ class Adam(Operation):
             weight = torch.clamp(weight, self.weight * self.lowest, self.weight * self.highest)
         if self.rounded is None:
             return weight, first, second, *(None,) * 6
-        clip = self.rounded.clip if self.new_clip is None else largest_clips(weight, self.rounded.clip)
+        clip = (
+            self.rounded.clip if self.new_clip is None else largest_clips(weight, self.rounded.clip)
+        )
         codes, scale, _ = quantize(weight, clip, self.rounded.format.bits)
         padding = self.rows - self.valid
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
@@ -138,14 +161,20 @@ class Adam(Operation):
         if self.rounded is None:
             return [launch("adam.cu", "lsq_adam", self, grid=blocks)]
         coded = launch("adam.cu", "lsq_adam_codes", self, grid=blocks)
-        return [coded, launch("adam.cu", "lsq_adam_poison", self, grid=1)] if self.clips == 1 else [coded]
+        return (
+            [coded, launch("adam.cu", "lsq_adam_poison", self, grid=1)]
+            if self.clips == 1
+            else [coded]
+        )
 
     def check_cuda(self) -> None:
         """Raise ValueError where kernels cannot take these shapes."""
         if self.rounded is not None:
             check_columns(16, **{"the width of a weight": self.columns})
         if self.rounded is not None and self.rounded.transposed is not None:
-            check_columns(16, **{"the number of rows of a weight whose codes are transposed": self.rows})
+            check_columns(
+                16, **{"the number of rows of a weight whose codes are transposed": self.rows}
+            )
 
     @property
     def blocks(self) -> int:
@@ -166,23 +195,27 @@ class Table(Value):
 
 
 def tiles_of(counts: dict[int, int]) -> torch.Tensor:
-    """int32 [blocks, 2]: (operation, tile) of each block, for `counts` tiles of each operation, by its number."""
+    """int32 [blocks, 2]: (operation, tile) of each block, for `counts` tiles of each operation, by
+    its number."""
     with torch.device("cpu"):
         found = [
-            torch.stack([torch.full((count,), number), torch.arange(count)], 1) for number, count in counts.items()
+            torch.stack([torch.full((count,), number), torch.arange(count)], 1)
+            for number, count in counts.items()
         ]
         return torch.cat([torch.empty(0, 2, dtype=torch.int64), *found]).to(torch.int32)
 
 
 class AdamSteps(Operation):
-    """Steps of many tensors in one foreign call, or in two launches: of what is rounded last, as clips come before.
+    """Steps of many tensors in one foreign call, or in two launches: of what is rounded last, as
+    clips come before.
 
     Raises:
         ValueError: an operation that rounds comes before one that does not.
     """
 
     steps: Host[tuple[Adam, ...]]
-    """Their tensors lie at fixed addresses, but for what is put into their structs and into `table` again."""
+    """Their tensors lie at fixed addresses, but for what is put into their structs and into `table`
+    again."""
     plain: In[Table] | None
     """Of the steps without codes; None on the CPU, as all further ones."""
     coded: In[Table] | None
@@ -192,7 +225,10 @@ class AdamSteps(Operation):
 
     def __post_init__(self):
         rounds = [step.rounded is not None for step in self.steps]
-        check(rounds == sorted(rounds), "AdamSteps takes the steps that round after all others; sort them")
+        check(
+            rounds == sorted(rounds),
+            "AdamSteps takes the steps that round after all others; sort them",
+        )
 
     def reference(self):
         for step in self.steps:
@@ -209,12 +245,19 @@ class AdamSteps(Operation):
     def cuda(self):
         for step in self.steps:
             step.check_cuda()
-        found = {"lsq_adam": self.plain, "lsq_adam_codes": self.coded, "lsq_adam_poison": self.shared}
-        return [_of_table(f"{name}_table", table) for name, table in found.items() if len(table.tiles)]
+        found = {
+            "lsq_adam": self.plain,
+            "lsq_adam_codes": self.coded,
+            "lsq_adam_poison": self.shared,
+        }
+        return [
+            _of_table(f"{name}_table", table) for name, table in found.items() if len(table.tiles)
+        ]
 
 
 class GradientNorm(Operation):
-    """The norm of the gradients of many steps, before their factor: the root of the sum of all squares."""
+    """The norm of the gradients of many steps, before their factor: the root of the sum of all
+    squares."""
 
     steps: Host[tuple[Adam, ...]]
     table: In[Table] | None
@@ -228,7 +271,8 @@ class GradientNorm(Operation):
 
     def cpu(self):
         squares = torch.empty(len(self.steps), dtype=torch.float64)
-        for step, square in zip(self.steps, squares.unbind(), strict=True):  # PyTorch's sums depend on threads
+        # PyTorch's sums depend on threads
+        for step, square in zip(self.steps, squares.unbind(), strict=True):
             loader.call("lsq_sum_of_squares", step.gradient, step.numel, square)
         self.norm.copy_(squares.sum().sqrt())
 

@@ -5,9 +5,9 @@
 y has the epilogue of a product (lsq/ops/project.py): activation, dropout, one rounding. Who reads
 the result undoes it in the backward pass.
 
-M rows, K inputs, N outputs, R columns of `hidden`: the rank, or of a product that stands for several,
-such as that of queries, keys and values, the ranks of all its adapters; `up` is 0 where an adapter
-adds nothing, and has the scaling of the adapters in it.
+M rows, K inputs, N outputs, R columns of `hidden`: the rank, or of a product that stands for
+several, such as that of queries, keys and values, the ranks of all its adapters; `up` is 0 where an
+adapter adds nothing, and has the scaling of the adapters in it.
 """
 
 from __future__ import annotations
@@ -127,10 +127,16 @@ class Adapt(Operation):
                 Product(a=self.hidden, b=self.up, out=product),
             ]
         ending = launch(
-            "adapter.cu", "lsq_adapt", self, product, TICKET,
-            grid=max(1, _blocks(self.base.numel())), ACTIVATION=int(end.activation),
-            **started(self.rounded), **float_define(self.base, self.out, end.before),
-        )  # fmt: skip
+            "adapter.cu",
+            "lsq_adapt",
+            self,
+            product,
+            TICKET,
+            grid=max(1, _blocks(self.base.numel())),
+            ACTIVATION=int(end.activation),
+            **started(self.rounded),
+            **float_define(self.base, self.out, end.before),
+        )
         return [*products, ending]
 
     def gradient(self, builder) -> None:
@@ -142,11 +148,16 @@ class Adapt(Operation):
         dvalues = builder.like("d_" + self.values.name, self.values) if wanted else None
         builder.add(
             AdaptGradient(
-                gradient=arrived, values=values, hidden=self.hidden, down=self.down, up=self.up,
-                ddown=builder.parameter_gradient(self.down), dup=builder.parameter_gradient(self.up),
+                gradient=arrived,
+                values=values,
+                hidden=self.hidden,
+                down=self.down,
+                up=self.up,
+                ddown=builder.parameter_gradient(self.down),
+                dup=builder.parameter_gradient(self.up),
                 dvalues=dvalues,
             )
-        )  # fmt: skip
+        )
         builder.accumulate(self.base, arrived)
         if not wanted:
             return

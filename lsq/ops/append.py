@@ -14,7 +14,8 @@ WORD = 16
 
 
 class Append(Operation):
-    """The rows of B sentences of P rows each, with one more row in each: of codes, or of floats in float mode."""
+    """The rows of B sentences of P rows each, with one more row in each: of codes, or of floats in
+    float mode."""
 
     before: In[Codes] | None
     """[B * P, W]"""
@@ -30,7 +31,11 @@ class Append(Operation):
 
     @property
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return (self.before_floats, self.now_floats) if self.before is None else (self.before, self.now)
+        return (
+            (self.before_floats, self.now_floats)
+            if self.before is None
+            else (self.before, self.now)
+        )
 
     @size
     def past(self) -> int:
@@ -42,7 +47,10 @@ class Append(Operation):
 
     def reference(self):
         before, now = self._operands
-        rows = [before.view(self.batch, self.past, self.columns), now.view(self.batch, 1, self.columns)]
+        rows = [
+            before.view(self.batch, self.past, self.columns),
+            now.view(self.batch, 1, self.columns),
+        ]
         out = torch.cat(rows, dim=1).view(-1, self.columns)
         return (None, out) if self.before is None else (out, None)
 
@@ -50,6 +58,12 @@ class Append(Operation):
         out = self.out_floats if self.before is None else self.out
         words = self.columns * out.dtype.itemsize % WORD == 0
         units = out.numel() * out.dtype.itemsize // (WORD if words else out.dtype.itemsize)
-        defines = float_define(self.before_floats, self.now_floats, out) if self.before is None else {"CODES": 1}
+        defines = (
+            float_define(self.before_floats, self.now_floats, out)
+            if self.before is None
+            else {"CODES": 1}
+        )
         grid = max(1, -(-units // THREADS))
-        return [launch("elementwise.cu", "lsq_append", self, grid=grid, WORDS=int(words), **defines)]
+        return [
+            launch("elementwise.cu", "lsq_append", self, grid=grid, WORDS=int(words), **defines)
+        ]

@@ -1,10 +1,12 @@
-"""Attention of one query a row to keys and values that are kept as codes, wherever they lie: for decoding.
+"""Attention of one query a row to keys and values that are kept as codes, wherever they lie: for
+decoding.
 
     context = softmax(q k^T / sqrt(width)) v
 
-A row finds its keys by a list of places in the cache. So hypotheses that share their beginning share its keys, going on
-from another hypothesis copies a list and no keys, and all rows of a sentence have one list of the encoder's words.
-R rows, N heads, D columns of a head, H = N * D, L lists, C places of a list at most.
+A row finds its keys by a list of places in the cache. So hypotheses that share their beginning
+share its keys, going on from another hypothesis copies a list and no keys, and all rows of a
+sentence have one list of the encoder's words. R rows, N heads, D columns of a head, H = N * D, L
+lists, C places of a list at most.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class CachedAttention(Operation):
     owned: In[Indices]
     """[R], the list that each row has."""
     appends: bool
-    """Whether a row first puts its own key and value at the last place of its list, which is then its alone."""
+    """Whether a row first puts its own key and value at the last place of its list, which is then
+    its alone."""
     heads: int
     """N."""
     context: Out[Coded]
@@ -63,7 +66,11 @@ class CachedAttention(Operation):
         return self.columns // self.heads
 
     def limits(self):
-        return {"lists": self.cache.shape[0], "lengths": self.capacity + 1, "owned": self.lists.shape[0]}
+        return {
+            "lists": self.cache.shape[0],
+            "lengths": self.capacity + 1,
+            "owned": self.lists.shape[0],
+        }
 
     def reference(self):
         hidden, cache = self.columns, self.cache.clone()
@@ -76,7 +83,9 @@ class CachedAttention(Operation):
         share = torch.tensor(self.width**-0.5, dtype=torch.float32)
         for row, places in enumerate(lists):
             query = self.queries.codes[row, :hidden].view(self.heads, 1, self.width).float()
-            keys, values = cache[places].float().view(-1, 2, self.heads, self.width).permute(1, 2, 0, 3)
+            keys, values = (
+                cache[places].float().view(-1, 2, self.heads, self.width).permute(1, 2, 0, 3)
+            )
             scores = query @ keys.transpose(1, 2) * (self.queries.scale * self.cache_scale * share)
             if len(places):
                 context[row] = (scores.softmax(dim=2) @ (values * self.cache_scale)).flatten()
@@ -84,20 +93,33 @@ class CachedAttention(Operation):
 
     @property
     def _parts(self) -> int:
-        """Blocks that share a list, at most; capacity instead of length decides, which only the GPU knows."""
+        """Blocks that share a list, at most; capacity instead of length decides, which only the GPU
+        knows."""
         fewer = BLOCKS // max(1, self.rows * self.heads)
         return max(1, min(fewer, -(-self.capacity // LEAST)))
 
     def cuda_scratch(self):
         parts = self._parts
-        return [((self.rows * self.heads, parts, self.width + STATE), torch.float32)] if parts > 1 else []
+        return (
+            [((self.rows * self.heads, parts, self.width + STATE), torch.float32)]
+            if parts > 1
+            else []
+        )
 
     def cuda(self, *scratch):
         check_width(self.width)
         grid = max(1, self.rows * self.heads), self._parts
         return [
             launch(
-                "cached_attention.cu", "lsq_cached_attention", self, TICKET, *(scratch or (None,)), grid=grid,
-                block=THREADS, WIDTH=self.width, LEAST=LEAST, **started(self.context),
+                "cached_attention.cu",
+                "lsq_cached_attention",
+                self,
+                TICKET,
+                *(scratch or (None,)),
+                grid=grid,
+                block=THREADS,
+                WIDTH=self.width,
+                LEAST=LEAST,
+                **started(self.context),
             )
         ]

@@ -21,7 +21,8 @@ from lsq.quant.numbers import ScaledFormat
 from lsq.quant.numbers.clips import INTEGERS
 
 RUN, TOGETHER = 512, 11
-"""Values whose sum one warp takes, and clips whose errors are summed together (csrc/kernels/calibration.cu)."""
+"""Values whose sum one warp takes, and clips whose errors are summed together
+(csrc/kernels/calibration.cu)."""
 MOST_WARPS = 16
 """Of a block."""
 HELD = 8192
@@ -31,14 +32,15 @@ HELD = 8192
 class LeastErrorClip(Operation):
     """The clip of least squared rounding error of each row (lsq.quant.octav_clip); one launch.
 
-    CPU and CUDA find the same bits: they try the same clips and sum in the same order. `clip` may be the memory of
-    `before`.
+    CPU and CUDA find the same bits: they try the same clips and sum in the same order. `clip` may
+    be the memory of `before`.
     """
 
     x: In[Activations]
     """[R, N], N at least 1; or [N, R]. NaN and infinity count as 0."""
     by_columns: bool = False
-    """Whether x is [N, R], N so small that `stride` is 1: what is called a row here is a column of it."""
+    """Whether x is [N, R], N so small that `stride` is 1: what is called a row here is a column of
+    it."""
     bits: Host[int] = 8
     """Of the codes, 2 to 8."""
     before: In[Floats] | None
@@ -81,7 +83,9 @@ class LeastErrorClip(Operation):
     def reference(self):
         rows = self.x.t() if self.by_columns else self.x
         usable = rows.isfinite()
-        clip = quant.octav_clip(rows.where(usable, 0.0), self.bits, per_channel=True, before=self.before)
+        clip = quant.octav_clip(
+            rows.where(usable, 0.0), self.bits, per_channel=True, before=self.before
+        )
         return quant.fill_empty(clip), (~usable).sum(1)
 
     def cuda_scratch(self):
@@ -93,17 +97,25 @@ class LeastErrorClip(Operation):
         floats = TOGETHER * (runs + 1) + (self.sampled if sample is None else 0)
         return [
             launch(
-                "calibration.cu", "lsq_least_error_clip", self, TICKET, sample, grid=self.rows, block=32 * warps,
-                shared=4 * floats, WARPS=warps, **float_define(self.x),
+                "calibration.cu",
+                "lsq_least_error_clip",
+                self,
+                TICKET,
+                sample,
+                grid=self.rows,
+                block=32 * warps,
+                shared=4 * floats,
+                WARPS=warps,
+                **float_define(self.x),
             )
-        ]  # fmt: skip
+        ]
 
 
 class Calibration:
     """Measures clips, one tensor after another, on a backend.
 
-    Under "mse" nothing is waited for: `finish` says at the end what could not be measured. A clip of such a tensor is
-    that of its other values meanwhile.
+    Under "mse" nothing is waited for: `finish` says at the end what could not be measured. A clip
+    of such a tensor is that of its other values meanwhile.
     """
 
     def __init__(self, target: Backend):
@@ -114,9 +126,17 @@ class Calibration:
 
     @torch.no_grad()
     def measure(
-        self, name: str, x: torch.Tensor, clip: torch.Tensor, method: str, form: Format | ScaledFormat, *,
-        again: bool = False, lenient: bool = False, **options,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        x: torch.Tensor,
+        clip: torch.Tensor,
+        method: str,
+        form: Format | ScaledFormat,
+        *,
+        again: bool = False,
+        lenient: bool = False,
+        **options,
+    ) -> None:
         """Write the clip of x into `clip`.
 
         Args:
@@ -125,7 +145,8 @@ class Calibration:
             clip: float32 [1], or [R] with per_channel.
             method: see lsq.quant.calibrate, as for `options`.
             form: what x will be rounded to.
-            again: whether `clip` holds what was found at an earlier time; "mse" then searches near it.
+            again: whether `clip` holds what was found at an earlier time; "mse" then searches near
+                it.
             lenient: whether values that are not finite count for nothing, and are no error.
 
         Raises:
@@ -133,7 +154,9 @@ class Calibration:
         """
         with _naming(name):
             if method != "mse":
-                found = quant.calibrate(x.nan_to_num(0.0, 0.0, 0.0) if lenient else x, method, 8, **options)
+                found = quant.calibrate(
+                    x.nan_to_num(0.0, 0.0, 0.0) if lenient else x, method, 8, **options
+                )
                 clip.data.copy_(found)  # no change that a backward pass would refuse
                 return
             quant.check_not_empty(x)
@@ -142,23 +165,40 @@ class Calibration:
             self._measured.append((name, unusable, x.numel()))
 
     def _least_error_clip(
-        self, x: torch.Tensor, clip: torch.Tensor, form: Format | ScaledFormat, again: bool, per_row: bool
+        self,
+        x: torch.Tensor,
+        clip: torch.Tensor,
+        form: Format | ScaledFormat,
+        again: bool,
+        per_row: bool,
     ) -> torch.Tensor:
         """Write it; how many values of each row are not finite."""
         bits = integer_bits(form)
         if bits is None:
             rows = x.detach().float().reshape(-1, x.shape[-1]).contiguous()
             usable = rows.isfinite()
-            clip.copy_(least_error_clip(form, rows.where(usable, 0.0), self._target, per_row=per_row))
+            clip.copy_(
+                least_error_clip(form, rows.where(usable, 0.0), self._target, per_row=per_row)
+            )
             return (~usable).sum().view(1)
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
         rows = floats.reshape(len(x) if per_row else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
-        turned = not rows.is_contiguous() and rows.t().is_contiguous() and quant.sample_stride(rows.shape[1]) == 1
-        self._target.run(LeastErrorClip(
-            x=rows.t() if turned else rows.contiguous(), by_columns=turned, bits=bits,
-            before=clip if again else None, clip=clip, unusable=unusable,
-        ))  # fmt: skip
+        turned = (
+            not rows.is_contiguous()
+            and rows.t().is_contiguous()
+            and quant.sample_stride(rows.shape[1]) == 1
+        )
+        self._target.run(
+            LeastErrorClip(
+                x=rows.t() if turned else rows.contiguous(),
+                by_columns=turned,
+                bits=bits,
+                before=clip if again else None,
+                clip=clip,
+                unusable=unusable,
+            )
+        )
         return unusable
 
     def finish(self) -> None:

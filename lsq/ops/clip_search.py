@@ -1,4 +1,5 @@
-"""The clip of least squared error of any format, found by rounding under several clips: R rows, N values in each."""
+"""The clip of least squared error of any format, found by rounding under several clips: R rows, N
+values in each."""
 
 import torch
 
@@ -8,17 +9,22 @@ from lsq.quant import SMALLEST_CLIP, fill_empty
 from lsq.quant.numbers import Grain, ScaledFormat
 
 FIRST, LEAST, TRIED, NEAR = 1.0, -6.0, 15, 9
-"""Clips that are tried: the largest magnitude times 15 powers of two from FIRST down to LEAST; 9 around the best."""
+"""Clips that are tried: the largest magnitude times 15 powers of two from FIRST down to LEAST; 9
+around the best."""
 SAMPLE = 65536
 """Values that are looked at of a tensor with one clip, about: whole rows."""
 
 
-def least_error_clip(form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool) -> torch.Tensor:
-    """Clips float32 [R], or [1], of float32 x [R, N] without NaN and infinities, rounded on a backend.
+def least_error_clip(
+    form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool
+) -> torch.Tensor:
+    """Clips float32 [R], or [1], of float32 x [R, N] without NaN and infinities, rounded on a
+    backend.
 
-    Each is the largest magnitude of what shares it, times the best of 15 powers of two in equal steps and then of 9
-    around that: clips above the largest magnitude pay for formats that are coarse at their upper end, and so are tried
-    where the clip says the scale.
+    Each is the largest magnitude of what shares it, times the best of 15 powers of two in equal
+    steps and then of 9
+    around that: clips above the largest magnitude pay for formats that are coarse at their upper
+    end, and so are tried where the clip says the scale.
     """
     if not per_row:
         x = x[:: max(1, x.numel() // SAMPLE)].contiguous()

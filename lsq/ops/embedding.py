@@ -1,4 +1,5 @@
-"""Rows of words plus rows of positions, and their gradient: x = dropout(scale * weight[token] + table[place]).
+"""Rows of words plus rows of positions, and their gradient: x = dropout(scale * weight[token] +
+table[place]).
 
 M tokens, V words, P positions, H hidden. Rows of the padding token are zeros and give no gradient.
 """
@@ -55,23 +56,34 @@ class Embed(Operation):
     def cuda(self):
         return [
             launch(
-                "embedding.cu", "lsq_embed", self, grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
-                WINDOW=WINDOW, **float_define(self.x), **row_defines(self.columns),
+                "embedding.cu",
+                "lsq_embed",
+                self,
+                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
+                WINDOW=WINDOW,
+                **float_define(self.x),
+                **row_defines(self.columns),
             )
-        ]  # fmt: skip
+        ]
 
     def gradient(self, builder) -> None:
         builder.add(
             EmbedGradient(
-                gradient=builder.gradient_of(self.x), tokens=self.tokens, places=self.places, dropout=self.dropout,
-                scale=self.scale, padding=self.padding, dweight=builder.parameter_gradient(self.weight),
+                gradient=builder.gradient_of(self.x),
+                tokens=self.tokens,
+                places=self.places,
+                dropout=self.dropout,
+                scale=self.scale,
+                padding=self.padding,
+                dweight=builder.parameter_gradient(self.weight),
                 dtable=builder.parameter_gradient(self.table) if self.learned else None,
             )
-        )  # fmt: skip
+        )
 
 
 class EmbedGradient(Operation):
-    """The gradients of both tables; on the CPU, the occurrences of a word are added up in the order of rows."""
+    """The gradients of both tables; on the CPU, the occurrences of a word are added up in the order
+    of rows."""
 
     gradient: In[Activations]
     """[M, H], of x."""
@@ -119,18 +131,25 @@ class EmbedGradient(Operation):
 
 
 def scatter_scratch(count: int, columns: int) -> list[Spec]:
-    """What `scatter_launches` needs for `count` rows: how many stand before each occurrence, by parts; the sorted
-    occurrences; sums of words cut by windows."""
+    """What `scatter_launches` needs for `count` rows: how many stand before each occurrence, by
+    parts; the sorted occurrences; sums of words cut by windows.
+    """
     return [
-        ((min(SPLITS, _blocks(count)), count), torch.int32), ((2, count), torch.int32),
+        ((min(SPLITS, _blocks(count)), count), torch.int32),
+        ((2, count), torch.int32),
         ((2 * -(-count // WINDOW), columns), torch.float32),
-    ]  # fmt: skip
+    ]
 
 
 def scatter_launches(
-    operation: Operation, before: torch.Tensor, ordered: torch.Tensor, partial: torch.Tensor, *, tables: int,
+    operation: Operation,
+    before: torch.Tensor,
+    ordered: torch.Tensor,
+    partial: torch.Tensor,
+    *,
+    tables: int,
     **defines: int,
-) -> list[Launch]:  # fmt: skip
+) -> list[Launch]:
     """Sums of rows by word, written to each of the operation's tables in turn.
 
     Args:
@@ -139,7 +158,10 @@ def scatter_launches(
         defines: -D of the kernels.
     """
     count, columns = operation.rows, operation.columns
-    check(count < 2**31, f"{count} tokens cannot run on CUDA: at most {2**31 - 1} are allowed; use smaller batches")
+    check(
+        count < 2**31,
+        f"{count} tokens cannot run on CUDA: at most {2**31 - 1} are allowed; use smaller batches",
+    )
     if not count:
         return []
     defines |= row_defines(columns) | {"WINDOW": WINDOW}

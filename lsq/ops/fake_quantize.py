@@ -1,11 +1,13 @@
-"""Training with number formats that have no fast product: floats become the values that a format has for them.
+"""Training with number formats that have no fast product: floats become the values that a format
+has for them.
 
     out = decode(encode(clamp(x, -clip, clip)))
 
-Backwards the gradient goes straight through within the clip, and what lies outside goes to the clip (PACT, Choi et al.
-2018, arXiv:1805.06085). Of formats with one scale for all that shares a clip, this is the clip over the largest value;
-of finer grains, scales are measured in each pass, by the largest magnitude within the clip. Where those are multiples
-of one scale for the tensor, that is the one of the clip. So values of a row depend on no other rows, unless blocks have
+Backwards the gradient goes straight through within the clip, and what lies outside goes to the clip
+(PACT, Choi et al. 2018, arXiv:1805.06085). Of formats with one scale for all that shares a clip,
+this is the clip over the largest value; of finer grains, scales are measured in each pass, by the
+largest magnitude within the clip. Where those are multiples of one scale for the tensor, that is
+the one of the clip. So values of a row depend on no other rows, unless blocks have
 several: decoding finds what training found. M rows, N columns.
 """
 
@@ -27,7 +29,8 @@ from lsq.quant.numbers import FloatScales, Grain, PowerScales, ScaledFormat
 from lsq.quant.numbers.lookup import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
-"""How scales are stored: as floats of a dtype, as powers of two, or as multiples of another scale."""
+"""How scales are stored: as floats of a dtype, as powers of two, or as multiples of another scale.
+"""
 POWER, MULTIPLIED = 2, 3
 
 
@@ -39,12 +42,14 @@ class FakeQuantize(Operation):
     clip: In[Floats] | None
     """[1], or [M] of a weight; None: nothing is clipped."""
     out: Out[Activations]
-    """[M, N]; NaN where x is, and of finer grains in all that shares a scale with a NaN or an unclipped infinity."""
+    """[M, N]; NaN where x is, and of finer grains in all that shares a scale with a NaN or an
+    unclipped infinity."""
     clipped: Out[Bits] | None
     """One bit an element: |x| > clip, of one clip. Kept where there is a backward pass."""
     coded: Out[GroupedCodes] | None
-    """The same as int8, with a scale for each block of each row, on the CPU: what a GroupedProduct takes. Where it is
-    NaN, codes may be any."""
+    """The same as int8, with a scale for each block of each row, on the CPU: what a GroupedProduct
+    takes. Where it is NaN, codes may be any.
+    """
     form: Host[ScaledFormat]
     given: bool = False
     """Whether scales are those of the clips; else they are measured."""
@@ -70,7 +75,8 @@ class FakeQuantize(Operation):
 
     @size
     def each_row(self) -> bool:
-        """Of scales that are multiples: whether rows of scales have one each; else there is one for all."""
+        """Of scales that are multiples: whether rows of scales have one each; else there is one for
+        all."""
         return self.stored == MULTIPLIED and self.form.scales.grain.rows == 1
 
     @size
@@ -81,7 +87,11 @@ class FakeQuantize(Operation):
     @size
     def multipliers(self) -> int:
         """The same, of scales that are multiples."""
-        return lookup(self.form.scales.number, self.x.device).data_ptr() if self.stored == MULTIPLIED else 0
+        return (
+            lookup(self.form.scales.number, self.x.device).data_ptr()
+            if self.stored == MULTIPLIED
+            else 0
+        )
 
     @factor
     def largest(self) -> float:
@@ -99,8 +109,9 @@ class FakeQuantize(Operation):
 
     @property
     def _measured(self) -> tuple[int, int]:
-        """Numbers that a GPU finds before: the largest magnitudes of blocks, and of rows of blocks, or of all, where
-        scales are multiples of one that no clip gives."""
+        """Numbers that a GPU finds before: the largest magnitudes of blocks, and of rows of blocks,
+        or of all, where scales are multiples of one that no clip gives.
+        """
         down, across = self.form.grain.grid((self.rows, self.columns))
         blocks, tops = 0 if self.given else down * across, 0
         if self.stored == MULTIPLIED and (self.each_row or self.clips != 1):
@@ -117,11 +128,18 @@ class FakeQuantize(Operation):
             return []
         left, grid = iter(scratch), -(-count // (VECTOR * THREADS))
         found = [next(left) if wanted else None for wanted in self._measured]
-        measures = [("lsq_largest_magnitudes", -(-self.clips // THREADS) if self.given else grid)] if scratch else []
+        measures = (
+            [("lsq_largest_magnitudes", -(-self.clips // THREADS) if self.given else grid)]
+            if scratch
+            else []
+        )
         whole = int(self.columns % VECTOR == 0 and self.block_columns % VECTOR == 0)
         defines = {"WHOLE": whole, **float_define(self.x, self.out)}
         passes = [*measures, ("lsq_fake_quantize", grid)]
-        kernels = [launch("fake_quantize.cu", name, self, *found, grid=blocks, **defines) for name, blocks in passes]
+        kernels = [
+            launch("fake_quantize.cu", name, self, *found, grid=blocks, **defines)
+            for name, blocks in passes
+        ]
         return [*map(zero, scratch), *kernels]
 
     def unrounded(self, run) -> torch.Tensor:
@@ -168,14 +186,19 @@ class FakeQuantize(Operation):
         if arrived is None:
             return
         found = FakeQuantizeGradient(
-            gradient=arrived, out=self.out, clipped=self.clipped,
+            gradient=arrived,
+            out=self.out,
+            clipped=self.clipped,
             nonlinearity=getattr(producer, "nonlinearity", None),
-        )  # fmt: skip
+        )
         if producer is not None and producer.product_weight is not None:
             found.dx, _ = builder.product_gradient(self.x)
             found.sum = builder.bias_gradient(self.x)
         elif builder.needs_gradient(self.x):
-            found.added, found.dx = builder.take_gradient(self.x), builder.like("d_" + self.x.name, self.x)
+            found.added, found.dx = (
+                builder.take_gradient(self.x),
+                builder.like("d_" + self.x.name, self.x),
+            )
             builder.accumulate(self.x, found.dx)
         found.dclip = builder.parameter_gradient(self.clip)
         if found.outputs:
@@ -183,7 +206,8 @@ class FakeQuantize(Operation):
 
 
 class FakeQuantizeGradient(Operation):
-    """The gradient of x from that of its values, and the end of the product that made x, undone in the same pass."""
+    """The gradient of x from that of its values, and the end of the product that made x, undone in
+    the same pass."""
 
     gradient: In[Activations]
     """[M, N]"""
@@ -212,10 +236,19 @@ class FakeQuantizeGradient(Operation):
         floats = self.gradient, self.out, self.added, self.dx, None if end is None else end.before
         slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
         entry = launch(
-            "fake_quantize_gradient.cu", "lsq_fake_quantize_gradient", self, partial, grid=len(partial), **slope,
-            **float_define(*floats), **row_defines(self.columns),
+            "fake_quantize_gradient.cu",
+            "lsq_fake_quantize_gradient",
+            self,
+            partial,
+            grid=len(partial),
+            **slope,
+            **float_define(*floats),
+            **row_defines(self.columns),
         )
-        return [entry, *finish(PartialSums.of(partial, self.columns, (self.sum,), self.dclip), leaves=False)]
+        return [
+            entry,
+            *finish(PartialSums.of(partial, self.columns, (self.sum,), self.dclip), leaves=False),
+        ]
 
     def reference(self):
         outside = unpack_bits(self.clipped, self.gradient.numel()).view(self.gradient.shape)
@@ -227,7 +260,8 @@ class FakeQuantizeGradient(Operation):
 
 
 class RoundAtRandom(Operation):
-    """A gradient [M, N] as integers times a scale for each row, rounded at random and so without bias."""
+    """A gradient [M, N] as integers times a scale for each row, rounded at random and so without
+    bias."""
 
     x: In[Activations]
     """[M, N]"""
@@ -249,33 +283,50 @@ class RoundAtRandom(Operation):
     def cuda(self):
         return [
             launch(
-                "fake_quantize.cu", "lsq_round_values_at_random", self, grid=warp_blocks(self.rows),
-                WHOLE=int(self.columns % VECTOR == 0), **float_define(self.x, self.out),
+                "fake_quantize.cu",
+                "lsq_round_values_at_random",
+                self,
+                grid=warp_blocks(self.rows),
+                WHOLE=int(self.columns % VECTOR == 0),
+                **float_define(self.x, self.out),
             )
-        ]  # fmt: skip
+        ]
 
     def reference(self):
         ones = torch.ones(self.columns, dtype=torch.float32)
-        codes, scale = arithmetic.round_rows(self.x.float(), ones, self.key, self.subsequence, self.form.largest)
+        codes, scale = arithmetic.round_rows(
+            self.x.float(), ones, self.key, self.subsequence, self.form.largest
+        )
         return (codes.float() * scale[:, None],)
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:
-    """What makes the values [N, K] of a weight; its gradient is masked by the product that makes it."""
+    """What makes the values [N, K] of a weight; its gradient is masked by the product that makes
+    it."""
     return FakeQuantize(
-        x=weight.values_by_rows.contiguous(), clip=weight.clip, out=weight.decoded, form=weight.format,
+        x=weight.values_by_rows.contiguous(),
+        clip=weight.clip,
+        out=weight.decoded,
+        form=weight.format,
         given=weight.format.grain.columns is None,
     )
 
 
 def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
-    """The gradient of a product, in a format: at random as integers of a Format, to the nearest in a ScaledFormat."""
+    """The gradient of a product, in a format: at random as integers of a Format, to the nearest in
+    a ScaledFormat."""
     if form is None:
         return gradient
     out = builder.like(gradient.name + ".decoded", gradient)
     if isinstance(form, Format):
         builder.add(
-            RoundAtRandom(x=gradient, key=builder.key, subsequence=builder.next_subsequence(), out=out, form=form)
+            RoundAtRandom(
+                x=gradient,
+                key=builder.key,
+                subsequence=builder.next_subsequence(),
+                out=out,
+                form=form,
+            )
         )
     else:
         builder.add(FakeQuantize(x=gradient, out=out, form=form))

@@ -1,10 +1,14 @@
-"""The middle of a gated feed-forward block: one product of its rows decides how much of another one goes on.
+"""The middle of a gated feed-forward block: one product of its rows decides how much of another one
+goes on.
 
-    result = dropout(activation(gate) * up)      as floats, or rounded once to codes, under a clip or by row
+    result = dropout(activation(gate) * up)      as floats, or rounded once to codes, under a clip
+    or by row
 
-(Gated linear units, Dauphin et al. 2017; with SiLU or GELU: SwiGLU and GEGLU, Shazeer 2020.) Gate and up are codes as
-their products rounded them, each under its own clip, and the backward pass needs nothing else: what keeping more would
-gain stands in docs/numbers.md. M rows, F columns, a multiple of 8 where anything is rounded.
+(Gated linear units, Dauphin et al. 2017; with SiLU or GELU: SwiGLU and GEGLU, Shazeer 2020.) Gate
+and up are codes as
+their products rounded them, each under its own clip, and the backward pass needs nothing else: what
+keeping more would gain stands in docs/numbers.md. M rows, F columns, a multiple of 8 where anything
+is rounded.
 """
 
 from __future__ import annotations
@@ -57,30 +61,51 @@ class Gated(Operation):
         _check_same(self.gate, self.up)
 
     def reference(self):
-        result = dropped(Activation(self.activation).values(_values(self.gate)) * _values(self.up), self.dropout)
+        result = dropped(
+            Activation(self.activation).values(_values(self.gate)) * _values(self.up), self.dropout
+        )
         return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 5)
 
     def cuda(self):
         check_columns(VECTOR, **{"the width of a gate": self.columns})
         if self.rounded is not None and self.rounded.by_row:
             grid, line = geometry.strided(self.rows, MANY_BLOCKS), 4 * self.columns
-            return [launch("gated.cu", "lsq_gated_rows", self, grid=grid, shared=line, **_defines(self, self.out))]
+            return [
+                launch(
+                    "gated.cu",
+                    "lsq_gated_rows",
+                    self,
+                    grid=grid,
+                    shared=line,
+                    **_defines(self, self.out),
+                )
+            ]
         return [
             launch(
-                "gated.cu", "lsq_gated", self, TICKET, grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
-                **_defines(self, self.out), **started(self.rounded),
+                "gated.cu",
+                "lsq_gated",
+                self,
+                TICKET,
+                grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
+                **_defines(self, self.out),
+                **started(self.rounded),
             )
-        ]  # fmt: skip
+        ]
 
     def gradient(self, builder) -> None:
         result = self.out if self.rounded is None else self.rounded.codes
         dgate, dup = (SummedGradient.of(rows, builder) for rows in (self.gate, self.up))
         builder.add(
             GatedGradient(
-                gradient=builder.gradient_of(result), gate=self.gate, up=self.up, activation=self.activation,
-                dropout=self.dropout, dgate=dgate, dup=dup,
+                gradient=builder.gradient_of(result),
+                gate=self.gate,
+                up=self.up,
+                activation=self.activation,
+                dropout=self.dropout,
+                dgate=dgate,
+                dup=dup,
             )
-        )  # fmt: skip
+        )
 
 
 class GatedGradient(Operation):
@@ -119,9 +144,10 @@ class GatedGradient(Operation):
 
     def leave_sums(self, tensor):
         return [
-            left for rows, end in self._sides
+            left
+            for rows, end in self._sides
             for left in end.leave_sums(tensor, self.rows, self.columns, rows.coded)
-        ]  # fmt: skip
+        ]
 
     def cuda_scratch(self):
         return [parts_of(self.rows, self.columns, 1) for _, end in self._sides if end.parts is None]
@@ -131,13 +157,21 @@ class GatedGradient(Operation):
         for number, (rows, end) in enumerate(self._sides):
             partial = next(left) if end.parts is None else end.parts
             entries.append(self._side(number, end, partial))
-            entries += finish(end.sums(partial, self.columns, rows.coded), leaves=end.parts is not None)
+            entries += finish(
+                end.sums(partial, self.columns, rows.coded), leaves=end.parts is not None
+            )
         return entries
 
     def _side(self, number: int, end: SummedGradient, partial: torch.Tensor) -> Launch:
         return launch(
-            "gated_gradient.cu", "lsq_gated_gradient", self, partial, grid=len(partial), UP=number,
-            ROUNDED=int(end.rounded is not None), **_defines(self, self.gradient, end.floats),
+            "gated_gradient.cu",
+            "lsq_gated_gradient",
+            self,
+            partial,
+            grid=len(partial),
+            UP=number,
+            ROUNDED=int(end.rounded is not None),
+            **_defines(self, self.gradient, end.floats),
             **row_defines(self.columns),
         )
 
@@ -154,6 +188,12 @@ def _check_same(gate: Rows, up: Rows) -> None:
 
 def _defines(operation: Gated | GatedGradient, *floats: torch.Tensor | None) -> dict[str, int]:
     """-D of its kernel, which has activations of the one dtype of `floats`."""
-    found = [one for one in (operation.gate.floats, operation.up.floats, *floats) if one is not None]
+    found = [
+        one for one in (operation.gate.floats, operation.up.floats, *floats) if one is not None
+    ]
     defines = float_define(*found) if found else {"FLOAT": FLOATS[torch.float32]}
-    return {"ACTIVATION": int(operation.activation), "CODED": int(operation.gate.coded is not None), **defines}
+    return {
+        "ACTIVATION": int(operation.activation),
+        "CODED": int(operation.gate.coded is not None),
+        **defines,
+    }

@@ -1,12 +1,15 @@
 """Gradients as messages of 8 or 4 bits a value, their sums, and back.
 
-What a quantised all-reduce does between its collectives. MessageLayout (gradient_layout.py) says how a message lies in
-memory. A block's largest magnitude gives its scale, as arithmetic.gradient_scale has it: 0 where it vanishes, NaN where
-a value is not finite, so that overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the
-bytes of a float32, lose less. Sums are float32 sums in order of the products code * scale, each rounded before it is
+What a quantised all-reduce does between its collectives. MessageLayout (gradient_layout.py) says
+how a message lies in memory. A block's largest magnitude gives its scale, as
+arithmetic.gradient_scale has it: 0 where it vanishes, NaN where a value is not finite, so that
+overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the bytes of a
+float32, lose less. Sums are float32 sums in order of the products code * scale, each rounded before
+it is
 added: all devices and all processes compute the same bits.
 
-v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are added up.
+v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are
+added up.
 """
 
 from __future__ import annotations
@@ -58,13 +61,21 @@ class Messages(Value):
         if key is None:
             rounded = scaled.round()
         else:
-            rounded = (scaled + uniform(key, subsequence, (shards, length)).to(values.device)).floor()
-        codes = rounded.clamp(-layout.largest_code, layout.largest_code).nan_to_num(nan=0.0).to(torch.int8)
+            rounded = (
+                scaled + uniform(key, subsequence, (shards, length)).to(values.device)
+            ).floor()
+        codes = (
+            rounded.clamp(-layout.largest_code, layout.largest_code)
+            .nan_to_num(nan=0.0)
+            .to(torch.int8)
+        )
         scales = _per_value(scale, layout)
         error = torch.where(scales.isfinite(), values - codes.to(torch.float32) * scales, 0.0)
         if layout.bits == 4:
             codes = (codes[:, 0::2] & 15) | codes[:, 1::2].bitwise_left_shift(4)
-        messages = torch.zeros(shards, layout.message_bytes, dtype=torch.uint8, device=values.device)
+        messages = torch.zeros(
+            shards, layout.message_bytes, dtype=torch.uint8, device=values.device
+        )
         layout.codes(messages).copy_(codes)
         # Bits, not values: PyTorch has several NaNs in bfloat16.
         layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
@@ -74,9 +85,12 @@ class Messages(Value):
         """Reference: the values, float32 [..., L]."""
         codes = self.layout.codes(self.data)
         if self.layout.bits == 4:
-            # A shift to the left drops what stands in the high half; one to the right keeps the sign.
+            # A shift to the left drops what stands in the high half; one to the right keeps the
+            # sign.
             codes = torch.stack([codes.bitwise_left_shift(4) >> 4, codes >> 4], dim=-1).flatten(-2)
-        return codes.to(torch.float32) * _per_value(self.layout.scales(self.data).to(torch.float32), self.layout)
+        return codes.to(torch.float32) * _per_value(
+            self.layout.scales(self.data).to(torch.float32), self.layout
+        )
 
 
 class PackGradients(Operation):
@@ -89,18 +103,27 @@ class PackGradients(Operation):
     x: In[AnyFloats]
     """[R, v], added up in order."""
     key: In[Key] | None
-    """Values are rounded up with a probability equal to the fraction, drawn for value i at element i; None: to the
-    nearest code, half to even."""
+    """Values are rounded up with a probability equal to the fraction, drawn for value i at element
+    i; None: to the nearest code, half to even.
+    """
     subsequence: int = 0
     messages: Out[Messages]
     """[S, M]"""
     error: Out[Floats] | None
-    """[v], value - code * scale; 0 in blocks that are not finite. It may be the memory of x float32 [1, v]."""
+    """[v], value - code * scale; 0 in blocks that are not finite.
+
+    It may be the memory of x float32 [1, v].
+    """
 
     def __post_init__(self):
         layout = self.messages.layout
         _require("gradients to pack", self.x, ("at least one row", layout.values), FLOATS)
-        _require("their messages", self.messages.data, (layout.shards, layout.message_bytes), [torch.uint8])
+        _require(
+            "their messages",
+            self.messages.data,
+            (layout.shards, layout.message_bytes),
+            [torch.uint8],
+        )
         if self.error is not None:
             _require("their error", self.error, (layout.values,), [torch.float32])
 
@@ -120,25 +143,34 @@ class PackGradients(Operation):
         layout = self.messages.layout
         total = _sum_in_order(self.x.unbind(0))
         whole = torch.nn.functional.pad(total, (0, layout.shards * layout.length - layout.values))
-        messages, rest = self.messages.encode(whole.view(layout.shards, layout.length), self.key, self.subsequence)
+        messages, rest = self.messages.encode(
+            whole.view(layout.shards, layout.length), self.key, self.subsequence
+        )
         return messages, rest.flatten()[: layout.values].clone() if self.error is not None else None
 
     def cuda(self):
         layout = self.messages.layout
         return [
             launch(
-                "gradient_messages.cu", "lsq_pack_gradients", self, grid=_grid(layout, _vectors(layout)),
-                BLOCK=layout.block, OUT_BITS=layout.bits, RANDOM=int(self.key is not None), MANY=int(self.rows > 1),
+                "gradient_messages.cu",
+                "lsq_pack_gradients",
+                self,
+                grid=_grid(layout, _vectors(layout)),
+                BLOCK=layout.block,
+                OUT_BITS=layout.bits,
+                RANDOM=int(self.key is not None),
+                MANY=int(self.rows > 1),
                 **float_define(self.x),
             )
-        ]  # fmt: skip
+        ]
 
 
 class SumMessages(Operation):
     """The sum of N messages of one shard times a factor, rounded anew.
 
     Raises:
-        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts differ in more than bits.
+        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts differ
+            in more than bits.
     """
 
     messages: In[Messages]
@@ -155,10 +187,16 @@ class SumMessages(Operation):
         given, made = self.messages.layout, self.sum.layout
         check(
             (given.length, given.block) == (made.length, made.block),
-            f"messages have shards of {given.length} values in blocks of {given.block}, their sum {made.length} in "
+            f"messages have shards of {given.length} values in blocks of {given.block}, their sum"
+            f" {made.length} in "
             f"blocks of {made.block}; only the bits may differ",
         )
-        _require("messages to add up", self.messages.data, ("at least one", given.message_bytes), [torch.uint8])
+        _require(
+            "messages to add up",
+            self.messages.data,
+            ("at least one", given.message_bytes),
+            [torch.uint8],
+        )
         _require("their sum", self.sum.data, (made.message_bytes,), [torch.uint8])
 
     count = extent(0, "messages.data")
@@ -172,10 +210,16 @@ class SumMessages(Operation):
         layout = self.messages.layout
         return [
             launch(
-                "gradient_messages.cu", "lsq_sum_messages", self, grid=_grid(layout, _vectors(layout))[0],
-                BLOCK=layout.block, BITS=layout.bits, OUT_BITS=self.sum.bits, RANDOM=int(self.key is not None),
+                "gradient_messages.cu",
+                "lsq_sum_messages",
+                self,
+                grid=_grid(layout, _vectors(layout))[0],
+                BLOCK=layout.block,
+                BITS=layout.bits,
+                OUT_BITS=self.sum.bits,
+                RANDOM=int(self.key is not None),
             )
-        ]  # fmt: skip
+        ]
 
 
 class UnpackGradients(Operation):
@@ -217,29 +261,40 @@ class UnpackGradients(Operation):
         layout = self.messages.layout
         return [
             launch(
-                "gradient_messages.cu", "lsq_unpack_gradients", self, grid=_grid(layout, 1), BLOCK=layout.block,
-                BITS=layout.bits, MANY=int(self.copies > 1), **float_define(self.x),
+                "gradient_messages.cu",
+                "lsq_unpack_gradients",
+                self,
+                grid=_grid(layout, 1),
+                BLOCK=layout.block,
+                BITS=layout.bits,
+                MANY=int(self.copies > 1),
+                **float_define(self.x),
             )
-        ]  # fmt: skip
+        ]
 
 
 def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """arithmetic.gradient_scale with the scale rounded up to a bfloat16 (float32), so that no value exceeds `code`."""
+    """arithmetic.gradient_scale with the scale rounded up to a bfloat16 (float32), so that no value
+    exceeds `code`."""
     scale, reciprocal = arithmetic.gradient_scale(largest, code)
     upwards = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     plain = reciprocal != 0
-    return torch.where(plain, upwards, scale), torch.where(plain, torch.ones_like(scale) / upwards, 0.0)
+    return torch.where(plain, upwards, scale), torch.where(
+        plain, torch.ones_like(scale) / upwards, 0.0
+    )
 
 
 def _require(what: str, tensor, shape: tuple, dtypes) -> None:
-    """Refuse a tensor of another shape or dtype; a word in `shape` stands for any number above 0."""
+    """Refuse a tensor of another shape or dtype; a word in `shape` stands for any number above
+    0."""
     fits = len(tensor.shape) == len(shape) and all(
         found > 0 if isinstance(wanted, str) else found == wanted
         for found, wanted in zip(tensor.shape, shape, strict=True)
     )
     check(
         fits and tensor.dtype in dtypes,
-        f"{what} are {tensor.dtype} {list(tensor.shape)}; the layout wants [{', '.join(map(str, shape))}] of "
+        f"{what} are {tensor.dtype} {list(tensor.shape)}; the layout wants"
+        f" [{', '.join(map(str, shape))}] of "
         f"{' or '.join(map(str, dtypes))}",
     )
 

@@ -1,11 +1,14 @@
-"""A product of int8 codes whose scales belong to groups of values along the inner dimension, which is not padded.
+"""A product of int8 codes whose scales belong to groups of values along the inner dimension, which
+is not padded.
 
-    out[m, n] = sum over groups g of a.scale[m, g] b.scale[n, g] (sum over k in g of a[m, k] b[n, k])
+    out[m, n] = sum over groups g of a.scale[m, g] b.scale[n, g] (sum over k in g of a[m, k] b[n,
+    k])
 
-The inner sums are exact; scaled, they are added in float32 in the order of groups (Dai et al. 2021, VS-Quant,
-arXiv:2102.04503, with float scales; powers of two make it MXINT8 of OCP Microscaling Formats 1.0, 2023). So it
-multiplies what numbers.ScaledFormat encodes as integers of at most 8 bits, by groups, rows or tensors. M rows, N
-columns, K values along the inner dimension, G groups, the last of which may be smaller.
+The inner sums are exact; scaled, they are added in float32 in the order of groups (Dai et al. 2021,
+VS-Quant, arXiv:2102.04503, with float scales; powers of two make it MXINT8 of OCP Microscaling
+Formats 1.0, 2023). So it multiplies what numbers.ScaledFormat encodes as integers of at most 8
+bits, by groups, rows or tensors. M rows, N columns, K values along the inner dimension, G groups,
+the last of which may be smaller.
 """
 
 from __future__ import annotations
@@ -48,11 +51,14 @@ class GroupedCodes(Value):
     scale_columns = extent(1, "scale")
 
     @classmethod
-    def of(cls, x: torch.Tensor, form: ScaledFormat, clip: str | torch.Tensor = "absmax") -> GroupedCodes:
+    def of(
+        cls, x: torch.Tensor, form: ScaledFormat, clip: str | torch.Tensor = "absmax"
+    ) -> GroupedCodes:
         """Encode float x [R, K], with clips as ScaledFormat.encode takes them.
 
-        The values of numbers must be whole, perhaps times a power of two, which scales then are divided by: those of
-        integers and of fp4-e2m1 are, so that mxint8, mxfp4, nvfp4 and vsquant4 have products of int8.
+        The values of numbers must be whole, perhaps times a power of two, which scales then are
+        divided by: those of integers and of fp4-e2m1 are, so that mxint8, mxfp4, nvfp4 and vsquant4
+            have products of int8.
 
         Raises:
             ValueError: products know no such format.
@@ -60,8 +66,10 @@ class GroupedCodes(Value):
         grain, factor = form.grain, whole_factor(form.number)
         check(
             factor is not None and (grain.rows == 1 or grain == Grain.TENSOR),
-            f"{form.name} has no product of int8 codes: choose numbers that are whole up to 127 times a power of two "
-            "(int2 to int8, fp4-e2m1, ternary) and scales of groups, rows or tensors, as in int8/group32",
+            f"{form.name} has no product of int8 codes: choose numbers that are whole up to 127"
+            " times a power of two "
+            "(int2 to int8, fp4-e2m1, ternary) and scales of groups, rows or tensors, as in"
+            " int8/group32",
         )
         encoded = form.encode(x, clip)
         codes = (form.number.decode(encoded.codes) * factor).to(torch.int8)
@@ -76,7 +84,8 @@ class GroupedCodes(Value):
         """
         check(
             group == self.group or self.scale.shape[1] == 1,
-            f"codes have scales of groups of {self.group}, which cannot become groups of {group}: encode both operands "
+            f"codes have scales of groups of {self.group}, which cannot become groups of {group}:"
+            " encode both operands "
             "in groups of one size",
         )
         return GroupedCodes(codes=self.codes, scale=self.scale, group=group)
@@ -105,11 +114,13 @@ class GroupedProduct(Operation):
         group, (rows, inner), columns = self.b.group, self.a.codes.shape, self.b.codes.shape[0]
         check(
             group % STEP == 0 and group > 0,
-            f"groups have {group} values; a product takes multiples of {STEP}, and 32, 64 and 128 are fast",
+            f"groups have {group} values; a product takes multiples of {STEP}, and 32, 64 and 128"
+            " are fast",
         )
         check(
             self.a.group == group and self.b.codes.shape[1] == inner,
-            f"a has rows of {inner} values in groups of {self.a.group}, b of {self.b.codes.shape[1]} in groups of "
+            f"a has rows of {inner} values in groups of {self.a.group}, b of"
+            f" {self.b.codes.shape[1]} in groups of "
             f"{group}; both must be the same",
         )
         groups = -(-inner // group)
@@ -117,8 +128,10 @@ class GroupedProduct(Operation):
             allowed = [(count, groups), (count, 1), (1, 1)]
             check(
                 tuple(codes.scale.shape) in allowed,
-                f"scales of {name} have the shape {list(codes.scale.shape)}; its codes {list(codes.codes.shape)} in "
-                f"groups of {group} take {' or '.join(str(list(shape)) for shape in dict.fromkeys(allowed))}",
+                f"scales of {name} have the shape {list(codes.scale.shape)}; its codes"
+                f" {list(codes.codes.shape)} in "
+                f"groups of {group} take"
+                f" {' or '.join(str(list(shape)) for shape in dict.fromkeys(allowed))}",
             )
 
     def reference(self):
@@ -126,12 +139,17 @@ class GroupedProduct(Operation):
         for number, first in enumerate(range(0, self.inner, self.a.group)):
             of_group = slice(first, first + self.a.group)
             sums = self.a.codes[:, of_group].double() @ self.b.codes[:, of_group].double().t()
-            scales = [one.scale[:, min(number, one.scale.shape[1] - 1), None] for one in (self.a, self.b)]
+            scales = [
+                one.scale[:, min(number, one.scale.shape[1] - 1), None] for one in (self.a, self.b)
+            ]
             out += sums.float() * (scales[0] * scales[1].t())
         return (out,)
 
     def cpu_scratch(self):
-        return [((packed_bytes(self),), torch.uint8), copies_of(self.rows, self.inner, self.b.group)]
+        return [
+            ((packed_bytes(self),), torch.uint8),
+            copies_of(self.rows, self.inner, self.b.group),
+        ]
 
     def cpu(self, packed, rows):
         if not min(self.rows, self.columns, self.inner):
@@ -141,7 +159,9 @@ class GroupedProduct(Operation):
         loader.call("lsq_pack_grouped", self, packed)
         self.multiply(packed, rows)
 
-    def multiply(self, packed: torch.Tensor, rows: torch.Tensor, instructions: str | None = None) -> None:
+    def multiply(
+        self, packed: torch.Tensor, rows: torch.Tensor, instructions: str | None = None
+    ) -> None:
         """On the CPU, with b packed before: what a weight that does not change saves its products.
 
         Args:
@@ -155,9 +175,15 @@ class GroupedProduct(Operation):
     def cuda(self):
         if not min(self.rows, self.inner):
             return [zero(self.out)]
-        tile = TileConfiguration(rows=FEW_ROWS if self.rows <= FEW_ROWS else 2 * FEW_ROWS, columns=64, stages=4)
+        tile = TileConfiguration(
+            rows=FEW_ROWS if self.rows <= FEW_ROWS else 2 * FEW_ROWS, columns=64, stages=4
+        )
         shape = self.rows, self.columns, self.inner
-        return [tiled("grouped_product.cu", "lsq_grouped_product", tile, shape, self, GROUP=self.b.group)]
+        return [
+            tiled(
+                "grouped_product.cu", "lsq_grouped_product", tile, shape, self, GROUP=self.b.group
+            )
+        ]
 
 
 def packed_bytes(product: GroupedProduct) -> int:
@@ -172,7 +198,8 @@ def copies_of(rows: int, inner: int, group: int) -> Spec:
 
 
 def common_group(a: ScaledFormat, b: ScaledFormat) -> int | None:
-    """In which groups codes of both formats are multiplied; None: they have no product of int8 codes."""
+    """In which groups codes of both formats are multiplied; None: they have no product of int8
+    codes."""
     groups = {one.grain.columns for one in (a, b)} - {None} or {LARGE}
     whole = all(whole_factor(one.number) for one in (a, b))
     return min(groups) if whole and len(groups) == 1 and min(groups) % STEP == 0 else None
@@ -180,7 +207,8 @@ def common_group(a: ScaledFormat, b: ScaledFormat) -> int | None:
 
 @functools.cache
 def whole_factor(number: NumberFormat) -> int | None:
-    """The least power of two that makes all values whole; None: there is none, or they are beyond 127."""
+    """The least power of two that makes all values whole; None: there is none, or they are beyond
+    127."""
     values = [value for value in number.values if math.isfinite(value)]
     for factor in (1, 2, 4, 8):
         if all(float(value * factor).is_integer() for value in values):

@@ -1,10 +1,13 @@
-"""What attention and its gradient read: heads of queries, keys and values. The reference takes sentence after sentence.
+"""What attention and its gradient read: heads of queries, keys and values.
 
-M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] .. starts[b + 1] - 1.
-Rows from starts[B] on belong to no sentence: their context and their gradients are zeros. Head h of the queries stands
-in columns q.column + h * width of their tensor. Of G heads of queries that follow one another, all read the same head
-of keys and of values (grouped-query attention, Ainslie et al. 2023): head h reads number h // G of those, in columns
-k.column + h // G * width. N heads, T queries and S keys of one sentence, D columns of a head.
+The reference takes sentence after sentence.
+
+M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] ..
+starts[b + 1] - 1. Rows from starts[B] on belong to no sentence: their context and their gradients
+are zeros. Head h of the queries stands in columns q.column + h * width of their tensor. Of G heads
+of queries that follow one another, all read the same head of keys and of values (grouped-query
+attention, Ainslie et al. 2023): head h reads number h // G of those, in columns k.column + h // G *
+width. N heads, T queries and S keys of one sentence, D columns of a head.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from lsq.program.declare import Floats, In, Indices, Offsets, Value, extent, siz
 from lsq.program.values import Dropout, Rows
 
 KEYS = 2**31
-"""More than any sentence has: elements of probabilities are numbered alike whatever stands in a batch. See kKeys."""
+"""More than any sentence has: elements of probabilities are numbered alike whatever stands in a
+batch. See kKeys."""
 
 
 class Projected(Value):
@@ -65,7 +69,10 @@ class Heads(Value):
     starts: In[Offsets]
     """[B + 1], of queries."""
     key_starts: In[Offsets]
-    """[B + 1], of keys. One of both may go on behind it: with sentences without a row, on both sides."""
+    """[B + 1], of keys.
+
+    One of both may go on behind it: with sentences without a row, on both sides.
+    """
     count: int
     """N, of queries."""
     group: int = 1
@@ -75,7 +82,8 @@ class Heads(Value):
     causal: bool
     """Query i of a sentence sees its keys up to i + (keys - queries)."""
     window: int = 0
-    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden so."""
+    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden
+    so."""
     bias: In[PositionBias] | None
     share: float = 0.0
     """What a product of query and key counts in a score; 0: D ** -0.5."""
@@ -105,8 +113,12 @@ class Heads(Value):
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
         share = torch.tensor(self.share or self.width**-0.5, dtype=torch.float32)
-        starts, key_starts = (one[: self.sentences + 1].tolist() for one in (self.starts, self.key_starts))
-        for queries, keys in zip(map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True):
+        starts, key_starts = (
+            one[: self.sentences + 1].tolist() for one in (self.starts, self.key_starts)
+        )
+        for queries, keys in zip(
+            map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True
+        ):
             q, k, v = (
                 self.split(one.rows.tensor[rows, self.columns_of(one)].float())
                 for one, rows in ((self.q, queries), (self.k, keys), (self.v, keys))
@@ -120,17 +132,29 @@ class Heads(Value):
             hidden = torch.full(scores.shape[1:], self.causal).triu(1 + ahead)
             hidden |= torch.full(scores.shape[1:], self.window > 0).tril(ahead - self.window)
             yield Sentence(
-                queries=queries, keys=keys, q=q, k=k, v=v, hidden=hidden,
-                scores=scores.masked_fill(hidden, -math.inf), q_factor=self.k.rows.scale * share,
-                k_factor=self.q.rows.scale * share, v_scale=self.v.rows.scale, mask=self._mask(queries, scores),
+                queries=queries,
+                keys=keys,
+                q=q,
+                k=k,
+                v=v,
+                hidden=hidden,
+                scores=scores.masked_fill(hidden, -math.inf),
+                q_factor=self.k.rows.scale * share,
+                k_factor=self.q.rows.scale * share,
+                v_scale=self.v.rows.scale,
+                mask=self._mask(queries, scores),
                 pairs=pairs,
             )
 
     def _mask(self, queries: slice, scores: torch.Tensor) -> torch.Tensor | None:
-        """What dropout multiplies the probabilities of a sentence by, shaped as its scores [N, T, S]."""
+        """What dropout multiplies the probabilities of a sentence by, shaped as its scores [N, T,
+        S]."""
         if self.dropout is None:
             return None
-        row, head = torch.arange(queries.start, queries.stop)[:, None], torch.arange(self.count)[:, None, None]
+        row, head = (
+            torch.arange(queries.start, queries.stop)[:, None],
+            torch.arange(self.count)[:, None, None],
+        )
         element = (row * self.count + head) * KEYS + torch.arange(scores.shape[2])
         return self.dropout.apply(torch.ones(element.shape, dtype=torch.float32), element)
 
@@ -144,7 +168,8 @@ class Heads(Value):
         return rows.unflatten(1, (-1, self.width)).transpose(0, 1)
 
     def of_keys(self, each: torch.Tensor) -> torch.Tensor:
-        """What every head of queries makes of a gradient [N, S, D], summed for the heads of keys [N / G, S, D]."""
+        """What every head of queries makes of a gradient [N, S, D], summed for the heads of keys [N
+        / G, S, D]."""
         return each.unflatten(0, (self.key_count, self.group)).sum(dim=1)
 
 
@@ -183,7 +208,9 @@ class Sentence:
     @property
     def log_sum(self) -> torch.Tensor:
         """[N, T], NaN with the probabilities."""
-        return torch.where(self.probabilities.isnan().any(dim=2), math.nan, self.scores.logsumexp(dim=2))
+        return torch.where(
+            self.probabilities.isnan().any(dim=2), math.nan, self.scores.logsumexp(dim=2)
+        )
 
     def dropped(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.mask is None else x * self.mask

@@ -1,10 +1,12 @@
-"""The gradient of what a weight is multiplied with, and the end of the operation before, undone in the same pass.
+"""The gradient of what a weight is multiplied with, and the end of the operation before, undone in
+the same pass.
 
     g[m, k] = scale[m] * sum_n codes[m, n] * weight[n, k]         under backward="int8"
 
-Then, in this order: the same from other readers of x, the straight-through mask of x and the gradient of its clip,
-dropout, the slope of the activation, another gradient that is added; sums over rows for a bias; floats, or codes
-rounded per row. M rows, N outputs of the weight, padded to P in its codes, K columns.
+Then, in this order: the same from other readers of x, the straight-through mask of x and the
+gradient of its clip, dropout, the slope of the activation, another gradient that is added; sums
+over rows for a bias; floats, or codes rounded per row. M rows, N outputs of the weight, padded to P
+in its codes, K columns.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import row_defines
 from lsq.csrc.launch import FLOATS, Product, check, float_define, launch
-from lsq.ops.input_gradient_product import clip_parts, end_defines, input_gradient_product, tile_parts
+from lsq.ops.input_gradient_product import (
+    clip_parts,
+    end_defines,
+    input_gradient_product,
+    tile_parts,
+)
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import (
     converted,
@@ -43,7 +50,8 @@ LONG_SUMS = 3
 
 
 class ProjectInputGradient(Operation):
-    """The gradient of the input [M, K] of a Project, before its rounding, and before the end of what made it.
+    """The gradient of the input [M, K] of a Project, before its rounding, and before the end of
+    what made it.
 
     Raises:
         ValueError: it shall go to floats and to codes.
@@ -54,8 +62,10 @@ class ProjectInputGradient(Operation):
     floats: In[Activations] | None
     """[M, P], otherwise; [M, N] in float mode."""
     weight: In[Weight]
-    """[N, K]; codes and scale alone, or, in float mode, values alone, by inputs [K, N]. A GPU transposes codes that did
-    not come so."""
+    """[N, K]; codes and scale alone, or, in float mode, values alone, by inputs [K, N].
+
+    A GPU transposes codes that did not come so.
+    """
     x: In[Coded] | None
     """[M, K]; None in float mode."""
     nonlinearity: In[Nonlinearity] | None
@@ -78,7 +88,10 @@ class ProjectInputGradient(Operation):
     """Of the product of floats."""
 
     def __post_init__(self):
-        check(self.dx is None or self.rounded is None, "a ProjectInputGradient has dx and rounded; give it one of them")
+        check(
+            self.dx is None or self.rounded is None,
+            "a ProjectInputGradient has dx and rounded; give it one of them",
+        )
 
     rows = extent(0, "gradient.codes", "floats")
     columns = extent(1, "weight")
@@ -109,7 +122,11 @@ class ProjectInputGradient(Operation):
             return sums.to(torch.float32) * self.gradient.scale[:, None]
         if self.weight.codes is None:
             return self.floats @ self.weight.floats_by_rows
-        return float_product(self.floats, self.weight.codes.to(torch.float32) * self.weight.scale[:, None], self.dtype)
+        return float_product(
+            self.floats,
+            self.weight.codes.to(torch.float32) * self.weight.scale[:, None],
+            self.dtype,
+        )
 
     def cpu_scratch(self):
         rows, columns = self.rows, self.columns
@@ -123,18 +140,30 @@ class ProjectInputGradient(Operation):
         if self.weight.codes is None:
             return [*sums, *product]
         weight = [(tuple(self.weight.matrix.shape), getattr(torch, self.dtype))]
-        return [*sums, *product, *weight, *narrow_scratch(self.floats.shape, (rows, columns), self.dtype)]
+        return [
+            *sums,
+            *product,
+            *weight,
+            *narrow_scratch(self.floats.shape, (rows, columns), self.dtype),
+        ]
 
     def cpu(self, partial, clip_sums, *scratch):
         check(
             self.added is None or self.added.dtype == torch.float32,
-            "what is added to an input gradient on the CPU must be float32: give the product that made it that dtype",
+            "what is added to an input gradient on the CPU must be float32: give the product that"
+            " made it that dtype",
         )
         if self.gradient is not None and self.rows:
             operands = self.gradient.codes, self.weight.codes.t()
             gemm.multiply(GEMM, self, *operands, *scratch, partial, clip_sums)
         elif self.rows:
-            loader.call("lsq_end_float_input_gradient", self, self._float_product(scratch), partial, clip_sums)
+            loader.call(
+                "lsq_end_float_input_gradient",
+                self,
+                self._float_product(scratch),
+                partial,
+                clip_sums,
+            )
         loader.call("lsq_finish_input_gradient", self, partial, clip_sums)
 
     def _float_product(self, scratch) -> torch.Tensor:
@@ -149,8 +178,10 @@ class ProjectInputGradient(Operation):
 
     @property
     def _tile(self) -> gemm.TileConfiguration | None:
-        """How one kernel of a GPU makes the product and ends it; None: a library makes it, another kernel ends it."""
-        if self.gradient is None or self.rounded is not None:  # to round a row takes all of its tiles
+        """How one kernel of a GPU makes the product and ends it; None: a library makes it, another
+        kernel ends it."""
+        # to round a row takes all of its tiles
+        if self.gradient is None or self.rounded is not None:
             return None
         return gemm.cuda_tile(GEMM, self.rows, self.columns, self.gradient.codes.shape[1])
 
@@ -158,7 +189,11 @@ class ProjectInputGradient(Operation):
     def _parts(self) -> Spec:
         """(shape, dtype) of what a GPU leaves of the sums."""
         tile = self._tile
-        return parts_of(self.rows, self.columns, 1) if tile is None else tile_parts(tile, self.rows, self.columns)
+        return (
+            parts_of(self.rows, self.columns, 1)
+            if tile is None
+            else tile_parts(tile, self.rows, self.columns)
+        )
 
     def cuda_scratch(self):
         partial = [] if self.parts is not None else [self._parts]
@@ -169,7 +204,10 @@ class ProjectInputGradient(Operation):
             return [*partial, *([transposed] if self.weight.transposed is None else []), *sums]
         dtype = self._product_dtype
         product = [] if self._in_place else [(shape, torch.float32)]
-        operands = [*converted_scratch(self.weight.matrix, dtype), *converted_scratch(self.floats, dtype)]
+        operands = [
+            *converted_scratch(self.weight.matrix, dtype),
+            *converted_scratch(self.floats, dtype),
+        ]
         return [*partial, *product, *operands]
 
     def leave_sums(self, tensor):
@@ -206,20 +244,38 @@ class ProjectInputGradient(Operation):
     def _float_entries(self, partial, scratch):
         scratch = iter(scratch)
         product = self.dx if self._in_place else next(scratch)
-        weights, weight = converted(self.weight.matrix, self.weight.scale, self._product_dtype, scratch)
+        weights, weight = converted(
+            self.weight.matrix, self.weight.scale, self._product_dtype, scratch
+        )
         gradients, gradient = converted(self.floats, None, self._product_dtype, scratch)
         multiply = Product(a=gradient, b=weight, out=product, transpose_b=not self.weight.turned)
-        return [*weights, *gradients, *([multiply] if self.rows else []), self._end(product, partial)]
+        return [
+            *weights,
+            *gradients,
+            *([multiply] if self.rows else []),
+            self._end(product, partial),
+        ]
 
     def _end(self, product, partial):
         before = self.nonlinearity and self.nonlinearity.before
         long = self.gradient is not None and product.dtype == torch.float32
-        given = [one for one in (self.floats, before, self.joined, self.added, self.dx) if one is not None]
+        given = [
+            one
+            for one in (self.floats, before, self.joined, self.added, self.dx)
+            if one is not None
+        ]
         return launch(
-            "input_gradient.cu", "lsq_project_input_gradient", self, product, partial, grid=len(partial),
-            PRODUCT=LONG_SUMS if long else PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
+            "input_gradient.cu",
+            "lsq_project_input_gradient",
+            self,
+            product,
+            partial,
+            grid=len(partial),
+            PRODUCT=LONG_SUMS if long else PRODUCTS.get(product.dtype, 2),
+            ROUNDED=int(self.rounded is not None),
             **end_defines(self),
-            **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
+            **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}),
+            **row_defines(self.columns),
         )
 
     @property

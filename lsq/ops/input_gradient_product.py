@@ -1,4 +1,5 @@
-"""The gradient of an input, its product and its end in one kernel: another way to a ProjectInputGradient on CUDA.
+"""The gradient of an input, its product and its end in one kernel: another way to a
+ProjectInputGradient on CUDA.
 
 M rows, K columns, P values to multiply.
 """
@@ -32,13 +33,17 @@ def clip_parts(tile: TileConfiguration, columns: int) -> int:
 
 
 def tile_parts(tile: TileConfiguration, rows: int, columns: int) -> Spec:
-    """(shape, dtype) of the parts that the kernel leaves (lsq.ops.sums): a row of each row of warps."""
+    """(shape, dtype) of the parts that the kernel leaves (lsq.ops.sums): a row of each row of
+    warps."""
     width = columns + -(-clip_parts(tile, columns) // PADDING) * PADDING
     return (tile.warps[0] * tile.blocks(rows, columns)[1], width), torch.float32
 
 
 def input_gradient_product(
-    operation: ProjectInputGradient, tile: TileConfiguration, weight: torch.Tensor, partial: torch.Tensor
+    operation: ProjectInputGradient,
+    tile: TileConfiguration,
+    weight: torch.Tensor,
+    partial: torch.Tensor,
 ) -> Launch:
     """The one launch that does what the operation does, but for finishing its sums.
 
@@ -49,14 +54,28 @@ def input_gradient_product(
         partial: as `tile_parts` says.
 
     Raises:
-        ValueError: it ends in codes, whose scales want whole rows; or the kernel does not take the shape.
+        ValueError: it ends in codes, whose scales want whole rows; or the kernel does not take the
+            shape.
     """
-    check(operation.rounded is None, "a product that ends by tiles has floats: to round a row takes all of its tiles")
+    check(
+        operation.rounded is None,
+        "a product that ends by tiles has floats: to round a row takes all of its tiles",
+    )
     before = operation.nonlinearity and operation.nonlinearity.before
-    given = [one for one in (before, operation.joined, operation.added, operation.dx) if one is not None]
+    given = [
+        one for one in (before, operation.joined, operation.added, operation.dx) if one is not None
+    ]
     columns, inner = weight.shape
     return tiled(
-        "input_gradient_product.cu", "lsq_input_gradient_product", tile, (operation.rows, columns, inner),
-        operation, weight, inner, partial, partial.shape[1], **float_define(*given),
+        "input_gradient_product.cu",
+        "lsq_input_gradient_product",
+        tile,
+        (operation.rows, columns, inner),
+        operation,
+        weight,
+        inner,
+        partial,
+        partial.shape[1],
+        **float_define(*given),
         **end_defines(operation),
-    )  # fmt: skip
+    )

@@ -1,12 +1,14 @@
-"""What the two kept words of each row add to both gradients of a vocabulary's loss: their gradient is no code.
+"""What the two kept words of each row add to both gradients of a vocabulary's loss: their gradient
+is no code.
 
     dx[m] = sum over j of g[j, m] * dloss * weight[kept[j, m]]
     dweight[v] += sum over j and m with kept[j, m] = v of g[j, m] * dloss * x[m]
 
-Kept are the target and the likeliest other word. The gradient of a target's logit is up to a thousand times as large as
-that of most words, and a model that wavers between two words gives the other one nearly as much. One scale for all
-would round most words to 0 or to a whole step, so these two stay floats (see lsq.ops.vocabulary_loss), and the codes of
-a row share the scale of the rest. M rows, V words, P padded words, K inputs.
+Kept are the target and the likeliest other word. The gradient of a target's logit is up to a
+thousand times as large as that of most words, and a model that wavers between two words gives the
+other one nearly as much. One scale for all would round most words to 0 or to a whole step, so these
+two stay floats (see lsq.ops.vocabulary_loss), and the codes of a row share the scale of the rest. M
+rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class KeptInputGradient(Operation):
     def reference(self):
         weight = self.prediction.weight
         parts = [
-            (gradient * self.dloss)[:, None] * (weight.codes[word].float() * weight.scale[word, None])
+            (gradient * self.dloss)[:, None]
+            * (weight.codes[word].float() * weight.scale[word, None])
             for word, gradient in self.kept.words(self.prediction)
         ]
         return (parts[0] + parts[1],)
@@ -52,15 +55,19 @@ class KeptInputGradient(Operation):
     def cuda(self):
         return [
             launch(
-                "kept_gradient.cu", "lsq_kept_input_gradient", self,
-                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS), **float_define(self.dx),
+                "kept_gradient.cu",
+                "lsq_kept_input_gradient",
+                self,
+                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
+                **float_define(self.dx),
                 **row_defines(self.columns),
             )
-        ]  # fmt: skip
+        ]
 
 
 class KeptWeightGradient(Operation):
-    """The gradient of the weight with the part that comes from kept words; the rows of a word are added in order.
+    """The gradient of the weight with the part that comes from kept words; the rows of a word are
+    added in order.
 
     What lies beyond a clip gets none of it, as in ProjectWeightGradient.
     """
@@ -105,8 +112,13 @@ class KeptWeightGradient(Operation):
         return scatter_scratch(self.rows, self.columns)
 
     def cuda(self, before, ordered, partial):
-        copied = [] if self.others is self.dweight else [float_operand(self.others, None, self.dweight)]
-        return [*copied, *scatter_launches(self, before, ordered, partial, tables=1, KEPT=1, FLOAT=0)]
+        copied = (
+            [] if self.others is self.dweight else [float_operand(self.others, None, self.dweight)]
+        )
+        return [
+            *copied,
+            *scatter_launches(self, before, ordered, partial, tables=1, KEPT=1, FLOAT=0),
+        ]
 
 
 def kept_limits(operation: KeptInputGradient | KeptWeightGradient) -> dict[str, int]:

@@ -2,10 +2,11 @@
 
     log_probability = logit - log(sum of exp(logits))
 
-The logits are never stored, unless all log-probabilities are wanted. On CUDA a tile of the product leaves the largest
-logit of every eight words beside each other; the K best words of a row are among the K best of these groups, whose
-logits are then made again (integer sums are exact, so they are the same), as are those of the wanted words.
-R rows, V words, P padded words, H inputs, K best words, W wanted ones.
+The logits are never stored, unless all log-probabilities are wanted. On CUDA a tile of the product
+leaves the largest logit of every eight words beside each other; the K best words of a row are among
+the K best of these groups, whose logits are then made again (integer sums are exact, so they are
+the same), as are those of the wanted words. R rows, V words, P padded words, H inputs, K best
+words, W wanted ones.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class NextWords(Operation):
     """The best words of each row, and those that are asked for, or all.
 
     Raises:
-        ValueError: it has none or both of `weight` and `packed_weight`, or not the one that its device reads; on CUDA,
-            P or H is no multiple of 16.
+        ValueError: it has none or both of `weight` and `packed_weight`, or not the one that its
+            device reads; on CUDA, P or H is no multiple of 16.
     """
 
     x: In[Coded]
@@ -61,7 +62,8 @@ class NextWords(Operation):
     def __post_init__(self):
         check(
             (self.weight is None) != (self.packed_weight is None),
-            "NextWords reads one weight: give it `packed_weight` on the CPU, or `weight`, of codes, on CUDA",
+            "NextWords reads one weight: give it `packed_weight` on the CPU, or `weight`, of codes,"
+            " on CUDA",
         )
 
     def limits(self):
@@ -78,27 +80,36 @@ class NextWords(Operation):
         return order, found.gather(1, order), asked, found
 
     def cpu_scratch(self):
-        check(self.packed_weight is not None, "NextWords reads packed weights on the CPU: give it `packed_weight`")
+        check(
+            self.packed_weight is not None,
+            "NextWords reads packed weights on the CPU: give it `packed_weight`",
+        )
         return ()
 
     @property
     def _tile(self) -> gemm.TileConfiguration | None:
         """How logits are made, which is that of the vocabulary's loss; None: there are no rows."""
-        check(self.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`")
+        check(
+            self.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`"
+        )
         return gemm.cuda_tile(PRODUCT, *self._shape)
 
     def cuda_scratch(self):
-        """The largest logits of groups of eight words; what warps leave of the rows of a tile, (largest logit, sum of
-        exponentials); the best groups of each row, best first, and the logits of their words."""
+        """The largest logits of groups of eight words; what warps leave of the rows of a tile,
+        (largest logit, sum of exponentials); the best groups of each row, best first, and the
+        logits of their words.
+        """
         tile = self._tile
         across = 0 if tile is None else tile.blocks(*self._shape[:2])[0]
         groups = across * tile.columns // VECTOR if tile is not None and self.best else 0
         warps = across * tile.warps[1] if tile is not None else 0
         chosen = min(self.best, -(-self.vocabulary // VECTOR))
         return [
-            ((self.rows, groups), torch.float32), ((self.rows, warps, 2), torch.float32),
-            ((self.rows, chosen), torch.int32), ((self.rows, chosen * VECTOR), torch.float32),
-        ]  # fmt: skip
+            ((self.rows, groups), torch.float32),
+            ((self.rows, warps, 2), torch.float32),
+            ((self.rows, chosen), torch.int32),
+            ((self.rows, chosen * VECTOR), torch.float32),
+        ]
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -110,10 +121,27 @@ class NextWords(Operation):
         if tile is None:
             return []
         product = tiled(
-            "next_words_product.cu", "lsq_next_words_product", tile, self._shape, self, inner, groups, parts
+            "next_words_product.cu",
+            "lsq_next_words_product",
+            tile,
+            self._shape,
+            self,
+            inner,
+            groups,
+            parts,
         )
         join = launch(
-            "next_words.cu", "lsq_next_words", self, inner, groups, groups.shape[1], parts, parts.shape[1], chosen,
-            chosen.shape[1], logits, grid=self.rows,
-        )  # fmt: skip
+            "next_words.cu",
+            "lsq_next_words",
+            self,
+            inner,
+            groups,
+            groups.shape[1],
+            parts,
+            parts.shape[1],
+            chosen,
+            chosen.shape[1],
+            logits,
+            grid=self.rows,
+        )
         return [product, join]

@@ -1,7 +1,9 @@
-"""Activation and dropout of a product, which stand at its end, and what is kept to undo them in the backward pass.
+"""Activation and dropout of a product, which stand at its end, and what is kept to undo them in the
+backward pass.
 
-M rows, P columns. GELU is x * Phi(x) (Hendrycks & Gimpel 2016), exactly or by the tanh of a polynomial; SiLU, also
-called swish, is x / (1 + exp(-x)) (Elfwing et al. 2018); squared ReLU is max(x, 0)^2 (So et al. 2021, Primer).
+M rows, P columns. GELU is x * Phi(x) (Hendrycks & Gimpel 2016), exactly or by the tanh of a
+polynomial; SiLU, also called swish, is x / (1 + exp(-x)) (Elfwing et al. 2018); squared ReLU is
+max(x, 0)^2 (So et al. 2021, Primer).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Activation(IntEnum):
 
     @property
     def bounded_slope(self) -> bool:
-        """Whether its slope is kept as an int8: it takes more than two values, all within +-1.13."""
+        """Whether its slope is kept as an int8: it takes more than two values, all within
+        +-1.13."""
         return self in (Activation.gelu, Activation.gelu_tanh, Activation.silu)
 
 
@@ -57,7 +60,8 @@ class Nonlinearity(Value):
     slope: Codes | None
     """Of one with a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
     before: Activations | None
-    """Of others than ReLU in place of it, in float mode or where slopes have no bound: [M, P], y."""
+    """Of others than ReLU in place of it, in float mode or where slopes have no bound: [M, P], y.
+    """
 
     def apply(self, y: torch.Tensor) -> torch.Tensor:
         """Reference."""
@@ -67,17 +71,28 @@ class Nonlinearity(Value):
         """Reference: what the written fields hold."""
         slope = None
         if self.slope is not None:
-            slope = (Activation(self.activation).slope(y) * SLOPE_UNIT).round().nan_to_num(nan=0.0).to(torch.int8)
+            slope = (
+                (Activation(self.activation).slope(y) * SLOPE_UNIT)
+                .round()
+                .nan_to_num(nan=0.0)
+                .to(torch.int8)
+            )
         return pack_bits(y > 0), slope, y
 
     def undo(self, gradient: torch.Tensor) -> torch.Tensor:
         """Reference: the gradient of y from that of the result."""
         gradient = dropped(gradient, self.dropout)
         if self.positive is not None:
-            return torch.where(unpack_bits(self.positive, gradient.numel()).view(gradient.shape), gradient, 0.0)
+            return torch.where(
+                unpack_bits(self.positive, gradient.numel()).view(gradient.shape), gradient, 0.0
+            )
         if self.slope is not None:
             return gradient * (self.slope.to(torch.float32) * (1.0 / SLOPE_UNIT))
-        return gradient if self.before is None else gradient * Activation(self.activation).slope(self.before)
+        return (
+            gradient
+            if self.before is None
+            else gradient * Activation(self.activation).slope(self.before)
+        )
 
 
 def epilogue(y: torch.Tensor, nonlinearity: Nonlinearity | None, rounded: Coded | None) -> tuple:
@@ -106,18 +121,26 @@ def _silu_slope(y: torch.Tensor) -> torch.Tensor:
     return _gated_slope(y, y, 1.0)
 
 
-def _gated_slope(y: torch.Tensor, gate: torch.Tensor, gate_slope: torch.Tensor | float) -> torch.Tensor:
+def _gated_slope(
+    y: torch.Tensor, gate: torch.Tensor, gate_slope: torch.Tensor | float
+) -> torch.Tensor:
     """The derivative of y * sigmoid(gate)."""
     return torch.sigmoid(gate) + y * torch.sigmoid(gate) * torch.sigmoid(-gate) * gate_slope
 
 
 _VALUES = {
-    Activation.none: lambda y: y, Activation.relu: functional.relu, Activation.gelu: functional.gelu,
-    Activation.gelu_tanh: _gelu_tanh, Activation.silu: functional.silu,
+    Activation.none: lambda y: y,
+    Activation.relu: functional.relu,
+    Activation.gelu: functional.gelu,
+    Activation.gelu_tanh: _gelu_tanh,
+    Activation.silu: functional.silu,
     Activation.squared_relu: lambda y: functional.relu(y).square(),
-}  # fmt: skip
+}
 _SLOPES = {
-    Activation.none: torch.ones_like, Activation.relu: lambda y: (y > 0).to(y.dtype), Activation.gelu: _gelu_slope,
-    Activation.gelu_tanh: _gelu_tanh_slope, Activation.silu: _silu_slope,
+    Activation.none: torch.ones_like,
+    Activation.relu: lambda y: (y > 0).to(y.dtype),
+    Activation.gelu: _gelu_slope,
+    Activation.gelu_tanh: _gelu_tanh_slope,
+    Activation.silu: _silu_slope,
     Activation.squared_relu: lambda y: 2 * functional.relu(y),
-}  # fmt: skip
+}

@@ -2,8 +2,8 @@
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
-The integers are those of Project. All threads share the weight's outputs, so that a single row keeps all of them busy.
-M rows, K inputs, P outputs.
+The integers are those of Project. All threads share the weight's outputs, so that a single row
+keeps all of them busy. M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations

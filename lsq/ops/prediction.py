@@ -1,4 +1,5 @@
-"""What is predicted: logits of words, made from rows and read as they are made, and the words that are right.
+"""What is predicted: logits of words, made from rows and read as they are made, and the words that
+are right.
 
 M rows, V words, P padded words, K inputs.
 """
@@ -24,18 +25,22 @@ BLOCK_ROWS = 256
 BLOCK_COLUMNS = 256
 """Words whose logits the CPU adds up apart, whatever the blocks of the product."""
 CUDA_BLOCK_ROWS = 256
-"""Rows of float logits that exist at a time on CUDA: of 32,768 words 34 MB, which the L2 cache of an A100 holds."""
+"""Rows of float logits that exist at a time on CUDA: of 32,768 words 34 MB, which the L2 cache of
+an A100 holds."""
 
 
 class KeptWords(Value):
-    """Two words of each row whose gradient is no code: the target and another; see lsq.ops.kept_gradient."""
+    """Two words of each row whose gradient is no code: the target and another; see
+    lsq.ops.kept_gradient."""
 
     likeliest: Indices
-    """[M], the other word: that of the largest multiple of p by the scale of the weight; 0 where the target is
-    padding."""
+    """[M], the other word: that of the largest multiple of p by the scale of the weight; 0 where
+    the target is padding.
+    """
     gradient: Floats
-    """[2, M], of the logits of the target and of that word, for a gradient of the loss of 1; 0 where the target is
-    padding."""
+    """[2, M], of the logits of the target and of that word, for a gradient of the loss of 1; 0
+    where the target is padding.
+    """
 
     def words(self, given: Prediction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Reference: (words [M], their gradients [M]), of the targets, then of the others."""
@@ -100,9 +105,13 @@ class Prediction(Value):
         gradient = torch.where((self.target == self.padding)[:, None], 0.0, gradient)
         return torch.nn.functional.pad(gradient, (0, self.columns - self.vocabulary))
 
-    def kept(self, logits: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: of each row the other word with the largest multiple of p by the weight's scale, [M], and the
-        gradients of the logits of target and this word, [2, M]; 0 for a word that is the target."""
+    def kept(
+        self, logits: torch.Tensor, normaliser: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: of each row the other word with the largest multiple of p by the weight's
+        scale, [M], and the gradients of the logits of target and this word, [2, M]; 0 for a word
+        that is the target.
+        """
         rows = torch.arange(self.rows)
         likeliest = self._of_others(logits, normaliser).argmax(dim=1)
         likeliest = torch.where(self.target == self.padding, 0, likeliest)
@@ -111,16 +120,20 @@ class Prediction(Value):
         return likeliest, torch.stack([gradient[rows, self.target], other])
 
     def bound(self, logits: torch.Tensor, normaliser: torch.Tensor, kept: bool) -> torch.Tensor:
-        """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight, [M].
+        """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight,
+        [M].
 
-        The target's magnitude does not count, nor does that of the other kept word if words are kept.
+        The target's magnitude does not count, nor does that of the other kept word if words are
+        kept.
         """
         multiples = self._of_others(logits, normaliser)
         if kept:
             multiples.scatter_(1, multiples.argmax(dim=1, keepdim=True), 0.0)
         total = self.target_weight + self.each * self.vocabulary
         least = self.each * self.weight.scale[: self.vocabulary].amax()
-        return torch.where(self.target == self.padding, 0.0, (multiples.amax(dim=1) * total).maximum(least))
+        return torch.where(
+            self.target == self.padding, 0.0, (multiples.amax(dim=1) * total).maximum(least)
+        )
 
     def _of_others(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
         """p times the scales of the weight [M, V], 0 for targets."""
@@ -139,8 +152,11 @@ class Prediction(Value):
             return gemm.scratch_for(product, self.rows, *self.weight.matrix.shape)
         return (min(self.rows, BLOCK_ROWS), self.columns), torch.float32
 
-    def multiply(self, product: str, operation: Operation, memory: torch.Tensor, *arguments: torch.Tensor) -> None:
-        """Make the logits on the CPU, and let the loops of an operation read them; see lsq.gemm.multiply.
+    def multiply(
+        self, product: str, operation: Operation, memory: torch.Tensor, *arguments: torch.Tensor
+    ) -> None:
+        """Make the logits on the CPU, and let the loops of an operation read them; see
+        lsq.gemm.multiply.
 
         Of floats, `memory` holds a block of rows at a time, which `lsq_end_<product>` reads.
         """
@@ -159,19 +175,27 @@ class Prediction(Value):
         return gemm.cuda_tile(product, self.rows, *self.weight.codes.shape)
 
     def cuda_scratch(self) -> list[Spec]:
-        """Of floats: memory for a block of logits, and for the weight in the dtype of floats, where it has another."""
+        """Of floats: memory for a block of logits, and for the weight in the dtype of floats, where
+        it has another."""
         columns = -(-self.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
         block = (min(self.rows, CUDA_BLOCK_ROWS), columns), torch.float32
         return [block, *converted_scratch(self.weight.matrix, self.x.tensor.dtype)]
 
     def cuda_blocks(
-        self, scratch: Sequence[torch.Tensor], kernel: str, operation: Operation, *arguments, **defines: int
+        self,
+        scratch: Sequence[torch.Tensor],
+        kernel: str,
+        operation: Operation,
+        *arguments,
+        **defines: int,
     ) -> list[Launch | Product]:
-        """Of floats: for each block of rows the product that makes its logits, and a launch of `kernel` to read them.
+        """Of floats: for each block of rows the product that makes its logits, and a launch of
+        `kernel` to read them.
 
         Args:
             scratch: as `cuda_scratch` says.
-            kernel: of vocabulary_loss.cu; takes operation, logits, their stride, the first row and `arguments`.
+            kernel: of vocabulary_loss.cu; takes operation, logits, their stride, the first row and
+                `arguments`.
         """
         memory, *narrow = scratch
         entries, weight = converted(self.weight.matrix, None, self.x.tensor.dtype, iter(narrow))
@@ -179,14 +203,24 @@ class Prediction(Value):
         while threads < 512 and threads * 2 * VECTOR < self.columns:
             threads *= 2
         blocks = max(1, -(-self.rows // CUDA_BLOCK_ROWS))
-        rows = -(-self.rows // blocks // VECTOR) * VECTOR or 1  # aligned from every block's first row on
+        # aligned from every block's first row on
+        rows = -(-self.rows // blocks // VECTOR) * VECTOR or 1
         for first in range(0, self.rows, rows):
             block = self.x.tensor[first : first + rows]
             entries += [
                 Product(a=block, b=weight, out=memory[: len(block), : self.columns]),
                 launch(
-                    "vocabulary_loss.cu", kernel, operation, memory, memory.shape[1], first, *arguments,
-                    grid=len(block), block=threads, ROW_THREADS=threads, **defines,
+                    "vocabulary_loss.cu",
+                    kernel,
+                    operation,
+                    memory,
+                    memory.shape[1],
+                    first,
+                    *arguments,
+                    grid=len(block),
+                    block=threads,
+                    ROW_THREADS=threads,
+                    **defines,
                 ),
-            ]  # fmt: skip
+            ]
         return entries

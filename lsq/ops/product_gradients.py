@@ -1,4 +1,5 @@
-"""What the backward pass of a product appends to a program: the gradients of its input and of its weight."""
+"""What the backward pass of a product appends to a program: the gradients of its input and of its
+weight."""
 
 from lsq.ops.fake_quantize import fake_gradient
 from lsq.ops.input_gradient import ProjectInputGradient
@@ -10,7 +11,8 @@ from lsq.program.values import Weight
 def append_gradients(
     builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end
 ) -> VirtualTensor | None:
-    """Append both to a lsq.program.builder.Builder; where the gradient of the weight goes, if it or its clip has one.
+    """Append both to a lsq.program.builder.Builder; where the gradient of the weight goes, if it or
+    its clip has one.
 
     Args:
         builder: where to.
@@ -24,7 +26,11 @@ def append_gradients(
     if x is None:
         floats = fake_gradient(builder, floats, builder.quant.gradient_form(weight.values.name))
     narrow = x is not None and rounded is None
-    common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
+    common = {
+        "gradient": rounded,
+        "floats": floats,
+        "dtype": builder.quant.backward_dtype if narrow else "float32",
+    }
     if builder.needs_gradient(product.x.tensor):
         if undoes:
             end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}
@@ -38,8 +44,12 @@ def append_gradients(
         dweight = builder.like("d_" + weight.values.name, weight.values)
     builder.add(
         ProjectWeightGradient(
-            x=product.x.bare(), weight=weight, lsq=builder.quant.clip_gradient == "lsq", dweight=dweight,
-            dclip=builder.parameter_gradient(weight.clip), **common,
+            x=product.x.bare(),
+            weight=weight,
+            lsq=builder.quant.clip_gradient == "lsq",
+            dweight=dweight,
+            dclip=builder.parameter_gradient(weight.clip),
+            **common,
         )
-    )  # fmt: skip
+    )
     return dweight

@@ -21,11 +21,16 @@ def float_product(a: torch.Tensor, b: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def narrow_scratch(a: Sequence[int], out: Sequence[int], dtype: str) -> list[Spec]:
     """What `float_product_into` needs for a product in `dtype`: shapes of `a` and of the result."""
-    return [] if dtype == "float32" else [(tuple(shape), getattr(torch, dtype)) for shape in (a, out)]
+    return (
+        [] if dtype == "float32" else [(tuple(shape), getattr(torch, dtype)) for shape in (a, out)]
+    )
 
 
-def float_product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, narrow: Sequence[torch.Tensor]) -> None:
-    """out float32 [M, N] = a float32 [M, K] times b [K, N], on the CPU, in b's dtype in the tensors `narrow`."""
+def float_product_into(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, narrow: Sequence[torch.Tensor]
+) -> None:
+    """out float32 [M, N] = a float32 [M, K] times b [K, N], on the CPU, in b's dtype in the tensors
+    `narrow`."""
     if not narrow:
         torch.mm(a, b, out=out)
         return
@@ -46,10 +51,15 @@ def sums_scratch(rows: int, columns: int, inner: int) -> list[Spec]:
 
 
 def int8_products(
-    a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor, total: torch.Tensor | None = None, *,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sums: torch.Tensor,
+    total: torch.Tensor | None = None,
+    *,
     op: str = Product.op,
 ) -> list[Product | Launch]:
-    """What makes sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed; nothing for an empty batch.
+    """What makes sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed; nothing for an
+    empty batch.
 
     Args:
         a, b, sums: see above.
@@ -59,7 +69,9 @@ def int8_products(
     Raises:
         ValueError: N or K is no multiple of 16.
     """
-    check_columns(16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]})
+    check_columns(
+        16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]}
+    )
     if not sums.numel():
         return []
     if total is None:
@@ -77,9 +89,13 @@ def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:
 
 
 def converted(
-    values: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, scratch: Iterator[torch.Tensor]
+    values: torch.Tensor,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    scratch: Iterator[torch.Tensor],
 ) -> tuple[list[Launch], torch.Tensor]:
-    """(launches, values [M, N] in `dtype`): codes times their scale [M] or [1], or floats of another dtype.
+    """(launches, values [M, N] in `dtype`): codes times their scale [M] or [1], or floats of
+    another dtype.
 
     Raises:
         ValueError: N is no multiple of 8.

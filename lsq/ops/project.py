@@ -2,9 +2,11 @@
 
     y = x weight^T + bias;   result = dropout(activation(y)), as floats or rounded once to codes
 
-Of codes, the product is exact int32 sums; they become floats by one factor for each column. The backward pass undoes
-the end of a product in the operation that makes its gradient (ProjectInputGradient of the product that reads it), from
-what is kept here: a bit an element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs, P outputs.
+Of codes, the product is exact int32 sums; they become floats by one factor for each column. The
+backward pass undoes the end of a product in the operation that makes its gradient
+(ProjectInputGradient of the product that reads it), from
+what is kept here: a bit an element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs,
+    P outputs.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ class Project(Operation):
     x: In[Rows]
     """[M, K]"""
     weight: In[Weight]
-    """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; its values are multiplied in float mode."""
+    """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; its values are multiplied in float mode.
+    """
     groups: In[GroupedCodes] | None
-    """[M, K], x again, for what is multiplied where the weight is grouped: on the CPU, without a backward pass."""
+    """[M, K], x again, for what is multiplied where the weight is grouped: on the CPU, without a
+    backward pass."""
     bias: In[Floats] | None
     """[P]"""
     out: Out[Activations] | None
@@ -51,7 +55,8 @@ class Project(Operation):
     nonlinearity: Out[Nonlinearity] | None
     """What comes between bias and rounding."""
     joins: Host[bool] = False
-    """Whether a product before this one reads x as well, whose gradient takes in that of this one."""
+    """Whether a product before this one reads x as well, whose gradient takes in that of this one.
+    """
 
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight")
@@ -87,7 +92,11 @@ class Project(Operation):
     def cpu_scratch(self):
         if self.groups is not None:
             return [copies_of(*self.groups.codes.shape, self.groups.group)]
-        return [] if self.x.coded is None else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
+        return (
+            []
+            if self.x.coded is None
+            else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
+        )
 
     def cpu(self, *scratch):
         if self.x.coded is None:
@@ -107,11 +116,16 @@ class Project(Operation):
     def cuda_scratch(self):
         if self.x.coded is None:
             return converted_scratch(self.weight.matrix, self.x.floats.dtype)
-        return sums_scratch(self.rows, self.columns, self.x.tensor.shape[1]) if self._tile is None else []
+        return (
+            sums_scratch(self.rows, self.columns, self.x.tensor.shape[1])
+            if self._tile is None
+            else []
+        )
 
     @property
     def _tile(self) -> gemm.TileConfiguration | None:
-        """How one kernel multiplies codes and ends the product; None: cuBLASLt multiplies, and a kernel ends it."""
+        """How one kernel multiplies codes and ends the product; None: cuBLASLt multiplies, and a
+        kernel ends it."""
         if self.weight.format.packed:
             return packed_tile(self.rows, self.x.tensor.shape[1])
         return gemm.cuda_tile(GEMM, self.rows, *self.weight.codes.shape)
@@ -133,8 +147,15 @@ class Project(Operation):
         end = self.nonlinearity or Nonlinearity()
         floats = [tensor for tensor in (self.x.floats, self.out, end.before) if tensor is not None]
         return launch(
-            "project.cu", "lsq_end", self, sums, TICKET, grid=patches(self.rows, self.columns),
-            ACTIVATION=int(end.activation), SUMS=0 if sums is None else SUMS[sums.dtype], **started(self.rounded),
+            "project.cu",
+            "lsq_end",
+            self,
+            sums,
+            TICKET,
+            grid=patches(self.rows, self.columns),
+            ACTIVATION=int(end.activation),
+            SUMS=0 if sums is None else SUMS[sums.dtype],
+            **started(self.rounded),
             **(float_define(*floats) if floats else {}),
         )
 
@@ -153,7 +174,9 @@ class Project(Operation):
             end["dx"], end["rounded"] = builder.product_gradient(source)
             end["sum"] = builder.bias_gradient(source)
         else:
-            end["dx"] = builder.tensor("d_" + source.name, source.shape, self._dtype_for(producer, builder))
+            end["dx"] = builder.tensor(
+                "d_" + source.name, source.shape, self._dtype_for(producer, builder)
+            )
             end["added"] = builder.take_gradient(source)
             builder.accumulate(source, end["dx"])
         append_gradients(builder, self, weight, upstream, joined=builder.take_joined(source), **end)
@@ -163,14 +186,16 @@ class Project(Operation):
         if isinstance(producer, Round):
             return producer.x.dtype
         reads_either = isinstance(producer, Gated) and producer.rounded is not None
-        return builder.narrow if reads_either and builder.quant.backward == "int8" else torch.float32
+        return (
+            builder.narrow if reads_either and builder.quant.backward == "int8" else torch.float32
+        )
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:
         """The gradient of the product, as floats or rounded; that of the bias is taken care of.
 
         Raises:
-            ValueError: the result leaves the program, or is read by what knows nothing of products, after an end that
-                only a product's reader can undo.
+            ValueError: the result leaves the program, or is read by what knows nothing of products,
+                after an end that only a product's reader can undo.
         """
         result = self.out if self.rounded is None else self.rounded.codes
         arrived = builder.gradient_of(result)
@@ -178,12 +203,15 @@ class Project(Operation):
             return builder.product_gradient_of(result)
         if self.nonlinearity is not None or self.rounded is not None:
             raise ValueError(
-                f"the gradient of {result.name} comes from outside, where nothing undoes its activation, dropout or "
+                f"the gradient of {result.name} comes from outside, where nothing undoes its"
+                " activation, dropout or "
                 "rounding: a product at the end of a program has neither"
             )
         rounded = None
         if self.x.coded is not None and builder.quant.backward == "int8":
-            rounded = builder.rounded_gradient("d_" + result.name + ".rounded", result.shape, self.weight.scale)
+            rounded = builder.rounded_gradient(
+                "d_" + result.name + ".rounded", result.shape, self.weight.scale
+            )
         dbias = builder.parameter_gradient(self.bias)
         if rounded is not None or dbias is not None:
             builder.add(RoundGradient(gradient=arrived, rounded=rounded, sum=dbias))

@@ -1,13 +1,15 @@
 """What stands between two blocks, in one pass over each row: dropout, residual, norm, rounding.
 
-    z = residual + dropout(update);   out = (z - mean) * rstd * weight + bias, as float, as codes, or both
+    z = residual + dropout(update);   out = (z - mean) * rstd * weight + bias, as float, as codes,
+    or both
 
-`update` may be missing (a norm alone) and so may the norm (z is the result). The backward pass finds z as it is, or the
-normalised row (z - mean) * rstd as codes, a fourth of the bytes: their error reaches the gradient of z through one
-inner product of a row alone, and that of the weight as errors of codes reach any weight's.
+`update` may be missing (a norm alone) and so may the norm (z is the result). The backward pass
+finds z as it is, or the normalised row (z - mean) * rstd as codes, a fourth of the bytes: their
+error reaches the gradient of z through one inner product of a row alone, and that of the weight as
+errors of codes reach any weight's.
 
-LayerNorm: Ba et al. 2016, biased variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias. M rows, H columns.
-Loops and kernels do what is said of sums in residual_sum.h and residual_sum.cuh.
+LayerNorm: Ba et al. 2016, biased variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias.
+M rows, H columns. Loops and kernels do what is said of sums in residual_sum.h and residual_sum.cuh.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from lsq.quant import Format, arithmetic
 
 
 class NormalisedRows(Value):
-    """Rows [M, H] of mean square 1 as integers, each with a scale that its largest magnitude fits: codes * scale."""
+    """Rows [M, H] of mean square 1 as integers, each with a scale that its largest magnitude fits:
+    codes * scale."""
 
     format: Host[Format]
     codes: Codes
@@ -39,7 +42,9 @@ class NormalisedRows(Value):
         """Q."""
         return float(self.format.largest)
 
-    def encode(self, centred: torch.Tensor, rstd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(
+        self, centred: torch.Tensor, rstd: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference: codes and scale of centred [M, H] * rstd [M]."""
         codes, scale = arithmetic.nearest_rows(centred, self.format.largest)
         return codes, scale * rstd
@@ -86,26 +91,47 @@ class ResidualNorm(Operation):
         out = centred * rstd[:, None] * self.weight
         out = out if self.bias is None else out + self.bias
         kept = (None, None) if self.normalised is None else self.normalised.encode(centred, rstd)
-        return z, mean, rstd, *kept, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 5)
+        return (
+            z,
+            mean,
+            rstd,
+            *kept,
+            out,
+            *(self.rounded.encode(out) if self.rounded is not None else (None,) * 5),
+        )
 
     def cuda(self):
         return [
             launch(
-                "residual_norm.cu", "lsq_residual_norm", self, TICKET,
+                "residual_norm.cu",
+                "lsq_residual_norm",
+                self,
+                TICKET,
                 grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
-                **float_define(*self.sum.tensors, self.out), **row_defines(self.columns), **started(self.rounded),
+                **float_define(*self.sum.tensors, self.out),
+                **row_defines(self.columns),
+                **started(self.rounded),
             )
-        ]  # fmt: skip
+        ]
 
     def gradient(self, builder) -> None:
         normed = self.weight is not None
         dout = builder.gradient_sum(*self.same_values) if normed else None
         down = self.sum.gradient(builder, normed)
-        kept = {"normalised": self.normalised} if self.normalised else {"z": self.sum.kept, "mean": self.mean}
+        kept = (
+            {"normalised": self.normalised}
+            if self.normalised
+            else {"z": self.sum.kept, "mean": self.mean}
+        )
         builder.add(
             ResidualNormGradient(
-                dout=dout, rstd=self.rstd, centred=self.mean is not None, weight=self.weight,
-                dweight=builder.parameter_gradient(self.weight), dbias=builder.parameter_gradient(self.bias), sum=down,
+                dout=dout,
+                rstd=self.rstd,
+                centred=self.mean is not None,
+                weight=self.weight,
+                dweight=builder.parameter_gradient(self.weight),
+                dbias=builder.parameter_gradient(self.bias),
+                sum=down,
                 **(kept if normed else {}),
             )
         )
@@ -113,7 +139,10 @@ class ResidualNorm(Operation):
 
 
 class ResidualNormGradient(Operation):
-    """The gradients of ResidualNorm. Without a norm, the gradient of the residual is that of z itself."""
+    """The gradients of ResidualNorm.
+
+    Without a norm, the gradient of the residual is that of z itself.
+    """
 
     dout: In[Activations] | None
     """[M, H], of the norm's result; None without a norm."""
@@ -150,7 +179,11 @@ class ResidualNormGradient(Operation):
         if self.centred:
             scaled = scaled - scaled.mean(dim=1, keepdim=True)
         through = self.rstd[:, None] * (scaled - projected)
-        found = (self.dout * normalised).sum(dim=0), self.dout.sum(dim=0), *self.sum.compute(through)
+        found = (
+            (self.dout * normalised).sum(dim=0),
+            self.dout.sum(dim=0),
+            *self.sum.compute(through),
+        )
         return *found, self._as_parts(found)
 
     def _normalised(self) -> torch.Tensor:
@@ -190,15 +223,23 @@ class ResidualNormGradient(Operation):
         if not (self._norm_sums or down.updated):
             return []
         finished = finish(
-            self._sums(partial, (self.dweight, self.dbias), down.dupdate_sum), leaves=self.parts is not None
+            self._sums(partial, (self.dweight, self.dbias), down.dupdate_sum),
+            leaves=self.parts is not None,
         )
         return [
             launch(
-                "residual_norm.cu", "lsq_residual_norm_gradient", self, partial, grid=len(partial),
-                shared=sums_in_shared_memory(self.columns, self._norm_sums), NORM_SUMS=self._norm_sums,
-                NORMALISED=int(self.normalised is not None), PRODUCT=int(down.updated),
-                ROUNDED=int(down.rounded is not None), **float_define(self.dout, self.z, *down.tensors),
+                "residual_norm.cu",
+                "lsq_residual_norm_gradient",
+                self,
+                partial,
+                grid=len(partial),
+                shared=sums_in_shared_memory(self.columns, self._norm_sums),
+                NORM_SUMS=self._norm_sums,
+                NORMALISED=int(self.normalised is not None),
+                PRODUCT=int(down.updated),
+                ROUNDED=int(down.rounded is not None),
+                **float_define(self.dout, self.z, *down.tensors),
                 **row_defines(self.columns),
             ),
             *finished,
-        ]  # fmt: skip
+        ]

@@ -1,7 +1,8 @@
-"""What norms between two blocks begin with, and where its gradients go: z = residual + dropout(update).
+"""What norms between two blocks begin with, and where its gradients go: z = residual +
+dropout(update).
 
-`update` may be missing; z is then the residual. M rows, H columns. Loops and kernels share residual_sum.h and
-residual_sum.cuh.
+`update` may be missing; z is then the residual. M rows, H columns. Loops and kernels share
+residual_sum.h and residual_sum.cuh.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ class ResidualSum(Value):
 
     def compute(self) -> torch.Tensor:
         """Reference: z."""
-        return self.residual if self.update is None else self.residual + dropped(self.update, self.dropout)
+        return (
+            self.residual
+            if self.update is None
+            else self.residual + dropped(self.update, self.dropout)
+        )
 
     @property
     def kept(self):
@@ -38,11 +43,15 @@ class ResidualSum(Value):
         return self.residual, self.update, self.z
 
     def gradient(self, builder, normed: bool) -> ResidualSumGradient:
-        """Where the gradients go, with that of z so far; `normed`: one comes through a norm as well.
+        """Where the gradients go, with that of z so far; `normed`: one comes through a norm as
+        well.
 
-        Whoever adds the operation that writes them accumulates the gradient of the residual afterwards.
+        Whoever adds the operation that writes them accumulates the gradient of the residual
+        afterwards.
         """
-        found = ResidualSumGradient(dropout=self.dropout, dupdate_sum=builder.bias_gradient(self.update))
+        found = ResidualSumGradient(
+            dropout=self.dropout, dupdate_sum=builder.bias_gradient(self.update)
+        )
         if self.update is None:
             found.dz = builder.take_gradient(self.residual)
         else:
@@ -79,7 +88,8 @@ class ResidualSumGradient(Value):
         return self.dz, self.dresidual, self.dupdate
 
     def compute(self, through: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Reference: what the written fields hold, `through` being what comes through a norm [M, H]."""
+        """Reference: what the written fields hold, `through` being what comes through a norm [M,
+        H]."""
         dresidual = sum(one for one in (through, self.dz) if one is not None)
         if not self.updated:
             return dresidual, None, None, None, None

@@ -1,11 +1,14 @@
-"""Rotary embeddings: queries and keys turned by their places before they are rounded, so that attention goes on
-multiplying codes; and before that, where a model has them, norms of each head.
+"""Rotary embeddings: queries and keys turned by their places before they are rounded, so that
+attention goes on multiplying codes; and before that, where a model has them, norms of each head.
 
-    n = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + epsilon), over a head     (Henry et al. 2020 with RMSNorm)
-    y[i] = n[i] cos - n[i + R/2] sin,   y[i + R/2] = n[i + R/2] cos + n[i] sin    (RoFormer, Su et al. 2021)
+    n = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + epsilon), over a head     (Henry et al. 2020
+    with RMSNorm)
+    y[i] = n[i] cos - n[i + R/2] sin,   y[i + R/2] = n[i + R/2] cos + n[i] sin    (RoFormer, Su et
+    al. 2021)
 
-The first R columns of a head turn, in halves as Llama has them; what is left of it and the values behind all keys stay.
-A gradient turns back. M rows, C columns: N heads of queries, then of keys, then values, D columns each; P places.
+The first R columns of a head turn, in halves as Llama has them; what is left of it and the values
+behind all keys stay. A gradient turns back. M rows, C columns: N heads of queries, then of keys,
+then values, D columns each; P places.
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ from lsq.program.values import Coded
 
 
 def rotation_table(frequencies: torch.Tensor, places: int, factor: float = 1.0) -> torch.Tensor:
-    """float32 [P, R]: cosines, then sines, of each place times `frequencies` float [R/2], all times `factor`.
+    """float32 [P, R]: cosines, then sines, of each place times `frequencies` float [R/2], all times
+    `factor`.
 
-    Angles are taken in float64, so that those of far places are right, and the table is the same for every device.
+    Angles are taken in float64, so that those of far places are right, and the table is the same
+    for every device.
     """
     angle = torch.arange(places, dtype=torch.float64)[:, None] * frequencies.double()
     return (torch.cat([angle.cos(), angle.sin()], dim=1) * factor).float()
 
 
 class HeadNorms(Value):
-    """RMSNorm of each head by itself, with one weight for all of queries and one for all of keys."""
+    """RMSNorm of each head by itself, with one weight for all of queries and one for all of
+    keys."""
 
     query: In[Floats]
     """[D]"""
@@ -90,14 +96,21 @@ class Rotation(Value):
         """
         check(
             self.width % VECTOR == 0 and self.turned % (2 * VECTOR) == 0,
-            f"heads of {self.width} columns of which {self.turned} turn cannot run on CUDA: the width must be a "
+            f"heads of {self.width} columns of which {self.turned} turn cannot run on CUDA: the"
+            " width must be a "
             f"multiple of {VECTOR}, and what turns of {2 * VECTOR}",
         )
-        return {"WIDTH": self.width, "TURNED": self.turned, "HEADS": self.heads, **row_defines(columns)}
+        return {
+            "WIDTH": self.width,
+            "TURNED": self.turned,
+            "HEADS": self.heads,
+            **row_defines(columns),
+        }
 
 
 class Rotate(Operation):
-    """Projected queries, keys and values with the queries and keys turned, as floats or rounded once to codes."""
+    """Projected queries, keys and values with the queries and keys turned, as floats or rounded
+    once to codes."""
 
     x: In[Activations]
     """[M, C]"""
@@ -121,36 +134,52 @@ class Rotate(Operation):
             rstd = (heads.square().mean(dim=2) + self.norms.epsilon).rsqrt()
             heads = heads * rstd[:, :, None] * self.rotation.weights(self.norms)
         turned = torch.cat([self.rotation.turn(heads).flatten(1), stays], dim=1)
-        return rstd, turned, *(self.rounded.encode(turned) if self.rounded is not None else (None,) * 5)
+        return (
+            rstd,
+            turned,
+            *(self.rounded.encode(turned) if self.rounded is not None else (None,) * 5),
+        )
 
     def cuda(self):
         return [
             launch(
-                "rotation.cu", "lsq_rotate", self, TICKET, NORMED=int(self.norms is not None),
-                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS), **float_define(self.x, self.out),
-                **self.rotation.defines(self.columns), **started(self.rounded),
+                "rotation.cu",
+                "lsq_rotate",
+                self,
+                TICKET,
+                NORMED=int(self.norms is not None),
+                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
+                **float_define(self.x, self.out),
+                **self.rotation.defines(self.columns),
+                **started(self.rounded),
             )
-        ]  # fmt: skip
+        ]
 
     def gradient(self, builder) -> None:
         floats, rounded = builder.product_gradient(self.x)
         norms, sums = self.norms, {}
         if norms is not None:
             sums = {
-                "x": self.x, "dquery": builder.parameter_gradient(norms.query),
+                "x": self.x,
+                "dquery": builder.parameter_gradient(norms.query),
                 "dkey": builder.parameter_gradient(norms.key),
-            }  # fmt: skip
+            }
         builder.add(
             RotateGradient(
-                gradient=builder.gradient_sum(self.out, self.rounded and self.rounded.codes), rotation=self.rotation,
-                norms=norms, **sums,
-                dx=SummedGradient(floats=floats, rounded=rounded, sum=builder.bias_gradient(self.x)),
+                gradient=builder.gradient_sum(self.out, self.rounded and self.rounded.codes),
+                rotation=self.rotation,
+                norms=norms,
+                **sums,
+                dx=SummedGradient(
+                    floats=floats, rounded=rounded, sum=builder.bias_gradient(self.x)
+                ),
             )
-        )  # fmt: skip
+        )
 
 
 class RotateGradient(Operation):
-    """The gradient of what Rotate read: turned back, through the norms, summed for a bias, as floats or rounded."""
+    """The gradient of what Rotate read: turned back, through the norms, summed for a bias, as
+    floats or rounded."""
 
     gradient: In[Activations]
     """[M, C], before the rounding."""
@@ -178,7 +207,8 @@ class RotateGradient(Operation):
             rstd = norms.rstd[:, :, None]
             normalised, scaled = rotation.split(self.x)[0] * rstd, heads * rotation.weights(norms)
             sums = [
-                one.sum(dim=(0, 1)) for one in (heads * normalised).split([rotation.queries, rotation.keys], dim=1)
+                one.sum(dim=(0, 1))
+                for one in (heads * normalised).split([rotation.queries, rotation.keys], dim=1)
             ]
             heads = rstd * (scaled - normalised * (scaled * normalised).mean(dim=2, keepdim=True))
         return *self.dx.encode(torch.cat([heads.flatten(1), stays], dim=1), None), *sums
@@ -187,7 +217,8 @@ class RotateGradient(Operation):
         return self.dx.leave_sums(tensor, self.rows, self.columns, None)
 
     def cuda_scratch(self) -> list[Spec]:
-        """Sums over rows for the bias; for the norms those of each column, of each block and in all."""
+        """Sums over rows for the bias; for the norms those of each column, of each block and in
+        all."""
         parts = parts_of(self.rows, self.columns, 1)
         found = [parts] if self.dx.parts is None else []
         return found if self.norms is None else [*found, parts, ((self.columns,), torch.float32)]
@@ -198,20 +229,32 @@ class RotateGradient(Operation):
         of_norms, total = (None, None) if self.norms is None else left
         return [
             launch(
-                "rotation.cu", "lsq_rotate_gradient", self, partial, of_norms, grid=len(partial),
-                NORMED=int(self.norms is not None), ROUNDED=int(self.dx.rounded is not None),
-                **float_define(self.gradient, self.x, self.dx.floats), **self.rotation.defines(self.columns),
+                "rotation.cu",
+                "lsq_rotate_gradient",
+                self,
+                partial,
+                of_norms,
+                grid=len(partial),
+                NORMED=int(self.norms is not None),
+                ROUNDED=int(self.dx.rounded is not None),
+                **float_define(self.gradient, self.x, self.dx.floats),
+                **self.rotation.defines(self.columns),
             ),
             *finish(self.dx.sums(partial, self.columns, None), leaves=self.dx.parts is not None),
             *([] if self.norms is None else self._finish_norms(of_norms, total)),
-        ]  # fmt: skip
+        ]
 
     def _finish_norms(self, parts, total) -> list[Launch]:
         """From sums of columns to those of norms, whose heads are rows then."""
         rotation, width = self.rotation, self.rotation.width
         of_columns = PartialSums.of(parts, self.columns, (total,))
-        heads = total[: rotation.heads * width].view(-1, width).split([rotation.queries, rotation.keys])
+        heads = (
+            total[: rotation.heads * width].view(-1, width).split([rotation.queries, rotation.keys])
+        )
         of_heads = [
-            PartialSums.of(one, width, (to,)) for one, to in zip(heads, (self.dquery, self.dkey), strict=True)
+            PartialSums.of(one, width, (to,))
+            for one, to in zip(heads, (self.dquery, self.dkey), strict=True)
         ]
-        return [launched for one in (of_columns, *of_heads) for launched in finish(one, leaves=False)]
+        return [
+            launched for one in (of_columns, *of_heads) for launched in finish(one, leaves=False)
+        ]

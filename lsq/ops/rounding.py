@@ -1,8 +1,9 @@
-"""Rounding by itself: of activations, of weights, of the gradient of a product; and the sum of two gradients.
+"""Rounding by itself: of activations, of weights, of the gradient of a product; and the sum of two
+gradients.
 
-The gradient of rounded codes is by convention the one *before* the rounding: whoever reads the codes applies the
-straight-through mask, in the loop that it runs anyway, and adds to the gradient of the clip.
-M rows, N columns; a weight has N rows (output channels) and K columns.
+The gradient of rounded codes is by convention the one *before* the rounding: whoever reads the
+codes applies the straight-through mask, in the loop that it runs anyway, and adds to the gradient
+of the clip. M rows, N columns; a weight has N rows (output channels) and K columns.
 """
 
 from __future__ import annotations
@@ -59,20 +60,29 @@ class Round(Operation):
         kernels.check_columns(VECTOR, **{"the width of what is rounded": self.x.shape[1]})
         return [
             launch(
-                "rounding.cu", "lsq_round", self, TICKET, grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
-                **float_define(self.x), **started(self.rounded),
+                "rounding.cu",
+                "lsq_round",
+                self,
+                TICKET,
+                grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
+                **float_define(self.x),
+                **started(self.rounded),
             )
-        ]  # fmt: skip
+        ]
 
     def gradient(self, builder) -> None:
         builder.accumulate(self.x, builder.gradient_of(self.rounded.codes))
 
 
 class RoundWeight(Operation):
-    """The codes of a weight from its values and clips. The product of its gradient masks its own result."""
+    """The codes of a weight from its values and clips.
+
+    The product of its gradient masks its own result.
+    """
 
     weight: Out[Weight]
-    """values [N, K] or [K, N], clip [N] or [1] -> what is stored of codes [P, K], scale [P], on a GPU codes transposed.
+    """values [N, K] or [K, N], clip [N] or [1] -> what is stored of codes [P, K], scale [P], on a
+    GPU codes transposed.
 
     Rows from N on: 0, and scale 1.
     """
@@ -97,10 +107,21 @@ class RoundWeight(Operation):
 
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
-        clip = weight.clip if self.new_clip is None else largest_clips(weight.values_by_rows, weight.clip)
+        clip = (
+            weight.clip
+            if self.new_clip is None
+            else largest_clips(weight.values_by_rows, weight.clip)
+        )
         codes, scale = weight.format.encode(weight.values_by_rows, clip)
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
-        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0), codes.t(), None, None, clip
+        return (
+            codes,
+            torch.nn.functional.pad(scale, (0, padding), value=1.0),
+            codes.t(),
+            None,
+            None,
+            clip,
+        )
 
     def cpu(self):
         loader.call(f"lsq_round_{self.weight.format.name}", self)
@@ -113,7 +134,10 @@ class RoundWeight(Operation):
         if form.packed:
             return [launch(f"{form.name}.cu", f"lsq_round_{form.name}", self, TICKET, grid=grid)]
         rounding = launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)
-        return [rounding, *([] if transposed is None else [transpose_codes(self.weight.codes, transposed)])]
+        return [
+            rounding,
+            *([] if transposed is None else [transpose_codes(self.weight.codes, transposed)]),
+        ]
 
 
 class UnpackWeight(Operation):
@@ -139,28 +163,41 @@ class UnpackWeight(Operation):
 
     def cuda(self):
         name, groups = self.weight.format.name, self.rows * -(-self.columns // GROUP)
-        kernels.check_columns(16, **{"the width of a weight": self.columns, "its padded number of rows": self.rows})
-        return [launch(f"{name}.cu", f"lsq_unpack_{name}", self, grid=max(1, -(-groups // THREADS)))]
+        kernels.check_columns(
+            16, **{"the width of a weight": self.columns, "its padded number of rows": self.rows}
+        )
+        return [
+            launch(f"{name}.cu", f"lsq_unpack_{name}", self, grid=max(1, -(-groups // THREADS)))
+        ]
 
     def gradient(self, builder) -> None:
         """That of the weight comes from whoever multiplies by it."""
 
 
 def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
-    """The weight as the next product reads it. Each pass unpacks anew, so that no unpacked codes wait for another.
+    """The weight as the next product reads it.
+
+    Each pass unpacks anew, so that no unpacked codes wait for another.
 
     `rows`: of x, of a product that reads weights as they are stored where those are few enough.
     """
     stored = builder.stored(weight)
-    if stored.codes is None or not stored.format.packed or (rows is not None and rows <= builder.packed_rows):
+    if (
+        stored.codes is None
+        or not stored.format.packed
+        or (rows is not None and rows <= builder.packed_rows)
+    ):
         return stored
-    codes = builder.tensor(stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8)
+    codes = builder.tensor(
+        stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8
+    )
     builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
     return dataclasses.replace(stored, codes=codes, format=stored.format.unpacked)
 
 
 WIDEST_TOGETHER = 8192
-"""Columns up to which registers hold a row and its sums: wider rows are rounded in one pass and summed in another."""
+"""Columns up to which registers hold a row and its sums: wider rows are rounded in one pass and
+summed in another."""
 
 
 class RoundGradient(Operation):
@@ -191,7 +228,9 @@ class RoundGradient(Operation):
     def leave_sums(self, tensor):
         if self.sum is None:
             return []
-        found = self._sums(tensor(self.sum.name + ".parts", *parts_of(self.rows, self.columns, 1)), self.sum)
+        found = self._sums(
+            tensor(self.sum.name + ".parts", *parts_of(self.rows, self.columns, 1)), self.sum
+        )
         self.parts, self.sum = found.parts, None
         return [found]
 
@@ -211,8 +250,15 @@ class RoundGradient(Operation):
 
     def _pass(self, partial, rounds: bool, sums: bool):
         return launch(
-            "rounding_gradient.cu", "lsq_round_gradient", self, partial if sums else None, grid=len(partial),
-            ROUNDED=int(rounds), SUMMED=int(sums), **float_define(self.gradient), **row_defines(self.columns),
+            "rounding_gradient.cu",
+            "lsq_round_gradient",
+            self,
+            partial if sums else None,
+            grid=len(partial),
+            ROUNDED=int(rounds),
+            SUMMED=int(sums),
+            **float_define(self.gradient),
+            **row_defines(self.columns),
         )
 
 
@@ -233,4 +279,12 @@ class Add(Operation):
 
     def cuda(self):
         grid = max(1, -(-self.count // (VECTOR * THREADS)))
-        return [launch("elementwise.cu", "lsq_add", self, grid=grid, **float_define(self.a, self.b, self.out))]
+        return [
+            launch(
+                "elementwise.cu",
+                "lsq_add",
+                self,
+                grid=grid,
+                **float_define(self.a, self.b, self.out),
+            )
+        ]

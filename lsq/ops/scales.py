@@ -19,7 +19,8 @@ TOGETHER = 16
 
 
 class StartScales(Operation):
-    """Writes the scales of the operations after it, one launch for all: the first operation of a pass."""
+    """Writes the scales of the operations after it, one launch for all: the first operation of a
+    pass."""
 
     scale0: Out[StartedScale]
     scale1: Out[StartedScale] | None
@@ -47,14 +48,16 @@ class StartScales(Operation):
 
 
 def start_together(operations: Iterable[Operation]) -> list[Operation]:
-    """Let all `operations` of a pass find their scales written; what writes them, to be run before."""
+    """Let all `operations` of a pass find their scales written; what writes them, to be run
+    before."""
     every = (operation.rounding() for operation in operations)
     found = [rounded for rounded in every if isinstance(rounded, Coded) and not rounded.by_row]
     for rounded in found:
         rounded.started = True
     parts = (found[first : first + TOGETHER] for first in range(0, len(found), TOGETHER))
     return [
-        StartScales(**{f"scale{number}": one.started_scale for number, one in enumerate(part)}) for part in parts
+        StartScales(**{f"scale{number}": one.started_scale for number, one in enumerate(part)})
+        for part in parts
     ]
 
 

@@ -1,4 +1,5 @@
-"""A product with a 2:4 sparse weight and its end, without a backward pass: for the few rows of decoding on CUDA.
+"""A product with a 2:4 sparse weight and its end, without a backward pass: for the few rows of
+decoding on CUDA.
 
     y = x weight^T + bias;   result = activation(y), as floats or rounded once to codes
 
@@ -45,21 +46,39 @@ class SparseProject(Operation):
     """P."""
 
     def reference(self):
-        y = gemm.reference(self.x.tensor, self.weight.codes()).float() * (self.x.scale * self.weight.scale)
+        y = gemm.reference(self.x.tensor, self.weight.codes()).float() * (
+            self.x.scale * self.weight.scale
+        )
         return epilogue(y if self.bias is None else y + self.bias, self.nonlinearity, self.rounded)
 
     def cpu_scratch(self):
-        check(False, "SparseProject runs on CUDA; on the CPU take PackedProject with PackedWeight.of_sparse")
+        check(
+            False,
+            "SparseProject runs on CUDA; on the CPU take PackedProject with PackedWeight.of_sparse",
+        )
 
     def cuda(self):
         inner, end = self.weight.inner, self.nonlinearity or Nonlinearity()
-        check_columns(OUTPUTS, **{"the inner width of an int8 product": inner, "its outer width": self.columns})
+        check_columns(
+            OUTPUTS,
+            **{"the inner width of an int8 product": inner, "its outer width": self.columns},
+        )
         blocks = max(1, -(-self.rows // ROWS))
-        check(blocks <= MOST_TILE_ROWS, f"{self.rows} rows are more than {MOST_TILE_ROWS * ROWS}: take smaller batches")
+        check(
+            blocks <= MOST_TILE_ROWS,
+            f"{self.rows} rows are more than {MOST_TILE_ROWS * ROWS}: take smaller batches",
+        )
         return [
             launch(
-                "sparse_project.cu", "lsq_sparse_project", self, inner, TICKET, grid=(self.columns // OUTPUTS, blocks),
-                block=THREADS, ACTIVATION=int(end.activation), **started(self.rounded),
+                "sparse_project.cu",
+                "lsq_sparse_project",
+                self,
+                inner,
+                TICKET,
+                grid=(self.columns // OUTPUTS, blocks),
+                block=THREADS,
+                ACTIVATION=int(end.activation),
+                **started(self.rounded),
                 **({} if self.out is None else float_define(self.out)),
             )
-        ]  # fmt: skip
+        ]

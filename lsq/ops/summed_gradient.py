@@ -1,4 +1,5 @@
-"""The gradient of what a product wrote, where an operation writes it, with its sums over rows for bias and clip.
+"""The gradient of what a product wrote, where an operation writes it, with its sums over rows for
+bias and clip.
 
 M rows, C columns, as the tensor has whose gradient it is.
 """
@@ -31,18 +32,26 @@ class SummedGradient(Value):
         """Where the gradient of those rows goes in a program of a lsq.program.builder.Builder."""
         floats, rounded = builder.product_gradient(rows.tensor)
         return cls(
-            floats=floats, rounded=rounded, sum=builder.bias_gradient(rows.tensor),
+            floats=floats,
+            rounded=rounded,
+            sum=builder.bias_gradient(rows.tensor),
             clip=builder.parameter_gradient(rows.clip),
-        )  # fmt: skip
+        )
 
     def encode(self, gradient: torch.Tensor, coded: Coded | None) -> tuple:
-        """Reference: what the written fields hold of the gradient [M, C] of codes * scale, or of floats."""
+        """Reference: what the written fields hold of the gradient [M, C] of codes * scale, or of
+        floats."""
         clip = torch.zeros(1, dtype=torch.float32)
         if coded is not None:
             gradient, clip = coded.straight_through(gradient)
         rounded = self.rounded.encode(gradient) if self.rounded is not None else (None, None)
         sums = gradient.sum(dim=0), clip
-        return gradient, *rounded, *sums, as_parts(self.parts, self.sums(self.parts, gradient.shape[1], coded, *sums))
+        return (
+            gradient,
+            *rounded,
+            *sums,
+            as_parts(self.parts, self.sums(self.parts, gradient.shape[1], coded, *sums)),
+        )
 
     def sums(self, parts, columns: int, coded: Coded | None, *totals) -> PartialSums:
         """What a kernel leaves in `parts`; `totals`: the sums where they are known."""

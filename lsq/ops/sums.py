@@ -1,6 +1,8 @@
-"""Sums over rows that blocks of a GPU leave in parts, and the operation that finishes those of a whole pass at once.
+"""Sums over rows that blocks of a GPU leave in parts, and the operation that finishes those of a
+whole pass at once.
 
-B blocks, each with a row of S sums over N columns side by side, then numbers for the clip. Programs for the CPU have
+B blocks, each with a row of S sums over N columns side by side, then numbers for the clip. Programs
+for the CPU have
 none of this: its loops finish their sums themselves.
 """
 
@@ -18,7 +20,8 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded
 
 PADDING = 4
-"""Columns beyond its sums that a row of parts has; the clip's stands in the first, and rows stay 16-byte aligned."""
+"""Columns beyond its sums that a row of parts has; the clip's stands in the first, and rows stay
+16-byte aligned."""
 COLUMNS = 32
 """Columns that a block of lsq_finish_sums adds up."""
 TOGETHER = 20
@@ -26,7 +29,8 @@ TOGETHER = 20
 
 
 class PartialSums(Value):
-    """What the blocks of one kernel have summed, and where the totals go, which are taken in the order of blocks."""
+    """What the blocks of one kernel have summed, and where the totals go, which are taken in the
+    order of blocks."""
 
     parts: In[Floats]
     """[B, W], W at least S * N, and `clip_parts` more where there is a clip."""
@@ -42,22 +46,37 @@ class PartialSums(Value):
     """N"""
     factor: float = 1.0
     clip_parts: int = 1
-    """Numbers for the clip in each row: one of each block that has summed other columns of the same rows."""
+    """Numbers for the clip in each row: one of each block that has summed other columns of the same
+    rows."""
 
     blocks = extent(0, "parts")
     width = extent(1, "parts")
 
     @classmethod
     def of(
-        cls, parts, columns: int, outs: Sequence, clip=None, coded: Coded | None = None, clip_parts: int = 1
+        cls,
+        parts,
+        columns: int,
+        outs: Sequence,
+        clip=None,
+        coded: Coded | None = None,
+        clip_parts: int = 1,
     ) -> PartialSums:
-        """Those of `columns` columns that go to `outs`, None for nowhere; `coded` was rounded under the clip."""
+        """Those of `columns` columns that go to `outs`, None for nowhere; `coded` was rounded under
+        the clip."""
         first, second, third = (*outs, None, None, None)[:3]
         factor = 1.0 if coded is None else coded.clip_factor
         return cls(
-            parts=parts, first=first, second=second, third=third, clip=clip, sums=len(outs), columns=columns,
-            factor=factor, clip_parts=clip_parts,
-        )  # fmt: skip
+            parts=parts,
+            first=first,
+            second=second,
+            third=third,
+            clip=clip,
+            sums=len(outs),
+            columns=columns,
+            factor=factor,
+            clip_parts=clip_parts,
+        )
 
     @property
     def outs(self) -> tuple:
@@ -81,12 +100,15 @@ class PartialSums(Value):
         clip = None
         if self.clip is not None:
             first = self.sums * width
-            clip = (self.parts[:, first : first + self.clip_parts].double().sum() * self.factor).float()
+            clip = (
+                self.parts[:, first : first + self.clip_parts].double().sum() * self.factor
+            ).float()
         return *found, *(None,) * (3 - self.sums), clip
 
 
 class FinishSums(Operation):
-    """Adds up the parts that the operations before it have left, one launch for all: the last operation of a pass."""
+    """Adds up the parts that the operations before it have left, one launch for all: the last
+    operation of a pass."""
 
     sums0: Out[PartialSums]
     sums1: Out[PartialSums] | None
@@ -135,28 +157,40 @@ def parts_of(rows: int, columns: int, sums: int) -> Spec:
 
 
 def check_parts(parts: torch.Tensor, wanted: Spec) -> None:
-    """Refuse parts that memory was planned for before other tuned files were named, which change who leaves them.
+    """Refuse parts that memory was planned for before other tuned files were named, which change
+    who leaves them.
 
     Raises:
         ValueError: they have another shape than `wanted`.
     """
     check(
         tuple(parts.shape) == wanted[0],
-        f"parts of sums are {list(parts.shape)}, and products as they are tuned now leave {list(wanted[0])}: name "
+        f"parts of sums are {list(parts.shape)}, and products as they are tuned now leave"
+        f" {list(wanted[0])}: name "
         "tuned files before memory is planned",
     )
 
 
 def finish(found: PartialSums, leaves: bool) -> list[Launch]:
-    """What adds up parts at once, for an operation by itself; nothing where it `leaves` them, or nobody wants any."""
+    """What adds up parts at once, for an operation by itself; nothing where it `leaves` them, or
+    nobody wants any."""
     if leaves or not found.wanted:
         return []
     return [
         launch(
-            "sums.cu", "lsq_finish_own_sums", found.parts, *found.outs, found.sums, found.columns, found.blocks,
-            found.width, found.clip_parts, found.factor, grid=found.strips,
+            "sums.cu",
+            "lsq_finish_own_sums",
+            found.parts,
+            *found.outs,
+            found.sums,
+            found.columns,
+            found.blocks,
+            found.width,
+            found.clip_parts,
+            found.factor,
+            grid=found.strips,
         )
-    ]  # fmt: skip
+    ]
 
 
 def as_parts(parts: torch.Tensor | None, found: PartialSums) -> torch.Tensor | None:
@@ -181,4 +215,6 @@ def finish_together(
         tensor: makes a virtual tensor of a name, a shape and a dtype.
     """
     found = [one for operation in operations for one in operation.leave_sums(tensor)]
-    return [FinishSums.of(found[first : first + TOGETHER]) for first in range(0, len(found), TOGETHER)]
+    return [
+        FinishSums.of(found[first : first + TOGETHER]) for first in range(0, len(found), TOGETHER)
+    ]

@@ -1,6 +1,8 @@
-"""Launches that write transposed int8 operands: codes [M, N] -> [N, P], P: M padded to a multiple of 16 with zeros.
+"""Launches that write transposed int8 operands: codes [M, N] -> [N, P], P: M padded to a multiple
+of 16 with zeros.
 
-An int8 product wants both operands contiguous along its inner dimension, which is M in the gradient of a weight.
+An int8 product wants both operands contiguous along its inner dimension, which is M in the gradient
+of a weight.
 """
 
 import torch
@@ -17,9 +19,17 @@ def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
         ValueError: N or P is no multiple of 16.
     """
     rows, columns = codes.shape
-    check_columns(16, **{"the width of codes to transpose": columns, "the width of transposed codes": out.shape[1]})
+    check_columns(
+        16,
+        **{
+            "the width of codes to transpose": columns,
+            "the width of transposed codes": out.shape[1],
+        },
+    )
     grid = tiles(out.shape[1], columns)
-    return launch("transpose.cu", "lsq_transpose_codes", codes, out, rows, columns, out.shape[1], grid=grid)
+    return launch(
+        "transpose.cu", "lsq_transpose_codes", codes, out, rows, columns, out.shape[1], grid=grid
+    )
 
 
 def transposed_scratch(rows: int, columns: int) -> tuple:

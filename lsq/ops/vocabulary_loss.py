@@ -1,21 +1,26 @@
-"""The projection onto the vocabulary, log-softmax and label smoothing in one operation, without the logits.
+"""The projection onto the vocabulary, log-softmax and label smoothing in one operation, without the
+logits.
 
-With logits l[v], p = softmax(l), smoothing e spread over all V words but counted as fairseq does, e' = e / (V - 1):
+With logits l[v], p = softmax(l), smoothing e spread over all V words but counted as fairseq does,
+e' = e / (V - 1):
 
     nll = -log p[target];  smooth = -sum_v log p[v];  loss = (1 - e - e') * nll + e' * smooth
     g[v] = dloss/dl[v] = (1 - e + (V - 1) * e') * p[v] - e' - (1 - e - e') * 1[v = target]
 
-Rows whose target is padding count for nothing. Nobody keeps logits: the end of the product adds them up as they are
-made, and the backward pass makes them again (integer sums are exact, so they are the same). Under backward="int8" their
-gradient, times the scales s[v] of the weight, is rounded where it is made. No product can end in the largest magnitude
-of a row, so the scale of a row is that of a bound, which the forward pass knows:
+Rows whose target is padding count for nothing. Nobody keeps logits: the end of the product adds
+them up as they are made, and the backward pass makes them again (integer sums are exact, so they
+are the same). Under backward="int8" their gradient, times the scales s[v] of the weight, is rounded
+where it is made. No product can end in the largest magnitude of a row, so the scale of a row is
+that of a bound, which the forward pass knows:
 
-    |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' * max of s[v])
+    |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' *
+    max of s[v])
 
-with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v]. Two
-words of each row, the target and that of the largest multiple, are left out of codes and bound, and their gradients
-stay floats, wherever the clip of the weight does not learn (lsq.ops.kept_gradient); a clip that learns needs them among
-the codes. M rows, V words, P padded words, K inputs.
+with the first maximum over all words but the target: their gradient lies between -e' and the
+multiple of p[v]. Two words of each row, the target and that of the largest multiple, are left out
+of codes and bound, and their gradients stay floats, wherever the clip of the weight does not learn
+(lsq.ops.kept_gradient); a clip that learns needs them among the codes. M rows, V words, P padded
+words, K inputs.
 """
 
 from __future__ import annotations
@@ -51,8 +56,9 @@ class VocabularyLoss(Operation):
     normaliser: Out[Floats] | None
     """[M], log of the sum of exp of the logits."""
     bound: Out[Floats] | None
-    """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a gradient of the loss
-    of 1, without those of kept words; 0 where the target is padding."""
+    """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a
+    gradient of the loss of 1, without those of kept words; 0 where the target is padding.
+    """
     kept: Out[KeptWords] | None
 
     def limits(self):
@@ -75,7 +81,8 @@ class VocabularyLoss(Operation):
         return loss, nll.sum(), normaliser, bound, likeliest, gradient
 
     def cpu_scratch(self):
-        """Sums of blocks of columns, six numbers of each row; the logits of the targets; memory of the product."""
+        """Sums of blocks of columns, six numbers of each row; the logits of the targets; memory of
+        the product."""
         given = self.prediction
         parts = (6, given.column_blocks, given.rows), torch.float32
         return [parts, ((given.rows,), torch.float32), given.cpu_memory(PRODUCT)]
@@ -90,8 +97,9 @@ class VocabularyLoss(Operation):
         return self.prediction.cuda_tile(PRODUCT)
 
     def cuda_scratch(self):
-        """Both losses of each row; of codes, what tiles leave of the rows and the logits of the targets; of floats,
-        what Prediction.cuda_scratch says."""
+        """Both losses of each row; of codes, what tiles leave of the rows and the logits of the
+        targets; of floats, what Prediction.cuda_scratch says.
+        """
         given = self.prediction
         row = (given.rows,), torch.float32
         if given.x.coded is None:
@@ -101,14 +109,22 @@ class VocabularyLoss(Operation):
     def cuda(self, losses, nlls, *scratch):
         given = self.prediction
         if given.x.coded is None:
-            check(self.bound is None, "the gradient of float logits is not rounded: leave its bound out")
+            check(
+                self.bound is None,
+                "the gradient of float logits is not rounded: leave its bound out",
+            )
             entries = given.cuda_blocks(scratch, "lsq_vocabulary_loss", self, losses, nlls)
         else:
             entries = loss_of_tiles(self, self._tile, *scratch, losses, nlls)
-        return [*entries, launch("vocabulary_sums.cu", "lsq_sum_losses", self, losses, nlls, grid=2)]
+        return [
+            *entries,
+            launch("vocabulary_sums.cu", "lsq_sum_losses", self, losses, nlls, grid=2),
+        ]
 
     def gradient(self, builder) -> None:
-        given = dataclasses.replace(self.prediction, weight=unpacked(builder, self.prediction.weight))
+        given = dataclasses.replace(
+            self.prediction, weight=unpacked(builder, self.prediction.weight)
+        )
         size = given.rows, given.columns
         dlogits = rounded = None
         if self.bound is None:
@@ -118,10 +134,15 @@ class VocabularyLoss(Operation):
         dloss = builder.gradient_of(self.loss)
         builder.add(
             VocabularyLossGradient(
-                prediction=given.bare(), normaliser=self.normaliser, bound=self.bound, dloss=dloss, dlogits=dlogits,
-                rounded=rounded, kept=self.kept,
+                prediction=given.bare(),
+                normaliser=self.normaliser,
+                bound=self.bound,
+                dloss=dloss,
+                dlogits=dlogits,
+                rounded=rounded,
+                kept=self.kept,
             )
-        )  # fmt: skip
+        )
         source = given.x.tensor
         dx = builder.tensor("d_" + source.name, source.shape)
         of_kept = {"prediction": given.bare(), "kept": self.kept, "dloss": dloss}
@@ -129,9 +150,13 @@ class VocabularyLoss(Operation):
         if self.kept is not None and builder.needs_gradient(source):
             joined = dx
             builder.add(KeptInputGradient(**of_kept, dx=dx))
-        dweight = append_gradients(builder, given, given.weight, (dlogits, rounded), dx=dx, joined=joined)
+        dweight = append_gradients(
+            builder, given, given.weight, (dlogits, rounded), dx=dx, joined=joined
+        )
         if self.kept is not None and dweight is not None:
-            builder.add(KeptWeightGradient(**of_kept, weight=given.weight, others=dweight, dweight=dweight))
+            builder.add(
+                KeptWeightGradient(**of_kept, weight=given.weight, others=dweight, dweight=dweight)
+            )
         builder.accumulate(source, dx)
 
 

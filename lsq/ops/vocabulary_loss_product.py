@@ -1,7 +1,8 @@
-"""The vocabulary's loss and its gradient from tiles of logits that stay in registers: codes on CUDA.
+"""The vocabulary's loss and its gradient from tiles of logits that stay in registers: codes on
+CUDA.
 
-One launch multiplies all rows with all words and ends each tile in what the loss needs of it; the backward pass makes
-the tiles again and writes their gradient. M rows, P padded words, K inputs.
+One launch multiplies all rows with all words and ends each tile in what the loss needs of it; the
+backward pass makes the tiles again and writes their gradient. M rows, P padded words, K inputs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ def tile_sums(tile: TileConfiguration | None, given: Prediction) -> Spec:
 
 
 def loss_of_tiles(
-    operation: VocabularyLoss, tile: TileConfiguration | None, parts: torch.Tensor, chosen: torch.Tensor,
-    losses: torch.Tensor, nlls: torch.Tensor,
-) -> list[Launch]:  # fmt: skip
+    operation: VocabularyLoss,
+    tile: TileConfiguration | None,
+    parts: torch.Tensor,
+    chosen: torch.Tensor,
+    losses: torch.Tensor,
+    nlls: torch.Tensor,
+) -> list[Launch]:
     """The launches that make both losses of each row, its normaliser and its bound.
 
     Args:
@@ -51,16 +56,32 @@ def loss_of_tiles(
         return []
     shape = _shape(operation.prediction)
     product = tiled(
-        "vocabulary_loss_product.cu", "lsq_vocabulary_loss_product", tile, shape, operation, shape[2], parts, chosen
+        "vocabulary_loss_product.cu",
+        "lsq_vocabulary_loss_product",
+        tile,
+        shape,
+        operation,
+        shape[2],
+        parts,
+        chosen,
     )
     join = launch(
-        "vocabulary_sums.cu", "lsq_vocabulary_losses", operation, parts, parts.shape[1], chosen, losses, nlls,
+        "vocabulary_sums.cu",
+        "lsq_vocabulary_losses",
+        operation,
+        parts,
+        parts.shape[1],
+        chosen,
+        losses,
+        nlls,
         grid=-(-shape[0] // TOGETHER),
-    )  # fmt: skip
+    )
     return [product, join]
 
 
-def gradient_of_tiles(operation: VocabularyLossGradient, tile: TileConfiguration | None) -> list[Launch]:
+def gradient_of_tiles(
+    operation: VocabularyLossGradient, tile: TileConfiguration | None
+) -> list[Launch]:
     """The launch that makes the gradient of the logits, as floats or rounded.
 
     Args:
@@ -75,10 +96,16 @@ def gradient_of_tiles(operation: VocabularyLossGradient, tile: TileConfiguration
     shape, rounded = _shape(operation.prediction), operation.rounded is not None
     return [
         tiled(
-            "vocabulary_loss_gradient_product.cu", "lsq_vocabulary_loss_gradient_product", tile, shape, operation,
-            shape[2], ROUNDED=int(rounded), **({} if rounded else float_define(operation.dlogits)),
+            "vocabulary_loss_gradient_product.cu",
+            "lsq_vocabulary_loss_gradient_product",
+            tile,
+            shape,
+            operation,
+            shape[2],
+            ROUNDED=int(rounded),
+            **({} if rounded else float_define(operation.dlogits)),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _shape(given: Prediction) -> tuple[int, int, int]:

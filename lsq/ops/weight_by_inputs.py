@@ -1,7 +1,8 @@
-"""Kernels for weights whose parameter is [inputs, outputs], as GPT-2 has them: codes, and the end of a gradient.
+"""Kernels for weights whose parameter is [inputs, outputs], as GPT-2 has them: codes, and the end
+of a gradient.
 
-K inputs, N outputs, P rows of codes. What multiplies reads codes [P, K] all the same; the product of a gradient is made
-the other way round, [K, N], so that neither kernel writes across rows.
+K inputs, N outputs, P rows of codes. What multiplies reads codes [P, K] all the same; the product
+of a gradient is made the other way round, [K, N], so that neither kernel writes across rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ def round_by_inputs(operation: RoundWeight) -> list[Launch]:
     """
     inputs, outputs, rows = operation.columns, operation.valid, operation.rows
     check_columns(
-        16, **{"the width of a weight": inputs, "the outputs of a weight": outputs, "the rows of its codes": rows}
+        16,
+        **{
+            "the width of a weight": inputs,
+            "the outputs of a weight": outputs,
+            "the rows of its codes": rows,
+        },
     )
     source = "rounding_weight_by_inputs.cu"
     return [
@@ -39,13 +45,17 @@ def round_by_inputs(operation: RoundWeight) -> list[Launch]:
 
 
 def clip_sums_by_inputs(operation: ProjectWeightGradient) -> Spec:
-    """(shape, dtype) of the parts (lsq.ops.sums) that the kernel leaves of the gradients of clips."""
+    """(shape, dtype) of the parts (lsq.ops.sums) that the kernel leaves of the gradients of
+    clips."""
     blocks = row_blocks(operation.columns, operation.weight_rows)
     return (blocks, operation.weight_rows if operation.clips > 1 else 1), torch.float32
 
 
 def end_by_inputs(
-    operation: ProjectWeightGradient, product: torch.Tensor, input_scale: torch.Tensor | None, clip_sums: torch.Tensor
+    operation: ProjectWeightGradient,
+    product: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    clip_sums: torch.Tensor,
 ) -> Launch:
     """What is done to the product [K, P] of a gradient, int32 or float32; input_scale [K] of int32.
 
@@ -55,11 +65,19 @@ def end_by_inputs(
     outputs = operation.weight_rows
     if product.shape[1] != outputs:
         raise ValueError(
-            f"codes of a weight [inputs, outputs] have {product.shape[1]} rows; on CUDA they must be its {outputs} "
+            f"codes of a weight [inputs, outputs] have {product.shape[1]} rows; on CUDA they must"
+            f" be its {outputs} "
             "outputs, and no more"
         )
     return launch(
-        "weight_gradient_by_inputs.cu", "lsq_weight_gradient_by_inputs", operation,
-        product if operation.rows else None, input_scale, clip_sums, grid=len(clip_sums),
-        SUMS=0 if input_scale is None else SUMS[product.dtype], FLOAT=0, **row_defines(outputs),
-    )  # fmt: skip
+        "weight_gradient_by_inputs.cu",
+        "lsq_weight_gradient_by_inputs",
+        operation,
+        product if operation.rows else None,
+        input_scale,
+        clip_sums,
+        grid=len(clip_sums),
+        SUMS=0 if input_scale is None else SUMS[product.dtype],
+        FLOAT=0,
+        **row_defines(outputs),
+    )

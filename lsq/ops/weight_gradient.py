@@ -31,8 +31,24 @@ from lsq.ops.products import (
 from lsq.ops.sums import as_parts, check_parts, finish
 from lsq.ops.transpose import transposed_scratch
 from lsq.ops.weight_by_inputs import clip_sums_by_inputs, end_by_inputs
-from lsq.ops.weight_gradient_product import split_scratch, sums_of_clips, tile_clip_sums, weight_gradient_product
-from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, Parameters, extent, factor, size
+from lsq.ops.weight_gradient_product import (
+    split_scratch,
+    sums_of_clips,
+    tile_clip_sums,
+    weight_gradient_product,
+)
+from lsq.program.declare import (
+    Activations,
+    Floats,
+    Host,
+    In,
+    Indices,
+    Out,
+    Parameters,
+    extent,
+    factor,
+    size,
+)
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
@@ -85,7 +101,9 @@ class ProjectWeightGradient(Operation):
     def clip_factor(self) -> float:
         if not self.lsq:
             return 1.0
-        return arithmetic.lsq_factor(self.weight_rows * self.columns // self.clips, self.weight.format.bits)
+        return arithmetic.lsq_factor(
+            self.weight_rows * self.columns // self.clips, self.weight.format.bits
+        )
 
     @property
     def _upstream(self) -> torch.Tensor:
@@ -111,7 +129,10 @@ class ProjectWeightGradient(Operation):
             if self.x.coded.by_row:
                 of_rows, shared = of_rows * shared, 1.0
             codes, scale = arithmetic.round_columns(
-                self.x.tensor.to(torch.float32) * of_rows, self.key, self.subsequence, self.gradient.format.largest
+                self.x.tensor.to(torch.float32) * of_rows,
+                self.key,
+                self.subsequence,
+                self.gradient.format.largest,
             )
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
             product = product * (scale * shared) * (1.0 / self.weight.scale)[:, None]
@@ -133,8 +154,13 @@ class ProjectWeightGradient(Operation):
         if self.lsq:
             rows = slice(self.weight_rows)
             decoded = self.weight.codes[rows].to(torch.float32) * self.weight.scale[rows, None]
-            contribution = torch.where(outside, contribution, product * (decoded - weight) / limit) * self.clip_factor
-        return torch.where(outside, 0.0, product), contribution.reshape(clip.shape[0], -1).sum(dim=1)
+            contribution = (
+                torch.where(outside, contribution, product * (decoded - weight) / limit)
+                * self.clip_factor
+            )
+        return torch.where(outside, 0.0, product), contribution.reshape(clip.shape[0], -1).sum(
+            dim=1
+        )
 
     def cpu_scratch(self):
         if self._float_mode:
@@ -173,14 +199,16 @@ class ProjectWeightGradient(Operation):
         else:
             codes, column_scale, memory = scratch
             gradient = self.gradient.codes.t()
-            if not gemm.tiled(GEMM, len(gradient), self.columns, self.rows):  # tiles are rounded as they are packed
+            # tiles are rounded as they are packed
+            if not gemm.tiled(GEMM, len(gradient), self.columns, self.rows):
                 loader.call("lsq_round_columns", self, codes, column_scale)
             gemm.multiply(GEMM, self, gradient, codes.t(), memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)
 
     @property
     def _tile(self) -> gemm.TileConfiguration | None:
-        """How one kernel of a GPU makes the product and ends it; None: a library makes it, another kernel ends it."""
+        """How one kernel of a GPU makes the product and ends it; None: a library makes it, another
+        kernel ends it."""
         if self.gradient is None or self.weight.by_inputs:
             return None
         rows, inner = self.gradient.codes.shape
@@ -198,13 +226,16 @@ class ProjectWeightGradient(Operation):
 
     @property
     def _leaves_no_sums(self) -> bool:
-        """Whether the kernel on rows makes the gradients of the clips, of which each row has one."""
+        """Whether the kernel on rows makes the gradients of the clips, of which each row has
+        one."""
         return self.clips > 1 and self._tile is None and not self.weight.by_inputs
 
     def leave_sums(self, tensor):
         if self.dclip is None or self._leaves_no_sums:
             return []
-        found = sums_of_clips(tensor(self.dclip.name + ".parts", *self._clip_sums), self.clips, self.dclip)
+        found = sums_of_clips(
+            tensor(self.dclip.name + ".parts", *self._clip_sums), self.clips, self.dclip
+        )
         self.parts, self.dclip = found.parts, None
         return [found]
 
@@ -216,18 +247,33 @@ class ProjectWeightGradient(Operation):
         product = (columns, inner) if self.weight.by_inputs else (inner, columns)
         if self.gradient is not None:
             parts = max(1, min(PARTS, -(-rows // TILE)))
-            made = split_scratch(tile, self.weight_rows, columns) if tile else sums_scratch(*product, padded(rows))
+            made = (
+                split_scratch(tile, self.weight_rows, columns)
+                if tile
+                else sums_scratch(*product, padded(rows))
+            )
             return [
-                *sums, transposed_scratch(rows, inner), transposed_scratch(rows, columns),
-                ((parts, columns), torch.float32), ((columns,), torch.float32), *made,
-            ]  # fmt: skip
+                *sums,
+                transposed_scratch(rows, inner),
+                transposed_scratch(rows, columns),
+                ((parts, columns), torch.float32),
+                ((columns,), torch.float32),
+                *made,
+            ]
         dtype = self._product_dtype
-        operands = [*converted_scratch(self.x.tensor, dtype), *converted_scratch(self.floats, dtype)]
+        operands = [
+            *converted_scratch(self.x.tensor, dtype),
+            *converted_scratch(self.floats, dtype),
+        ]
         return [*sums, (product, torch.float32), *operands]
 
     def cuda(self, *scratch):
         if self._float_mode:
-            return [self._floats(self.floats, self.x.floats, self.dweight)] if self.rows else [zero(self.dweight)]
+            return (
+                [self._floats(self.floats, self.x.floats, self.dweight)]
+                if self.rows
+                else [zero(self.dweight)]
+            )
         sums, *scratch = scratch if self.parts is None else (self.parts, *scratch)
         check_parts(sums, self._clip_sums)
         if self.gradient is not None:
@@ -236,7 +282,10 @@ class ProjectWeightGradient(Operation):
             entries = self._float_entries(sums, iter(scratch))
         if self._leaves_no_sums:
             return entries
-        return [*entries, *finish(sums_of_clips(sums, self.clips, self.dclip), leaves=self.parts is not None)]
+        return [
+            *entries,
+            *finish(sums_of_clips(sums, self.clips, self.dclip), leaves=self.parts is not None),
+        ]
 
     def _floats(self, gradient, x, out) -> Product:
         """gradient [M, N] and x [M, K] -> out [N, K], or [K, N]."""
@@ -244,23 +293,44 @@ class ProjectWeightGradient(Operation):
         return Product(a=a, b=b, out=out, transpose_a=True, transpose_b=True)
 
     def _int8_entries(self, sums, gradient, x, largest, scale, *made):
-        """Both operands transposed, x rounded once more with a scale for each column, their product and its end."""
+        """Both operands transposed, x rounded once more with a scale for each column, their product
+        and its end."""
         inner, columns, tile = self._upstream.shape[1], self.columns, self._tile
-        check_columns(16, **{"the width of a weight": columns, "the width of its gradient's operand": inner})
+        check_columns(
+            16, **{"the width of a weight": columns, "the width of its gradient's operand": inner}
+        )
         parts, width = len(largest), x.shape[1]
         (down, along), (_, strips) = tiles(width, inner), tiles(width, columns)
         operands = [
             launch(
-                "transpose.cu", "lsq_begin_weight_gradient", self, gradient, largest, parts, inner, width,
+                "transpose.cu",
+                "lsq_begin_weight_gradient",
+                self,
+                gradient,
+                largest,
+                parts,
+                inner,
+                width,
                 grid=parts * strips + down * along,
             ),
             launch(
-                "transpose.cu", "lsq_round_transposed", self, largest, scale, x, parts, width, grid=(down, strips)
+                "transpose.cu",
+                "lsq_round_transposed",
+                self,
+                largest,
+                scale,
+                x,
+                parts,
+                width,
+                grid=(down, strips),
             ),
-        ]  # fmt: skip
+        ]
         if tile is not None:
             parts = made[0] if made else None
-            return [*operands, weight_gradient_product(self, tile, (gradient, x, scale), sums, parts)]
+            return [
+                *operands,
+                weight_gradient_product(self, tile, (gradient, x, scale), sums, parts),
+            ]
         pair = (x, gradient) if self.weight.by_inputs else (gradient, x)
         return [*operands, *int8_products(*pair, *made, op=GEMM), self._end(made[-1], scale, sums)]
 
@@ -270,14 +340,23 @@ class ProjectWeightGradient(Operation):
             return end_by_inputs(self, product, column_scale, sums)
         per_channel = self.clips > 1 and self.dclip is not None
         return launch(
-            "weight_gradient.cu", "lsq_project_weight_gradient", self, product if self.rows else None, column_scale,
-            self.dclip if per_channel else sums, grid=row_blocks(self.weight_rows, self.columns, most=MANY_BLOCKS),
-            SUMS=0 if self.gradient is None else SUMS[product.dtype], FLOAT=0, **row_defines(self.columns),
+            "weight_gradient.cu",
+            "lsq_project_weight_gradient",
+            self,
+            product if self.rows else None,
+            column_scale,
+            self.dclip if per_channel else sums,
+            grid=row_blocks(self.weight_rows, self.columns, most=MANY_BLOCKS),
+            SUMS=0 if self.gradient is None else SUMS[product.dtype],
+            FLOAT=0,
+            **row_defines(self.columns),
         )
 
     def _float_entries(self, sums, scratch):
         product, dtype = next(scratch), self._product_dtype
-        values, x = converted(self.x.tensor, None if self.x.coded is None else self.x.scale, dtype, scratch)
+        values, x = converted(
+            self.x.tensor, None if self.x.coded is None else self.x.scale, dtype, scratch
+        )
         gradients, gradient = converted(self.floats, None, dtype, scratch)
         products = [*values, *gradients, self._floats(gradient, x, product)] if self.rows else []
         return [*products, self._end(product, None, sums)]

@@ -1,4 +1,5 @@
-"""The gradient of a weight, its product and its end in one kernel: another way to a ProjectWeightGradient on CUDA.
+"""The gradient of a weight, its product and its end in one kernel: another way to a
+ProjectWeightGradient on CUDA.
 
 N rows and K columns of the weight, P values to multiply, which blocks of the same tile may share.
 """
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 
 
 def tile_clip_sums(tile: TileConfiguration, rows: int, columns: int, clips: int) -> Spec:
-    """(shape, dtype) of the parts (lsq.ops.sums) that the kernel leaves of the gradients of a weight's clips.
+    """(shape, dtype) of the parts (lsq.ops.sums) that the kernel leaves of the gradients of a
+    weight's clips.
 
     Of clips for rows, a row of each column of warps; of one clip, a number of each warp.
     """
     blocks = tile.blocks(rows, columns)
-    shape = (tile.warps[1] * blocks[0], rows) if clips > 1 else (math.prod((*tile.warps, *blocks)), 1)
+    shape = (
+        (tile.warps[1] * blocks[0], rows) if clips > 1 else (math.prod((*tile.warps, *blocks)), 1)
+    )
     return shape, torch.float32
 
 
@@ -55,8 +59,8 @@ def weight_gradient_product(
     Args:
         operation: of a gradient in codes.
         tile: and in how many parts P is split.
-        operands: int8 [at least N, P], the gradient's codes transposed; int8 [K, P], those of x times the gradient's
-            scales, rounded once more; float32 [K], the scales of that.
+        operands: int8 [at least N, P], the gradient's codes transposed; int8 [K, P], those of x
+            times the gradient's scales, rounded once more; float32 [K], the scales of that.
         clip_sums: as `tile_clip_sums` says.
         parts: as `split_scratch` says; None if there is one part.
 
@@ -66,6 +70,17 @@ def weight_gradient_product(
     gradient, x, column_scale = operands
     columns, inner = x.shape
     return tiled(
-        "weight_gradient_product.cu", "lsq_weight_gradient_product", tile, (operation.weight_rows, columns, inner),
-        operation, gradient, x, column_scale, inner, clip_sums, parts, TICKET, FLOAT=0,
-    )  # fmt: skip
+        "weight_gradient_product.cu",
+        "lsq_weight_gradient_product",
+        tile,
+        (operation.weight_rows, columns, inner),
+        operation,
+        gradient,
+        x,
+        column_scale,
+        inner,
+        clip_sums,
+        parts,
+        TICKET,
+        FLOAT=0,
+    )

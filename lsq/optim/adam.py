@@ -1,4 +1,5 @@
-"""Adam as a torch.optim.Optimizer: one read and one write of everything, and what layers leave to their optimizer."""
+"""Adam as a torch.optim.Optimizer: one read and one write of everything, and what layers leave to
+their optimizer."""
 
 import math
 from collections import defaultdict
@@ -22,14 +23,16 @@ REFUSED = ("amsgrad", "maximize")
 
 
 class Adam(Optimizer):
-    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019), on float32 parameters.
+    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019), on float32
+    parameters.
 
-    The new weights of lsq's layers leave as codes, too, which the next training pass takes, and their clips change by
-    QuantConfig.clip_step at most. Its state is that of torch.optim.Adam and AdamW and of fairseq's Adam, `exp_avg`,
-    `exp_avg_sq` and `step` (a whole number) for each parameter: they load each other's.
+    The new weights of lsq's layers leave as codes, too, which the next training pass takes, and
+    their clips change by QuantConfig.clip_step at most. Its state is that of torch.optim.Adam and
+    AdamW and of fairseq's Adam, `exp_avg`, `exp_avg_sq` and `step` (a whole number) for each
+    parameter: they load each other's.
 
-    Gradients are multiplied and clipped while they are read: see `multiply_grads` and `clip_grad_norm`. Parameters may
-    be shards of FSDP2. On a GPU nothing waits for the device.
+    Gradients are multiplied and clipped while they are read: see `multiply_grads` and
+    `clip_grad_norm`. Parameters may be shards of FSDP2. On a GPU nothing waits for the device.
 
     Args:
         params: parameters, or dicts with options of their own: groups.
@@ -37,7 +40,8 @@ class Adam(Optimizer):
         betas: decay of the first and of the second moment.
         eps: added to the root of the second moment.
         weight_decay: a parameter first loses lr * weight_decay of itself, as under AdamW.
-        torch_epsilon: add eps after the bias correction, as torch.optim does; fairseq adds it before.
+        torch_epsilon: add eps after the bias correction, as torch.optim does; fairseq adds it
+            before.
         backend: where it runs; None: where parameters are. Not part of a copy.
 
     Raises:
@@ -47,15 +51,29 @@ class Adam(Optimizer):
     backend: Backend | None = None
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, *, torch_epsilon: bool = True, backend: Backend | None = None,
-    ):  # fmt: skip
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        torch_epsilon: bool = True,
+        backend: Backend | None = None,
+    ):
         self._clear()
         self.backend = backend
-        super().__init__(params, {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "torch_epsilon": torch_epsilon,
-            "decoupled_weight_decay": True,
-        })  # fmt: skip
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "torch_epsilon": torch_epsilon,
+                "decoupled_weight_decay": True,
+            },
+        )
 
     def _clear(self) -> None:
         self._updates: dict[torch.device, Updates] = {}
@@ -71,7 +89,8 @@ class Adam(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, and of a state dict that is loaded; raises ValueError where it is of another kind of Adam."""
+        """Of a copy, and of a state dict that is loaded; raises ValueError where it is of another
+        kind of Adam."""
         super().__setstate__(state)
         self._clear()
         for group in self.param_groups:
@@ -80,12 +99,17 @@ class Adam(Optimizer):
             _check_group(group)
         for parameter, moments in self.state.items():
             if "max_exp_avg_sq" in moments:
-                raise ValueError("the state is of an Adam with amsgrad, which this one does not have")
+                raise ValueError(
+                    "the state is of an Adam with amsgrad, which this one does not have"
+                )
             if not moments:
                 continue
             missing = [name for name in STATE if name not in moments]
             if missing:
-                raise ValueError(f"the state of a parameter has {', '.join(moments)}, but no {missing[0]}: of no Adam")
+                raise ValueError(
+                    f"the state of a parameter has {', '.join(moments)}, but no {missing[0]}: of no"
+                    " Adam"
+                )
             check_moments(parameter, moments["exp_avg"], moments["exp_avg_sq"])
             moments["step"] = int(moments["step"])
 
@@ -93,7 +117,8 @@ class Adam(Optimizer):
         """Load a state of this optimizer, of torch.optim.Adam or AdamW, or of fairseq's Adam.
 
         Raises:
-            ValueError: it is of other parameters, or under options that this optimizer does not have.
+            ValueError: it is of other parameters, or under options that this optimizer does not
+                have.
         """
         before = {**self.__getstate__()}
         try:
@@ -107,12 +132,16 @@ class Adam(Optimizer):
         self.gradient_factor = 1.0
 
     def multiply_grads(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by a number, [] or [1] if it is a tensor, in the next step, until `zero_grad`."""
+        """Multiply all gradients by a number, [] or [1] if it is a tensor, in the next step, until
+        `zero_grad`."""
         self.gradient_factor = self.gradient_factor * factor
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float, aggregate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The norm float32 [] of all gradients, which the next step shortens to `max_norm` if that is above 0.
+    def clip_grad_norm(
+        self, max_norm: float, aggregate: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The norm float32 [] of all gradients, which the next step shortens to `max_norm` if that
+        is above 0.
 
         Args:
             max_norm: as torch.nn.utils.clip_grad_norm_ takes it.
@@ -123,10 +152,16 @@ class Adam(Optimizer):
         """
         prepared, _ = self._prepared()
         if any(updates.sharded for updates in prepared):
-            raise ValueError("the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_")
-        norms = [updates.norm() for updates in prepared] or [torch.zeros(1, dtype=torch.float32, device="cpu")]
+            raise ValueError(
+                "the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_"
+            )
+        norms = [updates.norm() for updates in prepared] or [
+            torch.zeros(1, dtype=torch.float32, device="cpu")
+        ]
         place = norms[0].device
-        norm = torch.cat([norm.to(place) for norm in norms]).norm() * _on(place, self.gradient_factor)
+        norm = torch.cat([norm.to(place) for norm in norms]).norm() * _on(
+            place, self.gradient_factor
+        )
         if aggregate is not None:
             norm = aggregate(norm)
         if max_norm > 0:
@@ -138,7 +173,8 @@ class Adam(Optimizer):
         """One step; what `closure` returns, if there is one.
 
         Raises:
-            ValueError: a gradient is sparse, or a parameter has become something else than float32 and contiguous.
+            ValueError: a gradient is sparse, or a parameter has become something else than float32
+                and contiguous.
         """
         loss = None
         if closure is not None:
@@ -153,7 +189,8 @@ class Adam(Optimizer):
         return loss
 
     def _prepared(self) -> tuple[list[Updates], Tensor]:
-        """What steps on each device, with the gradients of now; the numbers of all, [rows, NUMBERS]."""
+        """What steps on each device, with the gradients of now; the numbers of all, [rows,
+        NUMBERS]."""
         members: dict[torch.device, Members] = defaultdict(Members)
         rows: dict[tuple[int, int], int] = {}
         for number, group in enumerate(self.param_groups):
@@ -166,11 +203,15 @@ class Adam(Optimizer):
                     first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
                     state |= {"step": 0, "exp_avg": first, "exp_avg_sq": second}
                 row = rows.setdefault((number, state["step"] + 1), len(rows))
-                members[parameter.device].add(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], row)
+                members[parameter.device].add(
+                    parameter, gradient, state["exp_avg"], state["exp_avg_sq"], row
+                )
         for device, found in members.items():
             if device not in self._updates or not self._updates[device].fits(found, len(rows)):
                 upkeep.take(self, found.parameters)
-                self._updates[device] = Updates(self.backend or for_device(device), found, len(rows))
+                self._updates[device] = Updates(
+                    self.backend or for_device(device), found, len(rows)
+                )
             self._updates[device].put(found)
         found = [self._numbers(*each) for each in rows]
         numbers = torch.stack(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
@@ -179,7 +220,11 @@ class Adam(Optimizer):
     def _numbers(self, number: int, step: int) -> Tensor:
         group = self.param_groups[number]
         return scalars(
-            float(group["lr"]), group["betas"], group["eps"], step, weight_decay=group["weight_decay"],
+            float(group["lr"]),
+            group["betas"],
+            group["eps"],
+            step,
+            weight_decay=group["weight_decay"],
             torch_epsilon=group["torch_epsilon"],
         )
 
@@ -199,15 +244,22 @@ def _check_group(group: dict[str, Any]) -> None:
         raise ValueError(f"betas is {betas!r}; it must be two numbers from 0 to below 1")
     asked = [name for name in REFUSED if group.get(name)]
     if asked:
-        raise ValueError(f"{asked[0]} is {group[asked[0]]!r}, which lsq's Adam does not have; take torch.optim.Adam")
+        raise ValueError(
+            f"{asked[0]} is {group[asked[0]]!r}, which lsq's Adam does not have; take"
+            " torch.optim.Adam"
+        )
     if not group["decoupled_weight_decay"] and group["weight_decay"]:
         raise ValueError(
-            f"weight_decay is {group['weight_decay']!r} and not decoupled, as torch.optim.Adam has it; lsq's Adam "
-            "decays weights as AdamW does: take torch.optim.Adam, or load a state without weight_decay"
+            f"weight_decay is {group['weight_decay']!r} and not decoupled, as torch.optim.Adam has"
+            " it; lsq's Adam "
+            "decays weights as AdamW does: take torch.optim.Adam, or load a state without"
+            " weight_decay"
         )
     for parameter in group["params"]:
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             raise ValueError(
-                f"a parameter {tuple(parameter.shape)} is {parameter.dtype} with strides {parameter.stride()}; lsq's "
-                "Adam takes contiguous float32: convert it with .float() and .contiguous(), or take torch.optim.Adam"
+                f"a parameter {tuple(parameter.shape)} is {parameter.dtype} with strides"
+                f" {parameter.stride()}; lsq's "
+                "Adam takes contiguous float32: convert it with .float() and .contiguous(), or take"
+                " torch.optim.Adam"
             )

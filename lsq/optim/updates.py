@@ -1,4 +1,5 @@
-"""Steps of many parameters on one device, prepared once and repeated as long as their memory stays where it is."""
+"""Steps of many parameters on one device, prepared once and repeated as long as their memory stays
+where it is."""
 
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +32,9 @@ class Members:
     rows: list[int] = field(default_factory=list)
     """Of numbers."""
 
-    def add(self, parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, row: int) -> None:
+    def add(
+        self, parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, row: int
+    ) -> None:
         self.parameters.append(parameter)
         self.gradients.append(gradient)
         self.firsts.append(local(first))
@@ -44,11 +47,17 @@ class Members:
         clips = [one.clip and one.clip() for one in kept]
         parts = list(map(local, self.parameters))
         return (
-            list(map(id, self.parameters)), list(map(Tensor.size, parts)), self.rows,
-            *(list(map(Tensor.data_ptr, tensors)) for tensors in (parts, self.firsts, self.seconds)),
-            [one.limit for one in kept], [one.rounded for one in kept],
+            list(map(id, self.parameters)),
+            list(map(Tensor.size, parts)),
+            self.rows,
+            *(
+                list(map(Tensor.data_ptr, tensors))
+                for tensors in (parts, self.firsts, self.seconds)
+            ),
+            [one.limit for one in kept],
+            [one.rounded for one in kept],
             [clip is not None and clip.data_ptr() for clip in clips],
-        )  # fmt: skip
+        )
 
 
 def rounded(parameter: Tensor) -> Weight | None:
@@ -82,27 +91,52 @@ class Updates:
         self._steps = tuple(self._step(members, number, codes[number]) for number in self._order)
         gradient = next(leaf for leaf in Adam.leaves() if leaf.name == "gradient")
         self._slots = [Slot(step, gradient) for step in self._steps]
-        self._gradients: list[tuple[Tensor, int]] = []  # that were put, and where: copies lie elsewhere
+        self._gradients: list[
+            tuple[Tensor, int]
+        ] = []  # that were put, and where: copies lie elsewhere
         self.parameters = members.parameters
         """That step."""
-        self._rounded = [members.parameters[number] for number in self._order if codes[number] is not None]
+        self._rounded = [
+            members.parameters[number] for number in self._order if codes[number] is not None
+        ]
         self._counted = [one for one in members.parameters if not is_shard(one)]
         self.sharded = len(self._counted) < len(members.parameters)
         """Whether any parameter is a shard of FSDP2."""
-        tables = self._tables() if isinstance(backend, CUDA) else dict.fromkeys(("plain", "coded", "shared", "all"))
-        self._update = self._prepare(AdamSteps(
-            steps=self._steps, plain=tables["plain"], coded=tables["coded"], shared=tables["shared"],
-        ))  # fmt: skip
-        self._measure = self._prepare(GradientNorm(steps=self._steps, table=tables["all"], norm=self._norm))
+        tables = (
+            self._tables()
+            if isinstance(backend, CUDA)
+            else dict.fromkeys(("plain", "coded", "shared", "all"))
+        )
+        self._update = self._prepare(
+            AdamSteps(
+                steps=self._steps,
+                plain=tables["plain"],
+                coded=tables["coded"],
+                shared=tables["shared"],
+            )
+        )
+        self._measure = self._prepare(
+            GradientNorm(steps=self._steps, table=tables["all"], norm=self._norm)
+        )
 
     def _step(self, members: Members, number: int, codes: Weight | None) -> Adam:
-        parameter, first, second = (each[number] for each in (members.parameters, members.firsts, members.seconds))
+        parameter, first, second = (
+            each[number] for each in (members.parameters, members.firsts, members.seconds)
+        )
         check_moments(parameter, first, second)
         weight = local(parameter).detach()
         return Adam(
-            weight=weight, gradient=plain_gradient(members.gradients[number], parameter), first=first, second=second,
-            numbers=self._given[members.rows[number], :NUMBERS], gradient_factor=self._factor,
-            limit=upkeep.of(parameter).limit, new_weight=weight, new_first=first, new_second=second, rounded=codes,
+            weight=weight,
+            gradient=plain_gradient(members.gradients[number], parameter),
+            first=first,
+            second=second,
+            numbers=self._given[members.rows[number], :NUMBERS],
+            gradient_factor=self._factor,
+            limit=upkeep.of(parameter).limit,
+            new_weight=weight,
+            new_first=first,
+            new_second=second,
+            rounded=codes,
             new_clip=codes.clip if codes is not None and codes.absmax else None,
         )
 
@@ -118,13 +152,24 @@ class Updates:
             for tensor in (step.weight, step.first, step.second):
                 contiguous_address(tensor, place, "a step of Adam")
         self._structs = self._backend.allocate([len(self._bytes())], torch.uint8)
-        plain = {number: step.blocks for number, step in enumerate(self._steps) if step.rounded is None}
-        coded = {number: step.blocks for number, step in enumerate(self._steps) if step.rounded is not None}
+        plain = {
+            number: step.blocks for number, step in enumerate(self._steps) if step.rounded is None
+        }
+        coded = {
+            number: step.blocks
+            for number, step in enumerate(self._steps)
+            if step.rounded is not None
+        }
         shared = {number: 1 for number in coded if self._steps[number].clips == 1}
         runs = {number: -(-step.numel // NORM_RUN) for number, step in enumerate(self._steps)}
         return {
             name: Table(structs=self._structs, tiles=tiles_of(counts).to(place))
-            for name, counts in {"plain": plain, "coded": coded, "shared": shared, "all": runs}.items()
+            for name, counts in {
+                "plain": plain,
+                "coded": coded,
+                "shared": shared,
+                "all": runs,
+            }.items()
         }
 
     def _bytes(self) -> bytes:
@@ -148,7 +193,8 @@ class Updates:
             self._upload(torch.frombuffer(bytearray(found), dtype=torch.uint8), self._structs)
 
     def norm(self) -> Tensor:
-        """[1], of the gradients before they are multiplied; the next call writes to the same memory."""
+        """[1], of the gradients before they are multiplied; the next call writes to the same
+        memory."""
         self._measure()
         return self._norm
 
@@ -174,7 +220,8 @@ class Updates:
 
 
 def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:
-    """Raise ValueError unless both moments have the shape of their parameter and lie where it lies."""
+    """Raise ValueError unless both moments have the shape of their parameter and lie where it
+    lies."""
     for name, moment in {"exp_avg": first, "exp_avg_sq": second}.items():
         remedy = "load a state of the same parameters in the same order, after they have moved"
         _check_like(local(moment), local(parameter), f"the state {name}", remedy)
@@ -187,10 +234,18 @@ def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
         ValueError: it is sparse, or does not fit its parameter any more.
     """
     if gradient.layout is not torch.strided:
-        raise ValueError("a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam")
+        raise ValueError(
+            "a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam"
+        )
     gradient = local(gradient)
-    _check_like(gradient, local(parameter), "the gradient", "make gradients anew after a parameter has changed")
-    plain = gradient.dtype is torch.float32 and gradient.is_contiguous()  # nearly all are; asking is faster
+    _check_like(
+        gradient,
+        local(parameter),
+        "the gradient",
+        "make gradients anew after a parameter has changed",
+    )
+    # nearly all are; asking is faster
+    plain = gradient.dtype is torch.float32 and gradient.is_contiguous()
     return gradient if plain else gradient.to(torch.float32).contiguous()
 
 
@@ -201,6 +256,7 @@ def _is_same(known: tuple[Tensor, int], gradient: Tensor) -> bool:
 def _check_like(tensor: Tensor, parameter: Tensor, what: str, remedy: str) -> None:
     if tensor.shape != parameter.shape or tensor.device != parameter.device:
         raise ValueError(
-            f"{what} of a parameter {tuple(parameter.shape)} on {parameter.device} is {tuple(tensor.shape)} on "
+            f"{what} of a parameter {tuple(parameter.shape)} on {parameter.device} is"
+            f" {tuple(tensor.shape)} on "
             f"{tensor.device}; {remedy}"
         )

@@ -1,8 +1,9 @@
 """The exact search of `plan`: which capacities to try, in which orders, and for how long.
 
-The search itself, depth first after Moffitt 2023 (MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated
-Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. How long it takes hangs on the order in which it
-tries buffers, with a heavy tail; so it starts again and again with other orders, each time with a larger budget.
+The search itself, depth first after Moffitt 2023 (MiniMalloc: A Lightweight Memory Allocator for
+Hardware-Accelerated Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. How long it
+takes hangs on the order in which it tries buffers, with a heavy tail; so it starts again and again
+with other orders, each time with a larger budget.
 """
 
 import random
@@ -21,9 +22,11 @@ from lsq.planner.buffer import Buffer, given_offsets
 MOST_BUFFERS = 4096
 """The search compares every pair of buffers; of more, the smallest are set aside."""
 SMALL_SHARE = 2**14
-"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside: placed afterwards, where they fit."""
+"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside: placed afterwards, where
+they fit."""
 FIRST_BUDGET = 4096
-"""Positions that the first round may try with each order; every further round may try twice as many."""
+"""Positions that the first round may try with each order; every further round may try twice as
+many."""
 NOISE = 0.4
 """Lives and sizes are shortened at random by up to this share where orders are varied."""
 WAIT = 0.1
@@ -46,8 +49,9 @@ def improve(
         buffers: those of one pool, none of size 0.
         placement: the best that is known; it is returned where no better one is found.
         bound: the lower bound in bytes.
-        capacity: bytes that are good enough; None asks for the smallest peak. Half of the time goes to the capacity (or
-            the bound), half of what remains to the middle between it and the best that is known, and so on.
+        capacity: bytes that are good enough; None asks for the smallest peak. Half of the time goes
+            to the capacity (or the bound), half of what remains to the middle between it and the
+            best that is known, and so on.
         seconds: time for all of it. KeyboardInterrupt ends it, too.
         progress: called several times a second with the number of positions tried so far.
 
@@ -56,7 +60,8 @@ def improve(
     """
     if not loader.available():
         raise LibraryError(
-            'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++) and reinstall lsq, '
+            'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++)'
+            " and reinstall lsq, "
             'or use method "portfolio"'
         )
     deadline = time.perf_counter() + seconds
@@ -64,7 +69,9 @@ def improve(
     wanted = bound if capacity is None else max(bound, capacity)
     target = lowest = wanted
     try:
-        while placement.used[0] > max(wanted, lowest) and (left := deadline - time.perf_counter()) > 0:
+        while (
+            placement.used[0] > max(wanted, lowest) and (left := deadline - time.perf_counter()) > 0
+        ):
             found = _search(buffers, target, time.perf_counter() + left / 2, worker)
             if found is None:
                 lowest = target + 1
@@ -89,7 +96,12 @@ class _Worker:
         """What the running search reads and adds to: stop flag, positions tried."""
 
     def run(
-        self, buffers: Sequence[Buffer], order: Sequence[int], capacity: int, budget: int, deadline: float
+        self,
+        buffers: Sequence[Buffer],
+        order: Sequence[int],
+        capacity: int,
+        budget: int,
+        deadline: float,
     ) -> tuple[int, list[int]]:
         """(outcome, offsets) of one search.
 
@@ -117,11 +129,16 @@ class _Worker:
         return outcome.item(), offsets.tolist()
 
 
-def _search(buffers: Sequence[Buffer], capacity: int, deadline: float, worker: _Worker) -> Placement | None:
-    """A placement of at most `capacity` bytes; None where there is none, or the deadline came first."""
+def _search(
+    buffers: Sequence[Buffer], capacity: int, deadline: float, worker: _Worker
+) -> Placement | None:
+    """A placement of at most `capacity` bytes; None where there is none, or the deadline came
+    first."""
     smallest = capacity // SMALL_SHARE
     if len(buffers) > MOST_BUFFERS:
-        smallest = max(smallest, sorted((buffer.size for buffer in buffers), reverse=True)[MOST_BUFFERS] + 1)
+        smallest = max(
+            smallest, sorted((buffer.size for buffer in buffers), reverse=True)[MOST_BUFFERS] + 1
+        )
     budget = FIRST_BUDGET
     generator = random.Random(0)
     try:
@@ -146,7 +163,8 @@ def _search(buffers: Sequence[Buffer], capacity: int, deadline: float, worker: _
 
 
 def _keys(buffers: Sequence[Buffer], generator: random.Random) -> Iterator[list[tuple]]:
-    """Sorting keys of one round: load, life and area in three orders, as in MiniMalloc, then three at random."""
+    """Sorting keys of one round: load, life and area in three orders, as in MiniMalloc, then three
+    at random."""
     loads = busiest_loads(buffers)
     lives = [buffer.last - buffer.first + 1 for buffer in buffers]
     areas = [life * buffer.size for life, buffer in zip(lives, buffers, strict=True)]

@@ -1,4 +1,5 @@
-"""Files of the planner: MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV and as JSON."""
+"""Files of the planner: MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV and as
+JSON."""
 
 import csv
 import dataclasses
@@ -18,7 +19,8 @@ OPTIONAL = ("alignment", "offset", "gaps")
 ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
 """MiniMalloc's other names of columns. A life includes what `end` says, and ends before `upper`."""
 NUMBER = re.compile("-?[0-9]+")
-"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
+"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as
+well."""
 TOO_LONG = 100
 """Characters; no number that is allowed has as many."""
 
@@ -39,7 +41,10 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
         rows = csv.DictReader(file)
         try:
             if rows.fieldnames is None:
-                raise ValueError(f"{path} is empty; give a heading, {','.join(REQUIRED)}, and a row for each buffer")
+                raise ValueError(
+                    f"{path} is empty; give a heading, {','.join(REQUIRED)}, and a row for each"
+                    " buffer"
+                )
             inclusive = "end" in rows.fieldnames
             rows.fieldnames = _columns(rows.fieldnames, path)
             buffers, lines = [], {}
@@ -47,12 +52,15 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
                 buffer = _buffer(row, alignment, inclusive, f"{path}, line {rows.line_num}")
                 if buffer.name in lines:
                     raise ValueError(
-                        f"{path}, line {rows.line_num}: id {buffer.name!r} stands in line {lines[buffer.name]} already"
+                        f"{path}, line {rows.line_num}: id {buffer.name!r} stands in line"
+                        f" {lines[buffer.name]} already"
                     )
                 lines[buffer.name] = rows.line_num
                 buffers.append(buffer)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, line {rows.line_num}: this is not a CSV file ({error})") from error
+            raise ValueError(
+                f"{path}, line {rows.line_num}: this is not a CSV file ({error})"
+            ) from error
     if not buffers:
         raise ValueError(f"{path} has no buffers; give one row {','.join(REQUIRED)} for each")
     return buffers
@@ -83,13 +91,18 @@ def _buffer(row: dict[str, str | None], alignment: int, inclusive: bool, where: 
             numbers[name] = _number(row[name], name, where)
     if row.get("gaps"):
         raise ValueError(
-            f"{where}: buffer {row['id']!r} has gaps, {row['gaps']!r}, which lsq plan does not know; "
-            "clear them, which may need more memory, or give each part of the life a row of its own, "
+            f"{where}: buffer {row['id']!r} has gaps, {row['gaps']!r}, which lsq plan does not"
+            " know; "
+            "clear them, which may need more memory, or give each part of the life a row of its"
+            " own, "
             "if it may lie at different offsets"
         )
     numbers["upper"] += inclusive
     if numbers["upper"] <= numbers["lower"]:
-        raise ValueError(f"{where}: upper is {numbers['upper']}; it must be above lower, which is {numbers['lower']}")
+        raise ValueError(
+            f"{where}: upper is {numbers['upper']}; it must be above lower, which is"
+            f" {numbers['lower']}"
+        )
     try:
         return Buffer(
             name=row["id"],

@@ -1,4 +1,5 @@
-"""What memory looks like under a plan: who is alive at its peak, and a picture of offsets over time."""
+"""What memory looks like under a plan: who is alive at its peak, and a picture of offsets over
+time."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,9 @@ def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, li
     buffers = list(buffers)
     missing = [buffer.name for buffer in buffers if buffer.name not in plan.offsets]
     if missing:
-        raise ValueError(f"buffer {missing[0]!r} is not in the plan; give the buffers that it was made for")
+        raise ValueError(
+            f"buffer {missing[0]!r} is not in the plan; give the buffers that it was made for"
+        )
     curve = live_load(buffers)
     if not curve:
         return None, []
@@ -36,7 +39,8 @@ def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, li
 
 
 def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
-    """Draw the live load above a rectangle per buffer, time by offset, coloured by size; segments are stacked.
+    """Draw the live load above a rectangle per buffer, time by offset, coloured by size; segments
+    are stacked.
 
     Args:
         buffers: those that the plan was made for.
@@ -54,17 +58,24 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(11, 8), layout="constrained")
     load_axes, map_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
     times, loads = zip(*live_load(buffers), strict=True)
-    load_axes.fill_between(times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0)
+    load_axes.fill_between(
+        times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0
+    )
     # The peak is drawn over the lower bound, and is mostly the same: a thin line over a wide one.
     load_axes.axhline(plan.lower_bound / MEBIBYTE, color="0.6", linewidth=4, label="lower bound")
-    load_axes.axhline(plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan")
+    load_axes.axhline(
+        plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan"
+    )
     load_axes.set(ylabel="alive (MiB)", ylim=(0, None))
     counts = f"{len(plan.offsets):,} buffers over {times[-1] - times[0]:,} operations"
     load_axes.set_title(f"{counts}, {plan.method}: {plan.gap:.3%} above the lower bound")
     load_axes.legend(loc="lower right")
     largest = max(buffer.size for buffer in buffers) / MEBIBYTE
     rectangles = PolyCollection(
-        [_corners(buffer, bases[plan.segments[buffer.name]] + plan.offsets[buffer.name]) for buffer in buffers],
+        [
+            _corners(buffer, bases[plan.segments[buffer.name]] + plan.offsets[buffer.name])
+            for buffer in buffers
+        ],
         array=[buffer.size / MEBIBYTE for buffer in buffers],
         norm=LogNorm(vmin=largest / COLOURED, vmax=largest, clip=True),
         cmap="viridis",

@@ -1,7 +1,9 @@
-"""`plan`: offsets for buffers, so that those alive at one time do not overlap and the peak is as low as possible.
+"""`plan`: offsets for buffers, so that those alive at one time do not overlap and the peak is as
+low as possible.
 
-The problem is dynamic storage allocation, which is NP-hard. A few greedy orders reach the lower bound on most programs;
-`exact` searches where they do not. Every plan is checked by lsq.planner.validator before it is returned.
+The problem is dynamic storage allocation, which is NP-hard. A few greedy orders reach the lower
+bound on most programs; `exact` searches where they do not. Every plan is checked by
+lsq.planner.validator before it is returned.
 """
 
 import time
@@ -33,16 +35,18 @@ def plan(
 
     Args:
         buffers: what to place.
-        method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load" (by the largest live load during a life),
-            "portfolio" (the best of four orders) or "exact" (a search after Moffitt 2023, MiniMalloc; it starts from
-            the portfolio, and gives that back where it finds nothing better).
-        capacity: bytes that each pool should keep to; `exact` tries to and is content with it. Without it, `exact`
-            looks for the smallest peak. The plan says whether the capacity (for `exact` without one, the lower
-            bound) was met.
+        method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load" (by the largest live
+            load during a life), "portfolio" (the best of four orders) or "exact" (a search after
+            Moffitt 2023, MiniMalloc; it starts from the portfolio, and gives that back where it
+            finds nothing better).
+        capacity: bytes that each pool should keep to; `exact` tries to and is content with it.
+            Without it, `exact` looks for the smallest peak. The plan says whether the capacity (for
+            `exact` without one, the lower bound) was met.
         time_limit: seconds for the search of `exact`. KeyboardInterrupt ends the search, too.
-        cap: largest segment in bytes; memory is split into as many segments as that takes, each rounded up to a
-            multiple of 2 MiB (or to the cap).
-        progress: called by `exact` several times a second with the number of positions tried so far.
+        cap: largest segment in bytes; memory is split into as many segments as that takes, each
+            rounded up to a multiple of 2 MiB (or to the cap).
+        progress: called by `exact` several times a second with the number of positions tried so
+            far.
 
     Raises:
         ValueError: an argument or a buffer is wrong, or the segments are too small.
@@ -72,7 +76,9 @@ def plan(
                 placement = exact.improve(planned, placement, bound, capacity, left, progress)
             met = met and placement.used[0] <= target
             capacities = placement.used
-        for buffer, offset, segment in zip(planned, placement.offsets, placement.segments, strict=True):
+        for buffer, offset, segment in zip(
+            planned, placement.offsets, placement.segments, strict=True
+        ):
             offsets[buffer.name], homes[buffer.name] = offset, len(rows) + segment
         rows += zip(placement.used, capacities, [pool] * len(capacities), strict=True)
     used, capacities, names = zip(*rows, strict=True) if rows else ((), (), ())
@@ -92,7 +98,8 @@ def plan(
 
 
 def best_order(buffers: Sequence[Buffer], orders: Sequence[Callable], target: int) -> Placement:
-    """One segment for the buffers of a pool, by the best of several orders; stop where `target` bytes are enough."""
+    """One segment for the buffers of a pool, by the best of several orders; stop where `target`
+    bytes are enough."""
     best = None
     for order in orders:
         placement = place(buffers, order(buffers), fixed=given_offsets(buffers))
@@ -108,9 +115,13 @@ def _check_options(method: str, capacity: int | None, time_limit: float, cap: in
         raise ValueError(f"method is {method!r}; allowed: {', '.join(map(repr, METHODS))}")
     for name, size in (("capacity", capacity), ("cap", cap)):
         if size is not None and not (isinstance(size, int) and 0 < size <= LARGEST):
-            raise ValueError(f"{name} is {size!r}; it must be a whole number of bytes from 1 to 2^62")
+            raise ValueError(
+                f"{name} is {size!r}; it must be a whole number of bytes from 1 to 2^62"
+            )
     if cap is not None and method == "exact":
-        raise ValueError('method is "exact", which plans one segment; leave out cap, or use "portfolio"')
+        raise ValueError(
+            'method is "exact", which plans one segment; leave out cap, or use "portfolio"'
+        )
     if cap is not None and capacity is not None:
         raise ValueError("capacity bounds one segment; with cap, leave it out")
     if not time_limit > 0:
@@ -128,7 +139,8 @@ def _check_given(pools: dict[str, list[Buffer]], cap: int | None) -> None:
             )
         for moment, one, other in overlaps(given, [buffer.offset for buffer in given]):
             raise ValueError(
-                f"buffers {one.name!r} and {other.name!r} overlap at operation {moment} at the offsets "
+                f"buffers {one.name!r} and {other.name!r} overlap at operation {moment} at the"
+                " offsets "
                 f"that are given, {one.offset} and {other.offset}; change one, or leave it out"
             )
 
@@ -136,7 +148,9 @@ def _check_given(pools: dict[str, list[Buffer]], cap: int | None) -> None:
 def _by_pool(buffers: Sequence[Buffer]) -> dict[str, list[Buffer]]:
     """Buffers by pool, in the order of first appearance, checked for what no plan can solve."""
     if sum(buffer.size + buffer.alignment + (buffer.offset or 0) for buffer in buffers) > LARGEST:
-        raise ValueError("sizes, alignments and offsets of all buffers add up to more than 2^62 bytes")
+        raise ValueError(
+            "sizes, alignments and offsets of all buffers add up to more than 2^62 bytes"
+        )
     names: set[str] = set()
     pools: dict[str, list[Buffer]] = {}
     for buffer in buffers:

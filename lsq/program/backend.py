@@ -18,16 +18,24 @@ class Backend:
     Attributes:
         name: for people.
         place: the device whose tensors it works on.
-        activations: the dtype of activations in programs that are built for it; other floats are float32.
+        activations: the dtype of activations in programs that are built for it; other floats are
+            float32.
         starts_scales: whether an operation writes all scales of a pass at its beginning.
-        leaves_sums: whether operations leave sums over rows in parts, for one operation to finish at the end of a pass.
-        transposed_weights: whether the int8 products that go back read codes of weights transposed, which come in then.
+        leaves_sums: whether operations leave sums over rows in parts, for one operation to finish
+            at the end of a pass.
+        transposed_weights: whether the int8 products that go back read codes of weights transposed,
+            which come in then.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
-        packed_rows: up to how many rows a product reads its weight as a packed format stores it, instead of as codes.
-        packs_weights: whether decoding wants weights packed (lsq.ops.packed_weight), not as plain codes.
-        multiplies_groups: whether products of int8 codes with scales of groups are fast (lsq.ops.grouped_product).
-        either_border: whether floats at the borders of a product may be float32 or bfloat16, whatever activations are.
-        few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
+        packed_rows: up to how many rows a product reads its weight as a packed format stores it,
+            instead of as codes.
+        packs_weights: whether decoding wants weights packed (lsq.ops.packed_weight), not as plain
+            codes.
+        multiplies_groups: whether products of int8 codes with scales of groups are fast
+            (lsq.ops.grouped_product).
+        either_border: whether floats at the borders of a product may be float32 or bfloat16,
+            whatever activations are.
+        few_sizes: whether preparing takes so long that batches should be filled up to one of a few
+            sizes.
     """
 
     name: str
@@ -47,7 +55,8 @@ class Backend:
         return self  # a copy of a module runs where the module does
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
-        """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs here."""
+        """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs
+        here."""
         return ()
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
@@ -70,7 +79,8 @@ class Backend:
         return torch.empty(shape, dtype=dtype, device=self.place)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Small tensors of the CPU on this device, aligned for kernels, in one copy that nobody waits for."""
+        """Small tensors of the CPU on this device, aligned for kernels, in one copy that nobody
+        waits for."""
         if self.place.type == "cpu":
             return list(tensors)
         given = [tensor.contiguous() for tensor in tensors]
@@ -93,7 +103,8 @@ class Backend:
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor.device != self.place:
                 raise ValueError(
-                    f"{operation.name} was given a tensor on {tensor.device}, but runs on {self.place}; move it "
+                    f"{operation.name} was given a tensor on {tensor.device}, but runs on"
+                    f" {self.place}; move it "
                     "with .to()"
                 )
         scratch = [self.allocate(*wanted) for wanted in self.scratch(operation)]

@@ -1,4 +1,5 @@
-"""Builds a program: records the forward operations, then walks them backwards and appends their gradients."""
+"""Builds a program: records the forward operations, then walks them backwards and appends their
+gradients."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -29,25 +30,36 @@ class Builder(Recorder):
         name: of the program.
         quant: what is rounded and how the backward products run.
         training: dropout is active.
-        backward: the program gets a backward pass, or one for the inputs and parameters of these names alone; without
-            one, weights come in as codes.
-        backend: where it will run, which decides how much scratch memory operations take and how wide activations are.
+        backward: the program gets a backward pass, or one for the inputs and parameters of these
+            names alone; without one, weights come in as codes.
+        backend: where it will run, which decides how much scratch memory operations take and how
+            wide activations are.
         add: makes the operation that adds two tensors into a third.
         begin: makes the first operations of a forward pass from the others.
-        finish: makes the last operations of a backward pass from the others and from what makes virtual tensors.
+        finish: makes the last operations of a backward pass from the others and from what makes
+            virtual tensors.
     """
 
     def __init__(
-        self, name: str, quant: QuantConfig, *, training: bool, backward: bool | frozenset[str], backend: Backend,
+        self,
+        name: str,
+        quant: QuantConfig,
+        *,
+        training: bool,
+        backward: bool | frozenset[str],
+        backend: Backend,
         add: Add,
-        begin: Begin = lambda operations: (), finish: Finish = lambda operations, tensor: (),
-    ):  # fmt: skip
+        begin: Begin = lambda operations: (),
+        finish: Finish = lambda operations, tensor: (),
+    ):
         super().__init__(wanted=None if isinstance(backward, bool) else backward)
         self.name, self.quant = name, quant
         self.training, self.backward = training, bool(backward)
         self._backend, self._make_add, self._begin, self._finish = backend, add, begin, finish
         self._gradients: dict[VirtualTensor, VirtualTensor] = {}
-        self._product_gradients: dict[VirtualTensor, tuple[VirtualTensor | None, RoundedGradient | None]] = {}
+        self._product_gradients: dict[
+            VirtualTensor, tuple[VirtualTensor | None, RoundedGradient | None]
+        ] = {}
         self._joined: dict[VirtualTensor, VirtualTensor] = {}
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._subsequences = 0
@@ -72,7 +84,8 @@ class Builder(Recorder):
 
     @property
     def multiplies_groups(self) -> bool:
-        """Whether products read codes with scales of groups in the place of decoded values: where weights stay."""
+        """Whether products read codes with scales of groups in the place of decoded values: where
+        weights stay."""
         return self._backend.multiplies_groups and not (self.training or self.backward)
 
     def next_subsequence(self) -> int:
@@ -95,28 +108,44 @@ class Builder(Recorder):
         rows, columns = shape
         learns = self.backward and self.quant.learned
         keeps_error = learns and self.quant.clip_gradient == "lsq"
-        parameter = self.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip)
-        codes = self.activations[clip.removesuffix("_clip")] = self.tensor(name + ".codes", shape, torch.int8)
+        parameter = self.parameter(
+            clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip
+        )
+        codes = self.activations[clip.removesuffix("_clip")] = self.tensor(
+            name + ".codes", shape, torch.int8
+        )
         form = self.quant.activations
         if by_row and not self.quant.learned:
             form = replace(form, grain=Grain.ROW)
         return Coded(
-            format=form, codes=codes, scale=self.tensor(name + ".scale", (form.scales(rows),)), clip=parameter,
-            clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8) if learns else None,
+            format=form,
+            codes=codes,
+            scale=self.tensor(name + ".scale", (form.scales(rows),)),
+            clip=parameter,
+            clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8)
+            if learns
+            else None,
             seen=self.input(clip + SEEN, (1,)) if self.backward and not learns else None,
             error=self.tensor(name + ".error", shape) if keeps_error else None,
         )
 
     def weight(
-        self, name: str, shape: tuple[int, int], *, rows: int | None = None, by_inputs: bool = False, group: int = 0,
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        rows: int | None = None,
+        by_inputs: bool = False,
+        group: int = 0,
         **start,
-    ) -> Weight:  # fmt: skip
-        """A weight of `shape` [N, K], one for all calls with the same name: rounded, or as it is in float mode.
+    ) -> Weight:
+        """A weight of `shape` [N, K], one for all calls with the same name: rounded, or as it is in
+        float mode.
 
-        `start`: see `parameter`. `rows` above N pads the codes, as the int8 product of a vocabulary needs. Codes come
-        in from outside, as their format stores them; whoever runs the program has rounded them. `by_inputs`: the
-        parameter is [K, N]. `group`: the product takes it in groups of so many values. It is grouped if its `group` is
-        the same then; else it comes in decoded.
+        `start`: see `parameter`. `rows` above N pads the codes, as the int8 product of a vocabulary
+        needs. Codes come in from outside, as their format stores them; whoever runs the program has
+        rounded them. `by_inputs`: the parameter is [K, N]. `group`: the product takes it in groups
+        of so many values. It is grouped if its `group` is the same then; else it comes in decoded.
         """
         if name not in self._weights:
             self._weights[name] = self._new_weight(name, shape, rows, by_inputs, start)
@@ -125,28 +154,41 @@ class Builder(Recorder):
             return weight
         if group and weight.group in (0, group):
             size = (tiles.packed_group_bytes(*shape, group),)
-            weight.group, weight.grouped = group, weight.grouped or self.input(name + ".grouped", size, torch.uint8)
+            weight.group, weight.grouped = (
+                group,
+                weight.grouped or self.input(name + ".grouped", size, torch.uint8),
+            )
         else:
             weight.decoded = weight.decoded or self.input(name + ".decoded", shape)
         return weight
 
-    def _new_weight(self, name: str, shape: tuple[int, int], rows: int | None, by_inputs: bool, start: dict) -> Weight:
+    def _new_weight(
+        self, name: str, shape: tuple[int, int], rows: int | None, by_inputs: bool, start: dict
+    ) -> Weight:
         """What all calls of `weight` share, with codes where products read those."""
         form = self.quant.weight_form(name)
         clip = None if form is None else name + "_clip"
         held = shape[::-1] if by_inputs else shape
         parameter = self.parameter(name, held, Kind.WEIGHT, clip=clip, by_inputs=by_inputs, **start)
-        weight = Weight(format=form, values=parameter, by_inputs=by_inputs, absmax=not self.quant.learned)
+        weight = Weight(
+            format=form, values=parameter, by_inputs=by_inputs, absmax=not self.quant.learned
+        )
         if clip is not None:
             clips = self.quant.weight_clips(name, shape[0])
-            weight.clip = self.parameter(clip, (clips,), Kind.WEIGHT_CLIP, start=self.quant.weight_clip)
+            weight.clip = self.parameter(
+                clip, (clips,), Kind.WEIGHT_CLIP, start=self.quant.weight_clip
+            )
         if clip is not None and self.quant.coded:
             padded = rows or shape[0]
-            weight.codes = self.input(name + ".codes", (padded, form.stored_columns(shape[1])), form.storage)
+            weight.codes = self.input(
+                name + ".codes", (padded, form.stored_columns(shape[1])), form.storage
+            )
             weight.scale = self.input(name + ".scale", (padded,))
             goes_back = self.backward and self.quant.backward == "int8"
             if goes_back and self._backend.transposed_weights and not form.packed:
-                weight.transposed = self.input(name + ".codes.transposed", (shape[1], padded), form.storage)
+                weight.transposed = self.input(
+                    name + ".codes.transposed", (shape[1], padded), form.storage
+                )
         return weight
 
     def stored(self, weight: Weight) -> Weight:
@@ -156,8 +198,11 @@ class Builder(Recorder):
     def rounded_gradient(self, name: str, shape, weight_scale: VirtualTensor) -> RoundedGradient:
         """The gradient [M, N] of a product, to be rounded per row."""
         return RoundedGradient(
-            format=GRADIENT, codes=self.tensor(name, shape, GRADIENT.storage),
-            scale=self.tensor(name + ".scale", shape[:1]), weight_scale=weight_scale, key=self.key,
+            format=GRADIENT,
+            codes=self.tensor(name, shape, GRADIENT.storage),
+            scale=self.tensor(name + ".scale", shape[:1]),
+            weight_scale=weight_scale,
+            key=self.key,
             subsequence=self.next_subsequence(),
         )
 
@@ -169,11 +214,13 @@ class Builder(Recorder):
             self._needless.add(leaf)
 
     def gradient_of(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """The gradient of `tensor`, complete once all readers of the tensor were differentiated; None: no reader."""
+        """The gradient of `tensor`, complete once all readers of the tensor were differentiated;
+        None: no reader."""
         return self._gradients.get(tensor)
 
     def gradient_sum(self, *tensors: VirtualTensor | None) -> VirtualTensor | None:
-        """The sum of those gradients that exist, of tensors that hold the same values; None if there is none."""
+        """The sum of those gradients that exist, of tensors that hold the same values; None if
+        there is none."""
         total = None
         for tensor in tensors:
             gradient = self._gradients.get(tensor)
@@ -189,7 +236,8 @@ class Builder(Recorder):
         self._gradients[tensor] = gradient if before is None else self._sum(before, gradient)
 
     def take_gradient(self, tensor: VirtualTensor) -> VirtualTensor | None:
-        """The gradient so far of `tensor` and its copies, for who adds it to a contribution and accumulates the sum."""
+        """The gradient so far of `tensor` and its copies, for who adds it to a contribution and
+        accumulates the sum."""
         producer = self._producers.get(tensor)
         copies = producer.same_values if producer is not None else ()
         same = copies if tensor in copies else (tensor,)
@@ -199,7 +247,8 @@ class Builder(Recorder):
         return total
 
     def join(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, VirtualTensor]:
-        """Accumulate into the gradient that a product of `tensor` will take: (sum so far, new sum)."""
+        """Accumulate into the gradient that a product of `tensor` will take: (sum so far, new
+        sum)."""
         before = self._joined.get(tensor)
         self._joined[tensor] = self.tensor("d_" + tensor.name + ".joined", tensor.shape)
         return before, self._joined[tensor]
@@ -214,8 +263,8 @@ class Builder(Recorder):
         return total
 
     def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
-        """Where an operation writes the gradient of a parameter, or of an input that is one elsewhere, if it needs one;
-        each has one reader.
+        """Where an operation writes the gradient of a parameter, or of an input that is one
+        elsewhere, if it needs one; each has one reader.
 
         Raises:
             ValueError: it has two.
@@ -224,12 +273,17 @@ class Builder(Recorder):
             return None
         if parameter in self._leaf_gradients:
             raise ValueError(f"parameter {parameter.name} has two readers in program {self.name}")
-        gradient = self.tensor("d_" + parameter.name, parameter.shape, parameter.dtype, role="gradient")
+        gradient = self.tensor(
+            "d_" + parameter.name, parameter.shape, parameter.dtype, role="gradient"
+        )
         self._leaf_gradients[parameter] = gradient
         return gradient
 
-    def product_gradient(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, RoundedGradient | None]:
-        """Where the gradient of a product's result goes: floats, or rounded, whichever the products behind it want.
+    def product_gradient(
+        self, tensor: VirtualTensor
+    ) -> tuple[VirtualTensor | None, RoundedGradient | None]:
+        """Where the gradient of a product's result goes: floats, or rounded, whichever the products
+        behind it want.
 
         Raises:
             ValueError: the result has two readers.
@@ -248,12 +302,16 @@ class Builder(Recorder):
             self._product_gradients[tensor] = found
         return found
 
-    def product_gradient_of(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, RoundedGradient | None]:
-        """What the reader of a product's result wrote; the gradient as it came in, for a result of the program."""
+    def product_gradient_of(
+        self, tensor: VirtualTensor
+    ) -> tuple[VirtualTensor | None, RoundedGradient | None]:
+        """What the reader of a product's result wrote; the gradient as it came in, for a result of
+        the program."""
         return self._product_gradients.get(tensor, (self._gradients.get(tensor), None))
 
     def bias_gradient(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """Where the gradient of the bias of the product that made `tensor` goes; None where there is no bias."""
+        """Where the gradient of the bias of the product that made `tensor` goes; None where there
+        is no bias."""
         producer = self._producers.get(tensor)
         return self.parameter_gradient(None if producer is None else producer.product_bias)
 
@@ -263,7 +321,8 @@ class Builder(Recorder):
         output_gradients, differentiable, gradients = (), (), ()
         if self.backward:
             output_gradients = tuple(
-                self.tensor("d_" + output.name, output.shape, output.dtype, role="input") for output in self._outputs
+                self.tensor("d_" + output.name, output.shape, output.dtype, role="input")
+                for output in self._outputs
             )
             self._gradients.update(zip(self._outputs, output_gradients, strict=True))
             for operation in reversed(forward):
@@ -277,15 +336,29 @@ class Builder(Recorder):
         self._narrow()
         scratch = tuple(self._scratch(operation) for operation in operations)
         return Program(
-            name=self.name, operations=operations, scratch=scratch, forward_length=len(begun) + len(forward),
-            inputs=tuple(self._inputs), parameters=tuple(self._parameters.values()), outputs=tuple(self._outputs),
-            weights=dict(self._weights), activations=dict(self.activations), output_gradients=output_gradients,
-            differentiable=differentiable, gradients=gradients,
+            name=self.name,
+            operations=operations,
+            scratch=scratch,
+            forward_length=len(begun) + len(forward),
+            inputs=tuple(self._inputs),
+            parameters=tuple(self._parameters.values()),
+            outputs=tuple(self._outputs),
+            weights=dict(self._weights),
+            activations=dict(self.activations),
+            output_gradients=output_gradients,
+            differentiable=differentiable,
+            gradients=gradients,
             lifetimes=lifetimes_of(
-                [(*one.inputs, *one.outputs, *extra) for one, extra in zip(operations, scratch, strict=True)],
-                len(begun) + len(forward), (*self._inputs, *self._parameters.values()), tuple(self._outputs), gradients,
+                [
+                    (*one.inputs, *one.outputs, *extra)
+                    for one, extra in zip(operations, scratch, strict=True)
+                ],
+                len(begun) + len(forward),
+                (*self._inputs, *self._parameters.values()),
+                tuple(self._outputs),
+                gradients,
             ),
-        )  # fmt: skip
+        )
 
     def _narrow(self) -> None:
         """Give the backend's dtype to what every operation takes as an activation."""
@@ -294,7 +367,9 @@ class Builder(Recorder):
             for leaf in operation.leaves():
                 kinds[leaf.of(operation)].add(leaf.kind)
         for tensor, found in kinds.items():
-            float_activation = found == {"Activations"} and tensor is not None and tensor.dtype == torch.float32
+            float_activation = (
+                found == {"Activations"} and tensor is not None and tensor.dtype == torch.float32
+            )
             if float_activation and tensor.role != "parameter":
                 tensor.dtype = self._backend.activations
 
@@ -305,10 +380,14 @@ class Builder(Recorder):
         )
 
     def _leaves(self):
-        """Everything that has a gradient to give away, with that gradient: float inputs, then parameters."""
+        """Everything that has a gradient to give away, with that gradient: float inputs, then
+        parameters."""
         found = self._gradients | self._leaf_gradients
         leaves = {tensor: found[tensor] for tensor in self._inputs if tensor in found}
-        leaves.update((parameter, self._leaf_gradients.get(parameter)) for parameter in self._parameters.values())
+        leaves.update(
+            (parameter, self._leaf_gradients.get(parameter))
+            for parameter in self._parameters.values()
+        )
         for gradient in leaves.values():
             if gradient is not None:
                 gradient.role = "gradient"

@@ -1,6 +1,8 @@
-"""The words in which values and operations are declared; lsq/csrc/declarations.py says what they mean in C++.
+"""The words in which values and operations are declared; lsq/csrc/declarations.py says what they
+mean in C++.
 
-A declaration is a class with annotated fields. The same class stands for an operation of a program, where its tensors
+A declaration is a class with annotated fields. The same class stands for an operation of a program,
+where its tensors
 are virtual, and for one call, where they are real: `bind` makes the one of the other.
 """
 
@@ -52,7 +54,9 @@ AnyFloats = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
 Parameters = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
 """float32; on the CPU it may be bfloat16, of which a size of the holder tells C++."""
 
-KINDS: dict[str, tuple[torch.dtype, ...]] = {kind: globals()[kind].__metadata__ for kind in declarations.TENSORS}
+KINDS: dict[str, tuple[torch.dtype, ...]] = {
+    kind: globals()[kind].__metadata__ for kind in declarations.TENSORS
+}
 """Kinds of tensors, by name, with the dtypes that they may have."""
 
 
@@ -80,7 +84,8 @@ def extent(axis: int, *places: str) -> size:
 
 
 def attribute(holder, path: Sequence[str]):
-    """What `holder` has at the end of a path of names; None where it, or a value on the way, is missing."""
+    """What `holder` has at the end of a path of names; None where it, or a value on the way, is
+    missing."""
     for part in path:
         holder = None if holder is None else getattr(holder, part)
     return holder
@@ -105,7 +110,10 @@ class Leaf:
 
 
 class Declared:
-    """A class whose annotated fields are its signature. Fields that may be missing are None unless given."""
+    """A class whose annotated fields are its signature.
+
+    Fields that may be missing are None unless given.
+    """
 
     fields: tuple[declarations.Field, ...]
     may_hide = ()
@@ -119,21 +127,36 @@ class Declared:
         for name in (*cls.__annotations__, *marked):
             if hasattr(cls.__base__, name) and name not in cls.__base__.may_hide:
                 base = cls.__base__.__name__
-                raise ValueError(f"{cls.__name__}.{name} would hide {base}.{name}; call it something else")
-        found = [declarations.parse(cls.__name__, name, text) for name, text in cls.__annotations__.items()]
+                raise ValueError(
+                    f"{cls.__name__}.{name} would hide {base}.{name}; call it something else"
+                )
+        found = [
+            declarations.parse(cls.__name__, name, text)
+            for name, text in cls.__annotations__.items()
+        ]
         for field in filter(None, found):
             if field.optional and field.name not in vars(cls):
                 setattr(cls, field.name, None)
         dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
         derived = [
-            declarations.Field(name, declarations.MARKS[type(vars(cls)[name]).__name__], derived=True)
+            declarations.Field(
+                name, declarations.MARKS[type(vars(cls)[name]).__name__], derived=True
+            )
             for name in marked
         ]
         cls.fields = (*filter(None, found), *derived)
-        cls._given = tuple((one.name, one.name in cls._tensor_names()) for one in dataclasses.fields(cls))
-        nearby = {name: one for name, one in vars(sys.modules[cls.__module__]).items() if isinstance(one, type)}
+        cls._given = tuple(
+            (one.name, one.name in cls._tensor_names()) for one in dataclasses.fields(cls)
+        )
+        nearby = {
+            name: one
+            for name, one in vars(sys.modules[cls.__module__]).items()
+            if isinstance(one, type)
+        }
         bases = {name: one.__base__.__name__ for name, one in (nearby | _DECLARED).items()}
-        declarations.check(declarations.Declaration(cls.__name__, cls.__base__.__name__, cls.fields), bases)
+        declarations.check(
+            declarations.Declaration(cls.__name__, cls.__base__.__name__, cls.fields), bases
+        )
         _DECLARED[cls.__name__] = cls
 
     @classmethod
@@ -150,7 +173,12 @@ class Declared:
                 yield Leaf((field.name,), field.kind, out, field.optional)
             elif issubclass(_DECLARED.get(field.kind, int), Value):
                 for leaf in _DECLARED[field.kind]._leaves(out):
-                    yield Leaf((field.name, *leaf.path), leaf.kind, leaf.written, leaf.optional or field.optional)
+                    yield Leaf(
+                        (field.name, *leaf.path),
+                        leaf.kind,
+                        leaf.written,
+                        leaf.optional or field.optional,
+                    )
 
     def bind(self, resolve: Callable) -> Self:
         """The same with resolve(tensor) in the place of every tensor."""
@@ -171,7 +199,9 @@ class Declared:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Declared):
-                found |= {f"{field.name}.{name}": inner for name, inner in value.attributes().items()}
+                found |= {
+                    f"{field.name}.{name}": inner for name, inner in value.attributes().items()
+                }
             elif field.name not in self._tensor_names():
                 found[field.name] = value
         return found
@@ -185,8 +215,8 @@ class Declared:
         """The struct, as C++ reads it.
 
         Raises:
-            ValueError: a tensor is not contiguous, or has another dtype or shape than was declared, or something is
-                missing.
+            ValueError: a tensor is not contiguous, or has another dtype or shape than was declared,
+                or something is missing.
         """
         words: list = []
         shapes: list = []
@@ -196,10 +226,13 @@ class Declared:
 
     @functools.cached_property
     def packed(self):
-        """The struct in memory (lsq.csrc.loader.words), with the addresses of now; a prepared pass puts in others."""
+        """The struct in memory (lsq.csrc.loader.words), with the addresses of now; a prepared pass
+        puts in others."""
         return loader.words(self.pack())
 
-    def _add_words(self, words: list, shapes: list, address: Callable, holders: tuple["Declared", ...]) -> None:
+    def _add_words(
+        self, words: list, shapes: list, address: Callable, holders: tuple["Declared", ...]
+    ) -> None:
         for field in self.fields:
             value = getattr(self, field.name)
             dtypes = KINDS.get(field.kind)
@@ -212,11 +245,15 @@ class Declared:
                     words.extend(_zeros(_DECLARED[field.kind]))
                     shapes.extend([None] * len(_DECLARED[field.kind].leaves()))
                 else:
-                    raise ValueError(f"{_path(holders, self)}.{field.name} is None; it must be a {field.kind}")
+                    raise ValueError(
+                        f"{_path(holders, self)}.{field.name} is None; it must be a {field.kind}"
+                    )
             elif value is None and field.optional:
                 words.append(0)
                 shapes.append(None)
-            elif isinstance(value, torch.Tensor) and value.dtype in dtypes and value.is_contiguous():
+            elif (
+                isinstance(value, torch.Tensor) and value.dtype in dtypes and value.is_contiguous()
+            ):
                 words.append(address(value) or NOWHERE)
                 shapes.append(value.shape)
             else:
@@ -237,8 +274,14 @@ def _path(holders: tuple[Declared, ...], last: Declared) -> str:
 
 
 def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
-    found = f"{tensor.dtype} with strides {tensor.stride()}" if isinstance(tensor, torch.Tensor) else repr(tensor)
-    raise ValueError(f"{where} is {found}; it must be a contiguous tensor of {' or '.join(map(str, dtypes))}")
+    found = (
+        f"{tensor.dtype} with strides {tensor.stride()}"
+        if isinstance(tensor, torch.Tensor)
+        else repr(tensor)
+    )
+    raise ValueError(
+        f"{where} is {found}; it must be a contiguous tensor of {' or '.join(map(str, dtypes))}"
+    )
 
 
 @functools.cache
@@ -247,7 +290,8 @@ def _layout(cls: type) -> struct.Struct:
 
 
 def _letters(cls: type) -> Iterator[str]:
-    """The format for `struct`, field by field: natural alignment, whole structs as long as C++ has them."""
+    """The format for `struct`, field by field: natural alignment, whole structs as long as C++ has
+    them."""
     for field in cls.fields:
         held = _DECLARED.get(field.kind)
         if field.kind == "float":
@@ -268,7 +312,10 @@ def address_words(cls: type) -> dict[tuple[str, ...], int]:
         if field.kind in KINDS:
             found[field.name,] = first
         elif letters.startswith("0q"):
-            found |= {(field.name, *path): first + word for path, word in address_words(_DECLARED[field.kind]).items()}
+            found |= {
+                (field.name, *path): first + word
+                for path, word in address_words(_DECLARED[field.kind]).items()
+            }
         before += letters
     return found
 
@@ -280,7 +327,8 @@ def _zeros(cls: type) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) -> None:
-    """Refuse tensors of other shapes than the docstrings of their fields state; None stands for one that is missing.
+    """Refuse tensors of other shapes than the docstrings of their fields state; None stands for one
+    that is missing.
 
     A name of a size means the same in all fields of one declaration.
 
@@ -303,17 +351,21 @@ def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) 
         _, name, allowed, shape = stated[farthest]
         wanted = " or ".join(f"[{', '.join(sizes)}]" for sizes in allowed)
         given = ", ".join(dict.fromkeys(f"{name} {list(shape)}" for _, name, _, shape in stated))
-        raise ValueError(f"{cls.__name__}.{name} is {list(shape)}; it must be {wanted}, where there are {given}")
+        raise ValueError(
+            f"{cls.__name__}.{name} is {list(shape)}; it must be {wanted}, where there are {given}"
+        )
 
 
 Shapes = tuple[tuple[str, ...], ...]
 _MATRIX = (), ("codes",), ("coded", "codes"), ("floats",)
-"""Paths from a field to the tensor whose shape its docstring states: the field itself, or one in its value."""
+"""Paths from a field to the tensor whose shape its docstring states: the field itself, or one in
+its value."""
 
 
 @functools.cache
 def _rules(cls: type[Declared]) -> list[tuple[int, tuple[str, ...], str, Shapes]]:
-    """(which leaf, whose names of sizes they are, field, allowed shapes) of each tensor of which something is stated.
+    """(which leaf, whose names of sizes they are, field, allowed shapes) of each tensor of which
+    something is stated.
 
     Those come first that leave no choice.
     """
@@ -322,7 +374,11 @@ def _rules(cls: type[Declared]) -> list[tuple[int, tuple[str, ...], str, Shapes]
         holder: type[Declared] = cls
         for depth, part in enumerate(leaf.path):
             declared = declarations.declarations().get(holder.__name__)
-            field = next((one for one in declared.fields if one.name == part), None) if declared else None
+            field = (
+                next((one for one in declared.fields if one.name == part), None)
+                if declared
+                else None
+            )
             if field is not None and field.shapes and leaf.path[depth + 1 :] in _MATRIX:
                 found.append((number, leaf.path[:depth], leaf.name, field.shapes))
             holder = _DECLARED.get(field.kind) if field is not None else None
@@ -333,10 +389,14 @@ def _rules(cls: type[Declared]) -> list[tuple[int, tuple[str, ...], str, Shapes]
 
 def _choices(allowed: Shapes) -> tuple[int, int]:
     """How many shapes are allowed, and how many sizes in them are computed of others."""
-    return len(allowed), sum(not (name.isidentifier() or name.isdecimal()) for sizes in allowed for name in sizes)
+    return len(allowed), sum(
+        not (name.isidentifier() or name.isdecimal()) for sizes in allowed for name in sizes
+    )
 
 
-def _sizes(names: Sequence[str], shape: Sequence[int], known: dict[str, int]) -> dict[str, int] | None:
+def _sizes(
+    names: Sequence[str], shape: Sequence[int], known: dict[str, int]
+) -> dict[str, int] | None:
     """What names of sizes mean, with those that are `known`; None where `shape` is another one."""
     if "..." in names:
         return known
@@ -348,7 +408,8 @@ def _sizes(names: Sequence[str], shape: Sequence[int], known: dict[str, int]) ->
             wanted = found.setdefault(name, size)
         else:
             try:
-                wanted = eval(_formula(name), {"__builtins__": {}}, found)  # of declarations, which are code
+                # of declarations, which are code
+                wanted = eval(_formula(name), {"__builtins__": {}}, found)
             except (NameError, SyntaxError):
                 continue
         if wanted != size:

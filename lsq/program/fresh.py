@@ -1,7 +1,8 @@
 """Frames off planned memory: every run takes memory of its own, and gives it back.
 
-A pass is prepared once and then runs as a whole. What crosses its borders (inputs, parameters, results, what is saved)
-are tensors of their own; what lives inside it alone shares a workspace, in which other passes work before and after.
+A pass is prepared once and then runs as a whole. What crosses its borders (inputs, parameters,
+results, what is saved) are tensors of their own; what lives inside it alone shares a workspace, in
+which other passes work before and after.
 """
 
 import torch
@@ -30,11 +31,15 @@ class FreshFrame(Frame):
         home = self.homes.pop(tensor, None)
         return fresh(tensor, self._device) if home is None else home
 
-    def run_prepared(self, program: Program, indices: range, backend: Backend, values: Values) -> bool:
+    def run_prepared(
+        self, program: Program, indices: range, backend: Backend, values: Values
+    ) -> bool:
         if not backend.refillable:
             return False
         key = indices.start, backend
-        passes = program.prepared.get(key) or program.prepared.setdefault(key, FreshPasses(program, indices))
+        passes = program.prepared.get(key) or program.prepared.setdefault(
+            key, FreshPasses(program, indices)
+        )
         for tensor in passes.handed_on:
             values[tensor] = self._home(tensor)
         passes.run(program, indices, backend, values)
@@ -42,7 +47,8 @@ class FreshFrame(Frame):
 
 
 class FreshPasses:
-    """The operations `indices` of a program, prepared in as many rooms as there are threads that run them at a time.
+    """The operations `indices` of a program, prepared in as many rooms as there are threads that
+    run them at a time.
 
     Attributes:
         handed_on: what they write that is needed afterwards.
@@ -50,7 +56,9 @@ class FreshPasses:
 
     def __init__(self, program: Program, indices: range):
         written = [tensor for index in indices for tensor in program.written(index)]
-        self._inside = [one for one in written if is_placed(one) and program.lifetimes[one][1] in indices]
+        self._inside = [
+            one for one in written if is_placed(one) and program.lifetimes[one][1] in indices
+        ]
         self.handed_on = [one for one in written if one not in set(self._inside)]
         self._prepared: dict[Room, tuple[Workspace, PreparedPass]] = {}
 
@@ -70,5 +78,8 @@ class FreshPasses:
         self, found: Room, program: Program, indices: range, backend: Backend, values: Values
     ) -> tuple[Workspace, PreparedPass]:
         workspace = found.workspace([(one.size, *program.lifetimes[one]) for one in self._inside])
-        inside = {one: workspace.tensor(number, one.shape, one.dtype) for number, one in enumerate(self._inside)}
+        inside = {
+            one: workspace.tensor(number, one.shape, one.dtype)
+            for number, one in enumerate(self._inside)
+        }
         return workspace, PreparedPass(program, indices, backend, inside=inside, borders=values)

@@ -1,9 +1,10 @@
 """Guard mode: planned memory in which nothing goes unnoticed.
 
 * A tensor that is written must not overlap one that the plan still has alive.
-* A tensor that is read must be alive by the plan, and its red zone, MARGIN bytes behind its end, untouched.
-* What is written begins as poison, and what has died becomes poison: NaN, or 0x80, which no code is. Should a kernel
-  read where it must not, its results show it.
+* A tensor that is read must be alive by the plan, and its red zone, MARGIN bytes behind its end,
+  untouched.
+* What is written begins as poison, and what has died becomes poison: NaN, or 0x80, which no code
+  is. Should a kernel read where it must not, its results show it.
 """
 
 from dataclasses import dataclass
@@ -90,7 +91,10 @@ class GuardedFrame(PlannedFrame):
 
 
 class GuardedMemory(StepMemory):
-    """A StepMemory that checks every access. Its plan needs a margin of MARGIN bytes behind every tensor."""
+    """A StepMemory that checks every access.
+
+    Its plan needs a margin of MARGIN bytes behind every tensor.
+    """
 
     frame = GuardedFrame
 
@@ -139,7 +143,11 @@ class GuardedMemory(StepMemory):
             if start < other.end + MARGIN and other.start < end + MARGIN:
                 self.fire(f"{what} writes {buffer.name} over {other.label}, which is still needed")
         one = Alive(
-            label=buffer.name, start=start, end=end, last=buffer.last, tensor=tensor,
+            label=buffer.name,
+            start=start,
+            end=end,
+            last=buffer.last,
+            tensor=tensor,
             until=lending and lending.until,
         )
         poison(tensor)

@@ -1,8 +1,9 @@
-"""Memory where the gradients of parameters belong, such as DDP's buckets: backward passes write them there at once.
+"""Memory where the gradients of parameters belong, such as DDP's buckets: backward passes write
+them there at once.
 
-Autograd makes the first gradient of a step a parameter's `grad` as it is. Where that lies in its bucket already, DDP
-has nothing to copy. A home is given out once for each exchange, and only while there is no `grad`, to which further
-gradients are added.
+Autograd makes the first gradient of a step a parameter's `grad` as it is. Where that lies in its
+bucket already, DDP has nothing to copy. A home is given out once for each exchange, and only while
+there is no `grad`, to which further gradients are added.
 """
 
 import weakref
@@ -27,14 +28,20 @@ class Home:
     def __init__(self, parameter: Tensor, view: Tensor):
         self._parameter = weakref.ref(parameter)
         self._view = view
-        self._usable = view.is_contiguous() and (view.device.type == "cpu" or view.data_ptr() % ALIGNMENT == 0)
+        self._usable = view.is_contiguous() and (
+            view.device.type == "cpu" or view.data_ptr() % ALIGNMENT == 0
+        )
         self.free = True
         """Whether nothing is there that is still wanted, apart from `grad`."""
         _homes[id(parameter)] = self
 
     def fits(self, parameter: Tensor, gradient: VirtualTensor) -> bool:
         """Whether a gradient of `parameter` can be written there now."""
-        same = self._parameter() is parameter and self._usable and self._view.shape == tuple(gradient.shape)
+        same = (
+            self._parameter() is parameter
+            and self._usable
+            and self._view.shape == tuple(gradient.shape)
+        )
         return same and self.free and parameter.grad is None and self._view.dtype == gradient.dtype
 
     def take(self) -> Tensor:
@@ -79,7 +86,9 @@ def claim(program: Program, functions: Sequence[tuple]) -> Mapping[VirtualTensor
         return {}
     gradients = dict(zip(program.differentiable, program.gradients, strict=True))
     found = {}
-    for border, (function, _) in zip((*program.inputs, *program.parameters), functions, strict=True):
+    for border, (function, _) in zip(
+        (*program.inputs, *program.parameters), functions, strict=True
+    ):
         parameter, gradient = getattr(function, "variable", None), gradients.get(border)
         home = None if parameter is None or gradient is None else _homes.get(id(parameter))
         if home is not None and home.fits(parameter, gradient) and _accumulates(function):
@@ -88,7 +97,8 @@ def claim(program: Program, functions: Sequence[tuple]) -> Mapping[VirtualTensor
 
 
 def _accumulates(function) -> bool:
-    """Whether a gradient becomes `grad` in this backward pass: under torch.autograd.grad it is its caller's."""
+    """Whether a gradient becomes `grad` in this backward pass: under torch.autograd.grad it is its
+    caller's."""
     try:
         return torch._C._will_engine_execute_node(function)
     except RuntimeError:  # so it says of leaves under torch.autograd.grad

@@ -1,8 +1,11 @@
-"""What an operation is: one declared class, with its reference, its gradient and its implementations.
+"""What an operation is: one declared class, with its reference, its gradient and its
+implementations.
 
-`reference` is plain PyTorch and what every implementation is tested against. `cpu` and `cuda` write into tensors that
-are already allocated: `cpu` at once, `cuda` by the launches and products that it returns (lsq.csrc.launch), so that
-many operations can be replayed as one list. M rows, N columns wherever shapes are given.
+`reference` is plain PyTorch and what every implementation is tested against. `cpu` and `cuda` write
+into tensors that
+are already allocated: `cpu` at once, `cuda` by the launches and products that it returns
+(lsq.csrc.launch), so that many operations can be replayed as one list. M rows, N columns wherever
+shapes are given.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +23,10 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 class Operation(Declared):
-    """A fused operation. Subclasses declare fields (see lsq.csrc.declarations) and override what follows."""
+    """A fused operation.
+
+    Subclasses declare fields (see lsq.csrc.declarations) and override what follows.
+    """
 
     fields = ()
     may_hide = ("gradient",)
@@ -39,7 +45,8 @@ class Operation(Declared):
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def cpu_scratch(self) -> Sequence[Spec]:
-        """What `cpu` needs for itself while it runs; shapes and dtypes alone decide, and no size falls as they grow."""
+        """What `cpu` needs for itself while it runs; shapes and dtypes alone decide, and no size
+        falls as they grow."""
         return ()
 
     def cpu(self, *scratch: torch.Tensor) -> None:
@@ -59,7 +66,8 @@ class Operation(Declared):
         raise ValueError(f"operation {type(self).__name__} has no CUDA implementation")
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
-        """From now on leave sums over rows in parts, in a program for a GPU; what has to be added up then.
+        """From now on leave sums over rows in parts, in a program for a GPU; what has to be added
+        up then.
 
         `tensor` makes a virtual tensor of a name, a shape and a dtype. See lsq.ops.sums.
         """
@@ -68,7 +76,8 @@ class Operation(Declared):
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
         """The float values that are rounded under a clip here; calibration measures those.
 
-        As it stands here, for operations with a result `out` of floats: `run` runs this one without its rounding.
+        As it stands here, for operations with a result `out` of floats: `run` runs this one without
+        its rounding.
         """
         rounding, one = self.rounding(), self.bind(lambda tensor: tensor)
         for field in self.fields:
@@ -83,11 +92,13 @@ class Operation(Declared):
 
     @property
     def same_values(self) -> tuple:
-        """Tensors that have the same values, but for a rounding, and so share a gradient; None where one is missing."""
+        """Tensors that have the same values, but for a rounding, and so share a gradient; None
+        where one is missing."""
         return ()
 
     def limits(self) -> dict[str, int]:
-        """By the names of fields of Indices and Offsets: what indices stay below, and where offsets end."""
+        """By the names of fields of Indices and Offsets: what indices stay below, and where offsets
+        end."""
         return {}
 
     @property

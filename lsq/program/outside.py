@@ -1,4 +1,5 @@
-"""What others' code keeps for the backward pass of a step, beside the planned memory of lsq's modules."""
+"""What others' code keeps for the backward pass of a step, beside the planned memory of lsq's
+modules."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,9 +15,11 @@ MOST = 5
 
 @contextmanager
 def counting_kept(model: nn.Module, found: Counter) -> Iterator[None]:
-    """Add to `found` the bytes that others' code keeps for the backward pass: class of the innermost module -> bytes.
+    """Add to `found` the bytes that others' code keeps for the backward pass: class of the
+    innermost module -> bytes.
 
-    For a rehearsed step, in which lsq's layers keep nothing. Every storage counts once, parameters do not.
+    For a rehearsed step, in which lsq's layers keep nothing. Every storage counts once, parameters
+    do not.
     """
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     inside: list[str] = []
@@ -33,7 +36,8 @@ def counting_kept(model: nn.Module, found: Counter) -> Iterator[None]:
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
             held.append(tensor)
-            whole = tensor.numel() * tensor.element_size()  # what a rehearsal makes has one value in memory
+            # what a rehearsal makes has one value in memory
+            whole = tensor.numel() * tensor.element_size()
             found[inside[-1] if inside else "the loss"] += max(storage.nbytes(), whole)
         return tensor
 

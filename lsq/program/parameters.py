@@ -1,4 +1,7 @@
-"""What a program declares of its parameters: shape, kind and how they begin. A module makes them real."""
+"""What a program declares of its parameters: shape, kind and how they begin.
+
+A module makes them real.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,9 @@
 """A pass that is bound to memory and prepared once, and then run as a whole, again and again.
 
-Everything inside has its tensors for good. What crosses the pass's borders (inputs, parameters, results, gradients) may
-lie elsewhere each time: its addresses are put in before a run, and nothing of it is held afterwards.
+Everything inside has its tensors for good. What crosses the pass's borders (inputs, parameters,
+results, gradients) may
+lie elsewhere each time: its addresses are put in before a run, and nothing of it is held
+    afterwards.
 """
 
 from collections import defaultdict
@@ -17,7 +19,8 @@ from lsq.program.tensor import VirtualTensor
 
 
 class Slot:
-    """The place of one tensor in a bound operation and in its struct, for tensors of the same shape and dtype.
+    """The place of one tensor in a bound operation and in its struct, for tensors of the same shape
+    and dtype.
 
     Args:
         operation: has a contiguous tensor there.
@@ -49,14 +52,20 @@ class PreparedPass:
     """The operations `indices` of a program on memory of theirs.
 
     Args:
-        program: on a backend whose prepared work sees what is put into its operations later (Backend.refillable).
+        program: on a backend whose prepared work sees what is put into its operations later
+            (Backend.refillable).
         indices: of the pass.
         inside: the tensors that do not cross its borders, scratch memory among them.
         borders: the others, of this run.
     """
 
     def __init__(
-        self, program: Program, indices: range, backend: Backend, *, inside: Mapping[VirtualTensor, torch.Tensor],
+        self,
+        program: Program,
+        indices: range,
+        backend: Backend,
+        *,
+        inside: Mapping[VirtualTensor, torch.Tensor],
         borders: Mapping[VirtualTensor, torch.Tensor],
     ):
         tensors = {**borders, **inside}
@@ -67,7 +76,9 @@ class PreparedPass:
             for leaf in operation.leaves():
                 virtual = leaf.of(program.operations[index])
                 if virtual is not None:
-                    (self._inside if virtual in inside else self._slots[virtual]).append(Slot(operation, leaf))
+                    (self._inside if virtual in inside else self._slots[virtual]).append(
+                        Slot(operation, leaf)
+                    )
         self._backend = backend
         scratch = ([inside[tensor] for tensor in program.scratch[index]] for index in indices)
         self._run = backend.prepare(list(zip(bound, scratch, strict=True)))
@@ -82,14 +93,18 @@ class PreparedPass:
         """Run it on other tensors at its borders, of the same shapes.
 
         Raises:
-            ValueError: one of them has another dtype or is not contiguous, or the backend cannot take it.
+            ValueError: one of them has another dtype or is not contiguous, or the backend cannot
+                take it.
         """
         try:
             for virtual, slots in self._slots.items():
                 tensor = borders[virtual]
                 if tensor.dtype != virtual.dtype or not tensor.is_contiguous():
                     found = f"{tensor.dtype} with strides {tensor.stride()}"
-                    raise ValueError(f"{virtual.name} is {found}; it must be a contiguous tensor of {virtual.dtype}")
+                    raise ValueError(
+                        f"{virtual.name} is {found}; it must be a contiguous tensor of"
+                        f" {virtual.dtype}"
+                    )
                 self._backend.check(tensor, virtual.name)
                 for slot in slots:
                     slot.put(tensor)

@@ -13,8 +13,9 @@ from lsq.program.values import Weight
 class Program:
     """Operations over virtual tensors, with the lifetime of each.
 
-    `operations[:forward_length]` is the forward pass. `inputs`, `parameters`, `outputs` and `gradients`
-    (one for each of `differentiable`, in that order) are the tensors that cross the border.
+    `operations[:forward_length]` is the forward pass. `inputs`, `parameters`, `outputs` and
+    `gradients` (one for each of `differentiable`, in that order) are the tensors that cross the
+    border.
     """
 
     name: str
@@ -25,9 +26,11 @@ class Program:
     inputs: tuple[VirtualTensor, ...]
     parameters: tuple[VirtualTensor, ...]
     weights: dict[str, Weight]
-    """By the name of the parameter; codes and scales of those that are rounded are among the inputs."""
+    """By the name of the parameter; codes and scales of those that are rounded are among the
+    inputs."""
     activations: dict[str, VirtualTensor]
-    """Names of what may be rounded, those of clips without _clip -> what is read of it: codes or floats."""
+    """Names of what may be rounded, those of clips without _clip -> what is read of it: codes or
+    floats."""
     outputs: tuple[VirtualTensor, ...]
     output_gradients: tuple[VirtualTensor, ...]
     differentiable: tuple[VirtualTensor, ...]
@@ -37,13 +40,18 @@ class Program:
 
     @cached_property
     def prepared(self) -> dict:
-        """What is kept to run it off planned memory, as long as it is there; see lsq.program.fresh."""
+        """What is kept to run it off planned memory, as long as it is there; see
+        lsq.program.fresh."""
         return {}
 
     @cached_property
     def draws(self) -> bool:
         """Whether an operation reads the random key: for dropout, or to round gradients."""
-        return any(tensor.name == "random_key" for operation in self.operations for tensor in operation.inputs)
+        return any(
+            tensor.name == "random_key"
+            for operation in self.operations
+            for tensor in operation.inputs
+        )
 
     @property
     def backward_range(self) -> range:
@@ -52,7 +60,8 @@ class Program:
 
     @cached_property
     def outputs_of(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """What each operation is the first to write, scratch left out; an input that it changes is there already."""
+        """What each operation is the first to write, scratch left out; an input that it changes is
+        there already."""
         found, before = [], set(self.inputs)
         for operation in self.operations:
             found.append(tuple(tensor for tensor in operation.outputs if tensor not in before))
@@ -65,15 +74,19 @@ class Program:
         used = ((*one.inputs, *one.outputs) for one in self.operations)
         return tuple(
             tuple(
-                tensor for tensor in dict.fromkeys(tensors)
+                tensor
+                for tensor in dict.fromkeys(tensors)
                 if self.lifetimes[tensor][1] == index and tensor.role not in ("output", "gradient")
             )
             for index, tensors in enumerate(used)
-        )  # fmt: skip
+        )
 
     @cached_property
     def _written(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        return tuple((*written, *scratch) for written, scratch in zip(self.outputs_of, self.scratch, strict=True))
+        return tuple(
+            (*written, *scratch)
+            for written, scratch in zip(self.outputs_of, self.scratch, strict=True)
+        )
 
     def written(self, index: int) -> tuple[VirtualTensor, ...]:
         """What operation `index` needs memory for when it runs: its outputs, then its scratch."""
@@ -86,7 +99,9 @@ class Program:
         return tuple(
             tensor
             for tensor, (first, last) in self.lifetimes.items()
-            if tensor not in borders and first < self.forward_length <= last and tensor.role != "output"
+            if tensor not in borders
+            and first < self.forward_length <= last
+            and tensor.role != "output"
         )
 
     @property
@@ -107,7 +122,8 @@ def lifetimes_of(
     outputs: tuple[VirtualTensor, ...],
     gradients: tuple[VirtualTensor | None, ...],
 ) -> dict[VirtualTensor, tuple[int, int]]:
-    """First and last use of every tensor; outputs live to the end of their pass, inputs from its beginning.
+    """First and last use of every tensor; outputs live to the end of their pass, inputs from its
+    beginning.
 
     `used` holds, for each operation, every tensor that it reads or writes.
     """

@@ -1,4 +1,5 @@
-"""What stands in a program while it is written down: tensors by unique names, operations, and who wrote what."""
+"""What stands in a program while it is written down: tensors by unique names, operations, and who
+wrote what."""
 
 from collections.abc import Collection
 
@@ -27,7 +28,9 @@ class Recorder:
         self._producers: dict[VirtualTensor, Operation] = {}
         self._names: set[str] = set()
 
-    def tensor(self, name: str, shape, dtype=torch.float32, role: str = "temporary") -> VirtualTensor:
+    def tensor(
+        self, name: str, shape, dtype=torch.float32, role: str = "temporary"
+    ) -> VirtualTensor:
         """A new virtual tensor; a number is appended to a name that is taken."""
         unique, number = name, 2
         while unique in self._names:
@@ -50,8 +53,11 @@ class Recorder:
         if self._wanted is not None and leaf.name not in self._wanted:
             self._needless.add(leaf)
 
-    def parameter(self, name: str, shape, kind: Kind, *, dtype=torch.float32, **start) -> VirtualTensor:
-        """A parameter, the same virtual tensor for each call with the same name; start: see Parameter."""
+    def parameter(
+        self, name: str, shape, kind: Kind, *, dtype=torch.float32, **start
+    ) -> VirtualTensor:
+        """A parameter, the same virtual tensor for each call with the same name; start: see
+        Parameter."""
         if name not in self._parameters:
             tensor = self.tensor(name, shape, dtype, role="parameter")
             tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)

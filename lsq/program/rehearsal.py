@@ -1,7 +1,9 @@
-"""Rehearsal: a training step runs for its order alone. Programs note that they were called and compute nothing.
+"""Rehearsal: a training step runs for its order alone.
 
-Everything around them is real: the model's own code, autograd, the order in which it goes back. So the order is right
-for any model, however it shares, repeats or wires its layers.
+Programs note that they were called and compute nothing.
+
+Everything around them is real: the model's own code, autograd, the order in which it goes back. So
+the order is right for any model, however it shares, repeats or wires its layers.
 """
 
 import itertools
@@ -27,8 +29,9 @@ class Pass:
     program: Program
     backward: bool
     reads: tuple[int | None, ...]
-    """The tensors behind the program's inputs and parameters, numbered over the step; None: neither a result of another
-    program nor one for which autograd gathers a gradient."""
+    """The tensors behind the program's inputs and parameters, numbered over the step; None: neither
+    a result of another program nor one for which autograd gathers a gradient.
+    """
     makes: tuple[int, ...]
     """The same of its results."""
 
@@ -49,10 +52,13 @@ class Rehearsal:
         self._borders: list[tuple[tuple[int | None, ...], tuple[int, ...]]] = []
         self._numbers: dict[int, int] = {}
         self._made: list[torch.Tensor] = []
-        """All that have one, so that each number stands for one tensor as long as the rehearsal goes on."""
+        """All that have one, so that each number stands for one tensor as long as the rehearsal
+        goes on."""
         self._count = itertools.count()
 
-    def run(self, owner: object, program: Program, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, owner: object, program: Program, tensors: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
         self.programs.append(program)
         device = next(iter(tensors.values())).device
@@ -67,7 +73,12 @@ class Rehearsal:
         return results
 
     def _number(self, tensor: torch.Tensor | None) -> int | None:
-        if tensor is not None and id(tensor) not in self._numbers and tensor.is_leaf and tensor.requires_grad:
+        if (
+            tensor is not None
+            and id(tensor) not in self._numbers
+            and tensor.is_leaf
+            and tensor.requires_grad
+        ):
             self._numbers[id(tensor)] = next(self._count)
             self._made.append(tensor)
         return self._numbers.get(id(tensor))
@@ -85,14 +96,18 @@ class Rehearsal:
 
     def _note(self, node: int, program: Program, *, backward: bool) -> None:
         reads, makes = self._borders[node]
-        self.passes.append(Pass(node=node, program=program, backward=backward, reads=reads, makes=makes))
+        self.passes.append(
+            Pass(node=node, program=program, backward=backward, reads=reads, makes=makes)
+        )
 
 
 class _Noted(torch.autograd.Function):
     """A run of a program in autograd's graph that leaves only its name."""
 
     @staticmethod
-    def forward(ctx, rehearsal: Rehearsal, owner: object, program: Program, device: torch.device, *arguments):
+    def forward(
+        ctx, rehearsal: Rehearsal, owner: object, program: Program, device: torch.device, *arguments
+    ):
         ctx.rehearsal, ctx.program, ctx.device = rehearsal, program, device
         ctx.node = rehearsal.begin(owner, program)
         return _zeros(program.outputs, device)
@@ -103,12 +118,17 @@ class _Noted(torch.autograd.Function):
         ctx.rehearsal.end(ctx.node, program)
         results = dict(zip(program.differentiable, program.gradients, strict=True))
         found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
-        made = (None if gradient is None else _zeros([gradient], ctx.device)[0] for gradient in found)
+        made = (
+            None if gradient is None else _zeros([gradient], ctx.device)[0] for gradient in found
+        )
         return None, None, None, None, *made
 
 
 def _zeros(tensors, device: torch.device) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape) for tensor in tensors)
+    return tuple(
+        torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        for tensor in tensors
+    )
 
 
 def active() -> Rehearsal | None:
@@ -132,7 +152,8 @@ def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
     No gradient is left behind, and torch's random numbers go on as if nothing had been.
 
     Raises:
-        ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained layer of lsq.
+        ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained
+            layer of lsq.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in wanted]
@@ -150,11 +171,18 @@ def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
 
 def _check_step(loss: object, rehearsal: Rehearsal) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
+        found = (
+            f"a tensor {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else repr(type(loss).__name__)
+        )
         raise ValueError(f"the step returned {found}; it must return the loss, a scalar tensor")
     if any(one.backward for one in rehearsal.passes):
-        raise ValueError("the step went back by itself; it must return the loss, and leave backward() out")
+        raise ValueError(
+            "the step went back by itself; it must return the loss, and leave backward() out"
+        )
     if not rehearsal.passes or not loss.requires_grad:
         raise ValueError(
-            "the step ran no layer of lsq that is trained; run the model on a batch, with parameters that require grad"
+            "the step ran no layer of lsq that is trained; run the model on a batch, with"
+            " parameters that require grad"
         )

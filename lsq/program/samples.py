@@ -1,7 +1,9 @@
-"""Plausible random tensors for whatever declared operations read, for checks and benchmarks on any backend.
+"""Plausible random tensors for whatever declared operations read, for checks and benchmarks on any
+backend.
 
-What a tensor is drawn from follows from its declaration: the field of a value that it is in, else its kind and whether
-it is a parameter. An operation may hold real tensors beside virtual ones; these stay as they are.
+What a tensor is drawn from follows from its declaration: the field of a value that it is in, else
+its kind and whether it is a parameter. An operation may hold real tensors beside virtual ones;
+these stay as they are.
 """
 
 from collections.abc import Callable
@@ -31,12 +33,18 @@ class Sampler:
         seed: of the random numbers.
     """
 
-    def __init__(self, place: torch.device | str = "cpu", activations: torch.dtype = torch.float32, seed: int = 0):
+    def __init__(
+        self,
+        place: torch.device | str = "cpu",
+        activations: torch.dtype = torch.float32,
+        seed: int = 0,
+    ):
         self.place, self.activations = torch.device(place), activations
         self._generator = torch.Generator(self.place).manual_seed(seed)
 
     def operation(self, operation: Operation) -> Operation:
-        """The same with real tensors: drawn where it reads, memory that holds anything where it only writes."""
+        """The same with real tensors: drawn where it reads, memory that holds anything where it
+        only writes."""
         bound = placed(operation, self.place, self.activations)
         for leaf in operation.leaves():
             if not leaf.written and isinstance(leaf.of(operation), VirtualTensor):
@@ -63,7 +71,9 @@ class Sampler:
 
     def whole(self, low: int, high: int, shape, dtype: torch.dtype) -> torch.Tensor:
         """Whole numbers from `low` to `high`, both included."""
-        return torch.randint(low, high + 1, shape, generator=self._generator, device=self.place, dtype=dtype)
+        return torch.randint(
+            low, high + 1, shape, generator=self._generator, device=self.place, dtype=dtype
+        )
 
     # One for each kind of tensor
 
@@ -72,7 +82,11 @@ class Sampler:
 
     def _floats(self, like, operation, leaf, holder):
         """Statistics and factors are above 0."""
-        return self.normal(like.shape, 0.2) if like.role == "parameter" else self.around(like.shape, 1.0)
+        return (
+            self.normal(like.shape, 0.2)
+            if like.role == "parameter"
+            else self.around(like.shape, 1.0)
+        )
 
     def _parameters(self, like, operation, leaf, holder):
         return self.normal(like.shape, GRADIENT).to(like.dtype)
@@ -81,7 +95,9 @@ class Sampler:
         return self.normal(like.shape, GRADIENT)
 
     def _codes(self, like, operation, leaf, holder):
-        largest = holder.format.largest if hasattr(holder, "format") else torch.iinfo(like.dtype).max
+        largest = (
+            holder.format.largest if hasattr(holder, "format") else torch.iinfo(like.dtype).max
+        )
         return self.whole(-largest, largest, like.shape, like.dtype)
 
     def _bits(self, like, operation, leaf, holder):
@@ -97,39 +113,60 @@ class Sampler:
         return KEY
 
     def _indices(self, like, operation, leaf, holder):
-        return self.whole(0, operation.limits().get(leaf.name, SMALLEST_LIMIT) - 1, like.shape, like.dtype)
+        return self.whole(
+            0, operation.limits().get(leaf.name, SMALLEST_LIMIT) - 1, like.shape, like.dtype
+        )
 
     def _offsets(self, like, operation, leaf, holder):
         """Sentences as equal in length as can be."""
         end, sentences = operation.limits().get(leaf.name), like.shape[0] - 1
         if end is None:
-            raise ValueError(f"{operation.name}.limits does not say where {leaf.name} ends; add it there")
-        return torch.arange(sentences + 1, dtype=like.dtype, device=self.place) * end // max(1, sentences)
+            raise ValueError(
+                f"{operation.name}.limits does not say where {leaf.name} ends; add it there"
+            )
+        return (
+            torch.arange(sentences + 1, dtype=like.dtype, device=self.place)
+            * end
+            // max(1, sentences)
+        )
 
 
 _WITHIN_VALUES: dict[tuple[type, str], Callable] = {
-    (Coded, "scale"): lambda draw, shape, value: draw.around(shape, ACTIVATION_CLIP / value.format.largest),
+    (Coded, "scale"): lambda draw, shape, value: draw.around(
+        shape, ACTIVATION_CLIP / value.format.largest
+    ),
     (Coded, "clip"): lambda draw, shape, value: torch.full(shape, ACTIVATION_CLIP),
     (StartedScale, "clip"): lambda draw, shape, value: torch.full(shape, ACTIVATION_CLIP),
     (Coded, "error"): lambda draw, shape, value: draw.normal(shape, 0.3 / value.format.largest),
-    (Weight, "scale"): lambda draw, shape, value: draw.around(shape, WEIGHT_CLIP / value.format.largest),
+    (Weight, "scale"): lambda draw, shape, value: draw.around(
+        shape, WEIGHT_CLIP / value.format.largest
+    ),
     (Weight, "clip"): lambda draw, shape, value: draw.around(shape, WEIGHT_CLIP),
     (Weight, "values"): lambda draw, shape, value: draw.normal(shape, WEIGHT_CLIP / 2),
-    (RoundedGradient, "scale"): lambda draw, shape, value: draw.around(shape, GRADIENT / value.format.largest),
+    (RoundedGradient, "scale"): lambda draw, shape, value: draw.around(
+        shape, GRADIENT / value.format.largest
+    ),
     (RoundedGradient, "weight_scale"): lambda draw, shape, value: draw.around(shape, WEIGHT_CLIP),
 }
 """Fields of values -> how they are drawn, where their kind alone does not say."""
 
 
 def placed(
-    operation: Operation, place: torch.device | str = "meta", activations: torch.dtype = torch.float32,
+    operation: Operation,
+    place: torch.device | str = "meta",
+    activations: torch.dtype = torch.float32,
     made: dict[VirtualTensor, torch.Tensor] | None = None,
-) -> Operation:  # fmt: skip
-    """The same with real tensors that hold anything, activations in a dtype; on "meta" they take no memory.
+) -> Operation:
+    """The same with real tensors that hold anything, activations in a dtype; on "meta" they take no
+    memory.
 
     made: real tensors that are there already; it gains the others.
     """
-    kinds = {leaf.of(operation): leaf.kind for leaf in operation.leaves() if leaf.of(operation) is not None}
+    kinds = {
+        leaf.of(operation): leaf.kind
+        for leaf in operation.leaves()
+        if leaf.of(operation) is not None
+    }
     made = {} if made is None else made
 
     def make(tensor):

@@ -1,8 +1,9 @@
 """What passes have measured of clips, until all that are to know of it do.
 
-Under FSDP2 passes see gathered copies of clips, which are gone after them; optimizers step on shards of the clips. So
-what passes measure is written to the shards before an optimizer steps, and steps are limited there. Where several
-processes train a model, they average it before that (lsq.dist.replicas).
+Under FSDP2 passes see gathered copies of clips, which are gone after them; optimizers step on
+shards of the clips. So what passes measure is written to the shards before an optimizer steps, and
+steps are limited there. Where several processes train a model, they average it before that
+(lsq.dist.replicas).
 """
 
 import weakref
@@ -27,7 +28,8 @@ class HasClips(Protocol):
 
 
 LEAST_JUMP, BACK = 0.1, 0.1
-"""What the first measurement changes of a clip, relatively, and the share of it that is left when it was put back."""
+"""What the first measurement changes of a clip, relatively, and the share of it that is left when
+it was put back."""
 
 
 @dataclass(eq=False)
@@ -68,7 +70,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def pass_done(module: HasClips, limit: float) -> bool:
-    """A training pass of `module` has seen its clips, which are to change by `limit` relatively in a step at most.
+    """A training pass of `module` has seen its clips, which are to change by `limit` relatively in
+    a step at most.
 
     Returns:
         whether it saw copies, so that nothing that is done to them lasts.
@@ -85,9 +88,11 @@ def sees_copies(module: HasClips) -> bool:
 
 @torch.no_grad()
 def measured(module: HasClips, clips: Mapping[str, Tensor]) -> None:
-    """A pass of `module` has measured clips, by names, and written them to what it sees as these."""
+    """A pass of `module` has measured clips, by names, and written them to what it sees as
+    these."""
     if clips:
-        values = torch._foreach_mul([clip.data for clip in clips.values()], 1)  # copies, in one launch
+        # copies, in one launch
+        values = torch._foreach_mul([clip.data for clip in clips.values()], 1)
         seen = _modules.setdefault(module, _Seen())
         for (name, clip), value in zip(clips.items(), values, strict=True):
             seen.measured[name] = weakref.ref(clip), value
@@ -104,7 +109,8 @@ def measures_first(module: HasClips) -> None:
 
 @torch.no_grad()
 def check_step(module: HasClips) -> None:
-    """Look, after the first step, whether it has put clips back to where they were before a pass measured them.
+    """Look, after the first step, whether it has put clips back to where they were before a pass
+    measured them.
 
     Raises:
         RuntimeError: it has.
@@ -113,19 +119,35 @@ def check_step(module: HasClips) -> None:
         return
     clips, stepping = module.clips(), _modules[module].stepping
     _modules[module].stepping = {}
-    compared = [(name, clips[name].data, *values) for name, values in stepping.items() if not is_shard(clips[name])]
+    compared = [
+        (name, clips[name].data, *values)
+        for name, values in stepping.items()
+        if not is_shard(clips[name])
+    ]
     if not compared:
         return
-    moved = torch.stack([
-        torch.stack([(now - old).abs().mean(), (measured - old).abs().mean(), measured.mean(), old.mean()])
-        for _, now, old, measured in compared
-    ])  # fmt: skip
+    moved = torch.stack(
+        [
+            torch.stack(
+                [
+                    (now - old).abs().mean(),
+                    (measured - old).abs().mean(),
+                    measured.mean(),
+                    old.mean(),
+                ]
+            )
+            for _, now, old, measured in compared
+        ]
+    )
     for (name, *_), (distance, jump, measured, old) in zip(compared, moved.tolist(), strict=True):
         if jump > LEAST_JUMP * measured and distance < BACK * jump:
             raise RuntimeError(
-                f"{type(module).__name__}: a pass has measured {name} as {measured:.4g}, and the optimizer's step has "
-                f"put it back to {old:.4g}: the optimizer has a copy of the parameters that was made before "
-                "(DeepSpeed's ZeRO, for one). Run one batch through the model before deepspeed.initialize, or "
+                f"{type(module).__name__}: a pass has measured {name} as {measured:.4g}, and the"
+                " optimizer's step has "
+                f"put it back to {old:.4g}: the optimizer has a copy of the parameters that was"
+                " made before "
+                "(DeepSpeed's ZeRO, for one). Run one batch through the model before"
+                " deepspeed.initialize, or "
                 "whatever makes the copy"
             )
 
@@ -166,7 +188,8 @@ def begin_pass(module: HasClips) -> None:
 
 @torch.no_grad()
 def settle(module: HasClips) -> list[tuple[Tensor, float]]:
-    """Write what was measured to the clips of `module` that are shards now: (each shard, limit of its steps)."""
+    """Write what was measured to the clips of `module` that are shards now: (each shard, limit of
+    its steps)."""
     seen, found = _modules.setdefault(module, _Seen()), []
     for name, clip in module.clips().items():
         parameter, value = seen.measured.pop(name, (lambda: None, None))
@@ -179,18 +202,30 @@ def settle(module: HasClips) -> list[tuple[Tensor, float]]:
 
 
 def settle_all(sharded: bool) -> list[tuple[Tensor, float]]:
-    """The same for all modules that have trained, before the step of an optimizer; whether it has shards."""
+    """The same for all modules that have trained, before the step of an optimizer; whether it has
+    shards."""
     for module, seen in _modules.items():
         if seen.before and isinstance(module, HasClips):
-            clips = {name: clip.detach().clone() for name, clip in module.clips().items() if not is_shard(clip)}
-            seen.stepping = {name: (old, clips[name]) for name, old in seen.before.items() if name in clips}
+            clips = {
+                name: clip.detach().clone()
+                for name, clip in module.clips().items()
+                if not is_shard(clip)
+            }
+            seen.stepping = {
+                name: (old, clips[name]) for name, old in seen.before.items() if name in clips
+            }
             seen.before = {}
     modules = [module for module, seen in _modules.items() if sharded or seen.measured]
     return [one for module in modules if isinstance(module, HasClips) for one in settle(module)]
 
 
 def _part_of(value: Tensor, clip: Tensor) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor  # there are shards, so it is imported already
+    # there are shards, so it is imported already
+    from torch.distributed.tensor import (
+        distribute_tensor,
+    )
 
     whole = value.expand(clip.shape).contiguous()
-    return distribute_tensor(whole, clip.device_mesh, clip.placements, src_data_rank=None).to_local()
+    return distribute_tensor(
+        whole, clip.device_mesh, clip.placements, src_data_rank=None
+    ).to_local()

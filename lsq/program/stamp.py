@@ -14,7 +14,8 @@ from lsq.csrc import loader
 SMALL = 2**12
 """Values of the largest tensor that is compared whole in every pass."""
 FEW_ROWS = 64
-"""A pass of fewer rows compares samples of larger tensors: to read them whole would take too long."""
+"""A pass of fewer rows compares samples of larger tensors: to read them whole would take too long.
+"""
 SAMPLES = 61
 """Values of such a sample."""
 
@@ -22,9 +23,10 @@ SAMPLES = 61
 class Stamp:
     """What tensors were when something was made of them.
 
-    PyTorch counts what writes to a tensor and knows where its memory is. It counts nothing that is written through
-    `.data`, through arrays of numpy or by another process: on the CPU values are compared, all of them by a checksum,
-    or samples. On other devices the answer would have to be waited for.
+    PyTorch counts what writes to a tensor and knows where its memory is. It counts nothing that is
+    written through `.data`, through arrays of numpy or by another process: on the CPU values are
+    compared, all of them by a checksum, or samples. On other devices the answer would have to be
+    waited for.
 
     Args:
         tensors: whatever was read.
@@ -39,7 +41,8 @@ class Stamp:
     def holds(self, tensors: Sequence[torch.Tensor], *, rows: int = 0) -> bool:
         """Whether `tensors` are what they were: the same memory with the same values.
 
-        `rows`: of the pass that asks; with fewer than FEW_ROWS, some values of large tensors may change unseen.
+        `rows`: of the pass that asks; with fewer than FEW_ROWS, some values of large tensors may
+        change unseen.
         """
         if self._counted != [_counted(tensor) for tensor in tensors]:
             return False
@@ -51,7 +54,8 @@ class Stamp:
 
 
 def _same(exactly: bool, tensor: torch.Tensor, sample: torch.Tensor, total: int | None) -> bool:
-    """Whether a tensor has the values of which `sample` and the checksum `total` were taken; True on other devices."""
+    """Whether a tensor has the values of which `sample` and the checksum `total` were taken; True
+    on other devices."""
     if tensor.device.type != "cpu":
         return True
     if exactly and total is not None and tensor.numel() > SMALL:
@@ -78,7 +82,8 @@ def _counted(tensor: torch.Tensor) -> tuple:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of all values of a tensor, or of some all over it; of nothing on other devices than the CPU."""
+    """A view of all values of a tensor, or of some all over it; of nothing on other devices than
+    the CPU."""
     values = tensor.detach().flatten()
     if tensor.device.type != "cpu":
         return values[:0]

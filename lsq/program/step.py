@@ -1,10 +1,12 @@
-"""A whole training step as one sequence of operations: lifetimes across programs, and a place for every tensor.
+"""A whole training step as one sequence of operations: lifetimes across programs, and a place for
+every tensor.
 
-The passes of a rehearsed step follow each other in one count of operations. What a forward pass saves lives until the
-backward pass of the same node has read it for the last time; everything else dies inside its pass, so temporaries of
-all layers share their bytes. Of what crosses a program's border, results that go straight into other programs are
-placed, too, and gradients of those and of the leaves of autograd's graph: they are lent (lsq.program.loans). The rest
-belongs to others and stays with PyTorch's allocator.
+The passes of a rehearsed step follow each other in one count of operations. What a forward pass
+saves lives until the backward pass of the same node has read it for the last time; everything else
+dies inside its pass, so temporaries of all layers share their bytes. Of what crosses a program's
+border, results that go straight into other programs are placed, too, and gradients of those and of
+the leaves of autograd's graph: they are lent (lsq.program.loans). The rest belongs to others and
+stays with PyTorch's allocator.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +32,8 @@ class Lending:
     keep: bool = False
     """It is added to an earlier contribution, so that autograd must never take it for the whole."""
     leaf: VirtualTensor | None = None
-    """The leaf of autograd's graph of which it is the first gradient of the step, and may become the `grad`."""
+    """The leaf of autograd's graph of which it is the first gradient of the step, and may become
+    the `grad`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,12 +51,14 @@ class StepPlan:
 
 
 def is_placed(tensor: VirtualTensor) -> bool:
-    """Whether a tensor that an operation writes always lies in its place: it does not cross a border of its program."""
+    """Whether a tensor that an operation writes always lies in its place: it does not cross a
+    border of its program."""
     return tensor.role == "temporary"
 
 
 def signature(program: Program) -> tuple:
-    """What programs of one layer have in common whatever their shapes: operations, and which tensors are placed."""
+    """What programs of one layer have in common whatever their shapes: operations, and which
+    tensors are placed."""
     return program.forward_length, *(
         (operation.name, tuple(map(is_placed, program.written(index))))
         for index, operation in enumerate(program.operations)
@@ -67,7 +72,8 @@ def operations_of(one: Pass) -> range:
 
 
 def lent_by(passes: Sequence[Pass]) -> dict[Key, Lending]:
-    """Results that other programs read, and gradients of those and of the leaves of autograd's graph."""
+    """Results that other programs read, and gradients of those and of the leaves of autograd's
+    graph."""
     last_read = _last_reads(passes)
     backward = {one.node: position for position, one in enumerate(passes) if one.backward}
     gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
@@ -88,14 +94,22 @@ def lent_by(passes: Sequence[Pass]) -> dict[Key, Lending]:
 
 
 def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
-    """(key, the border that it is or is the gradient of, number of the tensor there) of what a pass hands on."""
+    """(key, the border that it is or is the gradient of, number of the tensor there) of what a pass
+    hands on."""
     program = one.program
     if one.backward:
         gradients = dict(zip(program.differentiable, program.gradients, strict=True))
         borders = zip((*program.inputs, *program.parameters), one.reads, strict=True)
-        known = {gradients.get(border): (border, source) for border, source in borders if source is not None}
+        known = {
+            gradients.get(border): (border, source)
+            for border, source in borders
+            if source is not None
+        }
     else:
-        known = {border: (border, source) for border, source in zip(program.outputs, one.makes, strict=True)}
+        known = {
+            border: (border, source)
+            for border, source in zip(program.outputs, one.makes, strict=True)
+        }
     for index in operations_of(one):
         for number, tensor in enumerate(program.outputs_of[index]):
             if tensor in known:
@@ -103,7 +117,8 @@ def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
 
 
 def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
-    """Result -> position of the last forward pass that reads it, where no backward pass needs it."""
+    """Result -> position of the last forward pass that reads it, where no backward pass needs
+    it."""
     found: dict[int, int] = {}
     needed = set()
     for position, one in enumerate(passes):
@@ -118,7 +133,9 @@ def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
     return {source: position for source, position in found.items() if source not in needed}
 
 
-def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0) -> dict[Key, Buffer]:
+def buffers_of(
+    passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0
+) -> dict[Key, Buffer]:
     """The buffer of everything that is placed.
 
     Args:
@@ -133,7 +150,8 @@ def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0)
 
     def moment(node: int, program: Program, operation: int) -> int:
         backward = operation >= program.forward_length
-        begin = begins.get((node, backward), end)  # a backward pass that never came keeps its tensors to the end
+        # a backward pass that never came keeps its tensors to the end
+        begin = begins.get((node, backward), end)
         return min(begin + operation - (program.forward_length if backward else 0), end)
 
     found = {}
@@ -142,12 +160,18 @@ def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0)
             for number, tensor in enumerate(one.program.written(index)):
                 key = one.node, index, number
                 if is_placed(tensor) or key in lent:
-                    first, last = (moment(one.node, one.program, time) for time in one.program.lifetimes[tensor])
+                    first, last = (
+                        moment(one.node, one.program, time)
+                        for time in one.program.lifetimes[tensor]
+                    )
                     if key in lent:
                         until = lent[key].until
                         last = starts[until] + len(operations_of(passes[until])) - 1
                     found[key] = Buffer(
-                        name=f"{names[one.node]}/{tensor.name}", size=tensor.size + margin, first=first, last=last
+                        name=f"{names[one.node]}/{tensor.name}",
+                        size=tensor.size + margin,
+                        first=first,
+                        last=last,
                     )
     return found
 

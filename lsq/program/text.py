@@ -5,7 +5,8 @@ from lsq.program.tensor import VirtualTensor
 
 
 def describe(program: Program) -> str:
-    """The program with each operation's inputs, outputs, shapes, dtypes and the outputs' lifetimes."""
+    """The program with each operation's inputs, outputs, shapes, dtypes and the outputs'
+    lifetimes."""
     lines = [
         f"program {program.name}: {program.forward_length} operations forward, "
         f"{len(program.operations) - program.forward_length} backward"
@@ -15,8 +16,13 @@ def describe(program: Program) -> str:
     for index, operation in enumerate(program.operations):
         if index == program.forward_length:
             lines.append("  backward")
-        lines.append(f"  {index:3d}  {operation.name}({', '.join(tensor.name for tensor in operation.inputs)})")
-        lines.extend(f"         -> {_with_lifetime(program, tensor)}" for tensor in operation.outputs)
+        lines.append(
+            f"  {index:3d} "
+            f" {operation.name}({', '.join(tensor.name for tensor in operation.inputs)})"
+        )
+        lines.extend(
+            f"         -> {_with_lifetime(program, tensor)}" for tensor in operation.outputs
+        )
         lines.extend(f"         uses {tensor!r}" for tensor in program.scratch[index])
     lines.append(f"  saved for the backward pass: {program.saved_bytes:,} bytes")
     lines.extend(f"         {tensor!r}: {tensor.size:,} bytes" for tensor in program.saved)

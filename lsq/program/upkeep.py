@@ -1,8 +1,9 @@
-"""What a module leaves to the optimizer of its parameters: limits of clips, and codes of new weights.
+"""What a module leaves to the optimizer of its parameters: limits of clips, and codes of new
+weights.
 
-Modules say at every training pass what they want of a parameter, optimizers such as lsq.optim.Adam do it in their step.
-Where no such optimizer is at work, nothing here has an effect. It is kept beside the parameters, not on them, so that
-no copy of a parameter takes it along.
+Modules say at every training pass what they want of a parameter, optimizers such as lsq.optim.Adam
+do it in their step. Where no such optimizer is at work, nothing here has an effect. It is kept
+beside the parameters, not on them, so that no copy of a parameter takes it along.
 """
 
 import weakref
@@ -10,7 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lsq.program import shards
 from lsq.program.stamp import Stamp
@@ -38,7 +43,8 @@ class Upkeep:
 
 
 _kept: dict[int, Upkeep] = {}
-"""By the ids of parameters, until these are gone. (A WeakTensorKeyDictionary takes ten times as long.)"""
+"""By the ids of parameters, until these are gone. (A WeakTensorKeyDictionary takes ten times as
+long.)"""
 _made: weakref.WeakValueDictionary[int, Upkeep] = weakref.WeakValueDictionary()
 """By the addresses of codes: whose they are, if an optimizer was the last to write them."""
 
@@ -67,7 +73,8 @@ def drop(parameter: torch.Tensor) -> None:
 
 
 def remember(clips: Iterable[torch.Tensor], limit: float) -> None:
-    """A training pass has seen `clips`, which are to change by `limit` relatively at most until the next one."""
+    """A training pass has seen `clips`, which are to change by `limit` relatively at most until the
+    next one."""
     free = []
     for clip in clips:
         kept = of(clip)
@@ -75,7 +82,9 @@ def remember(clips: Iterable[torch.Tensor], limit: float) -> None:
         if clip.requires_grad and not _has_optimizer(kept):
             free.append(clip)
     # Times 1: copies in one launch; torch._foreach_clone is younger than PyTorch 2.11.
-    for clip, before in zip(free, torch._foreach_mul([clip.data for clip in free], 1) if free else (), strict=True):
+    for clip, before in zip(
+        free, torch._foreach_mul([clip.data for clip in free], 1) if free else (), strict=True
+    ):
         of(clip).before = before
 
 
@@ -111,10 +120,11 @@ def made(weight: torch.Tensor) -> None:
 
 
 def current(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> bool:
-    """Whether `rounded` holds codes of `weight` under `clip` that an optimizer has made, and nothing changed since.
+    """Whether `rounded` holds codes of `weight` under `clip` that an optimizer has made, and
+    nothing changed since.
 
-    Changes are those that PyTorch counts, steps of other optimizers, new memory, and on the CPU whatever changes the
-    samples of a Stamp. Of memory that other processes write to, nobody knows.
+    Changes are those that PyTorch counts, steps of other optimizers, new memory, and on the CPU
+    whatever changes the samples of a Stamp. Of memory that other processes write to, nobody knows.
     """
     kept = of(weight)
     return (
@@ -162,7 +172,8 @@ def steps() -> int:
 
 
 _shards_before: list[tuple[torch.Tensor, torch.Tensor, float]] = []
-"""(own part, what it was before the step of an optimizer that limits nothing, limit) of clips under FSDP2."""
+"""(own part, what it was before the step of an optimizer that limits nothing, limit) of clips under
+FSDP2."""
 
 
 def limit_shards(found: Iterable[tuple[torch.Tensor, float]]) -> None:
@@ -173,9 +184,11 @@ def limit_shards(found: Iterable[tuple[torch.Tensor, float]]) -> None:
 
 @torch.no_grad()
 def _before_step(optimizer: Optimizer, *_) -> None:
-    """Before any optimizer steps: what another one has kept up is this one's now, and it knows nothing of it.
+    """Before any optimizer steps: what another one has kept up is this one's now, and it knows
+    nothing of it.
 
-    It may step through `.data`, which PyTorch does not count: of clips it is counted here, for the codes under them.
+    It may step through `.data`, which PyTorch does not count: of clips it is counted here, for the
+    codes under them.
     """
     global _steps
     _steps += 1

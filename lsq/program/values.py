@@ -5,7 +5,20 @@ from __future__ import annotations
 import torch
 
 from lsq.csrc.launch import FLOATS
-from lsq.program.declare import Activations, Bits, Bytes, Codes, Floats, Host, In, Key, Parameters, Value, factor, size
+from lsq.program.declare import (
+    Activations,
+    Bits,
+    Bytes,
+    Codes,
+    Floats,
+    Host,
+    In,
+    Key,
+    Parameters,
+    Value,
+    factor,
+    size,
+)
 from lsq.quant import Format, Grain, WeightFormat, arithmetic, random
 from lsq.quant.numbers import ScaledFormat
 
@@ -14,7 +27,10 @@ SEEN = ".seen"
 
 
 class Coded(Value):
-    """An activation [M, N] as integers: codes * scale. Its gradient is by convention the one before the rounding."""
+    """An activation [M, N] as integers: codes * scale.
+
+    Its gradient is by convention the one before the rounding.
+    """
 
     format: Host[Format]
     codes: Codes
@@ -31,13 +47,16 @@ class Coded(Value):
     clip: In[Floats] | None
     """[1], the parameter."""
     seen: Floats | None
-    """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN."""
+    """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN.
+    """
     started: Host[bool] = False
-    """Whether an operation before has written the scale, so that only a NaN has to change it; see lsq.ops.scales."""
+    """Whether an operation before has written the scale, so that only a NaN has to change it; see
+    lsq.ops.scales."""
 
     @size
     def by_row(self) -> int:
-        """Whether each row is rounded under its own largest magnitude, and nothing under the clip."""
+        """Whether each row is rounded under its own largest magnitude, and nothing under the
+        clip."""
         return int(self.format.grain == Grain.ROW)
 
     @factor
@@ -47,8 +66,13 @@ class Coded(Value):
 
     @factor
     def clip_factor(self) -> float:
-        """What the sum of a clip's gradient is multiplied by: 1 (PACT), or that of LSQ where an error is kept."""
-        return 1.0 if self.error is None else arithmetic.lsq_factor(self.error.numel(), self.format.bits)
+        """What the sum of a clip's gradient is multiplied by: 1 (PACT), or that of LSQ where an
+        error is kept."""
+        return (
+            1.0
+            if self.error is None
+            else arithmetic.lsq_factor(self.error.numel(), self.format.bits)
+        )
 
     def bare(self) -> Coded:
         """Codes and scale alone."""
@@ -65,8 +89,13 @@ class Coded(Value):
         return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error, seen."""
-        seen = None if self.seen is None else torch.cat([self.seen, x.detach().abs().flatten()]).amax().view(1)
+        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error,
+        seen."""
+        seen = (
+            None
+            if self.seen is None
+            else torch.cat([self.seen, x.detach().abs().flatten()]).amax().view(1)
+        )
         if self.by_row:
             return *arithmetic.nearest_rows(x, self.format.largest), None, None, seen
         codes, scale, clipped, error = arithmetic.round_activation(
@@ -79,10 +108,13 @@ class Coded(Value):
         return self.codes.to(torch.float32) * self.scale_of_codes
 
     def straight_through(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: `gradient` [M, N] before the rounding, and that of the clip [1]; all through where none learns."""
+        """Reference: `gradient` [M, N] before the rounding, and that of the clip [1]; all through
+        where none learns."""
         if self.clipped is None:
             return gradient, torch.zeros(1, dtype=torch.float32)
-        return arithmetic.straight_through(gradient, self.codes, self.clipped, self.error, bits=self.format.bits)
+        return arithmetic.straight_through(
+            gradient, self.codes, self.clipped, self.error, bits=self.format.bits
+        )
 
 
 class StartedScale(Value):
@@ -122,11 +154,15 @@ class Rows(Value):
 
 
 class Weight(Value):
-    """A weight [N, K]: its codes, and what they were made from. In float mode there are `values` alone."""
+    """A weight [N, K]: its codes, and what they were made from.
+
+    In float mode there are `values` alone.
+    """
 
     format: Host[WeightFormat | ScaledFormat | None]
     codes: Codes | None
-    """[P, K] where products read them, [P, (K + 31) // 32 * 17] as int4; P at least N: rows beyond N hold 0."""
+    """[P, K] where products read them, [P, (K + 31) // 32 * 17] as int4; P at least N: rows beyond
+    N hold 0."""
     scale: Floats | None
     """[P]"""
     values: In[Parameters] | None
@@ -144,7 +180,8 @@ class Weight(Value):
     by_inputs: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
     absmax: bool = False
-    """Whether its clip is the largest magnitude of each row whenever codes are made, so that nothing is clipped."""
+    """Whether its clip is the largest magnitude of each row whenever codes are made, so that
+    nothing is clipped."""
 
     @factor
     def largest(self) -> float:
@@ -157,8 +194,9 @@ class Weight(Value):
 
     @property
     def written(self) -> tuple:
-        """What is made from values and clip: codes, scale, and the codes transposed where they are wanted; or what is
-        decoded, or grouped."""
+        """What is made from values and clip: codes, scale, and the codes transposed where they are
+        wanted; or what is decoded, or grouped.
+        """
         found = self.codes, self.scale, self.transposed, self.decoded, self.grouped
         return tuple(one for one in found if one is not None)
 
@@ -192,7 +230,11 @@ class Weight(Value):
         if self.codes is None:
             return self
         return Weight(
-            format=self.format, codes=self.codes, scale=self.scale, transposed=self.transposed, absmax=self.absmax
+            format=self.format,
+            codes=self.codes,
+            scale=self.scale,
+            transposed=self.transposed,
+            absmax=self.absmax,
         )
 
 
@@ -221,7 +263,8 @@ class Dropout(Value):
 
 
 class RoundedGradient(Value):
-    """The gradient [M, N] of a product, times the scales of its weight's rows, rounded per row at random.
+    """The gradient [M, N] of a product, times the scales of its weight's rows, rounded per row at
+    random.
 
     With the weight's scales folded in, both backward products are exact in the weight's codes.
     """
@@ -242,8 +285,11 @@ class RoundedGradient(Value):
         """Q."""
         return float(self.format.largest)
 
-    def encode(self, gradient: torch.Tensor, bound: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: codes and scale of `gradient` [M, N]; `bound` [M] in place of the largest magnitudes."""
+    def encode(
+        self, gradient: torch.Tensor, bound: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: codes and scale of `gradient` [M, N]; `bound` [M] in place of the largest
+        magnitudes."""
         return arithmetic.round_rows(
             gradient, self.weight_scale, self.key, self.subsequence, self.format.largest, bound
         )

@@ -1,7 +1,8 @@
-"""Reference arithmetic of rounding: activations under a clip, gradients at random, and what both do to gradients.
+"""Reference arithmetic of rounding: activations under a clip, gradients at random, and what both do
+to gradients.
 
-Shapes: M rows, N columns. Codes are int8 [M, N]; `clipped` holds one bit an element, packed (rounding.pack_bits);
-`error` = (code - x / scale) / Q is kept only for clip_gradient="lsq".
+Shapes: M rows, N columns. Codes are int8 [M, N]; `clipped` holds one bit an element, packed
+(rounding.pack_bits); `error` = (code - x / scale) / Q is kept only for clip_gradient="lsq".
 """
 
 import math
@@ -17,7 +18,8 @@ SMALLEST_GRADIENT = 1e-35
 
 
 def round_activation(x: torch.Tensor, clip: torch.Tensor, *, bits: int, error: bool):
-    """(codes, scale [1], clipped, error or None) of float x [M, N] under clip [1]; see rounding.quantize."""
+    """(codes, scale [1], clipped, error or None) of float x [M, N] under clip [1]; see
+    rounding.quantize."""
     codes, scale, clipped = quantize(x, clip, bits)
     found = None
     if error:
@@ -26,7 +28,8 @@ def round_activation(x: torch.Tensor, clip: torch.Tensor, *, bits: int, error: b
 
 
 def straight_through(gradient, codes, clipped, error, *, bits: int):
-    """Gradients (before the rounding [M, N], of the clip [1]) for `gradient` after it: STE with PACT or LSQ."""
+    """Gradients (before the rounding [M, N], of the clip [1]) for `gradient` after it: STE with
+    PACT or LSQ."""
     outside = unpack_bits(clipped, gradient.numel()).view(gradient.shape)
     clip_gradient = torch.where(outside, gradient * codes.sign(), 0.0).sum()
     if error is not None:
@@ -36,23 +39,29 @@ def straight_through(gradient, codes, clipped, error, *, bits: int):
 
 
 def lsq_factor(numel: int, bits: int) -> float:
-    """Esser et al. 2020: the gradient of a step size is scaled by 1 / sqrt(numel * Q); 0 elements count as 1."""
+    """Esser et al. 2020: the gradient of a step size is scaled by 1 / sqrt(numel * Q); 0 elements
+    count as 1."""
     return 1.0 / math.sqrt(max(1, numel) * maximum_code(bits))
 
 
 def round_rows(gradient, factor, key, subsequence, largest: int = GRADIENT.largest, bound=None):
-    """Round each row of gradient [M, N] * factor [N] to (codes int8 [M, N], scale float32 [M]) at random, without bias.
+    """Round each row of gradient [M, N] * factor [N] to (codes int8 [M, N], scale float32 [M]) at
+    random, without bias.
 
-    `largest`: the largest code. `bound` [M]: what becomes this code, or the largest magnitude of each row. The scale of
+    `largest`: the largest code. `bound` [M]: what becomes this code, or the largest magnitude of
+    each row. The scale of
     a row for which that is NaN or an infinity is NaN: overflow stays visible.
     """
     scaled = gradient * factor
-    scale, reciprocal = gradient_scale(scaled.abs().amax(dim=1) if bound is None else bound, largest)
+    scale, reciprocal = gradient_scale(
+        scaled.abs().amax(dim=1) if bound is None else bound, largest
+    )
     return _round_at_random(scaled * reciprocal[:, None], key, subsequence, largest), scale
 
 
 def nearest_rows(x, largest: int = GRADIENT.largest):
-    """Round each row of x [M, N] to the nearest (codes int8 [M, N], scale float32 [M]), with scales as `round_rows`."""
+    """Round each row of x [M, N] to the nearest (codes int8 [M, N], scale float32 [M]), with scales
+    as `round_rows`."""
     scale, reciprocal = gradient_scale(x.abs().amax(dim=1), largest)
     return (x * reciprocal[:, None]).round().nan_to_num(nan=0.0).to(GRADIENT.storage), scale
 
@@ -65,10 +74,11 @@ def round_columns(x, key, subsequence, largest: int = GRADIENT.largest):
 
 
 def gradient_scale(largest: torch.Tensor, code: int = GRADIENT.largest):
-    """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones, (NaN, 0) for
-    non-finite ones."""
-    # Division of or by a number would be rounded twice, as a reciprocal and a product: the former on CUDA, the latter
-    # everywhere.
+    """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones,
+    (NaN, 0) for non-finite ones.
+    """
+    # Division of or by a number would be rounded twice, as a reciprocal and a product: the former
+    # on CUDA, the latter everywhere.
     codes = torch.full_like(largest, code)
     vanishing = largest < SMALLEST_GRADIENT
     finite = largest.isfinite()

@@ -1,7 +1,7 @@
 """How clips are measured on a sample of a tensor.
 
-OCTAV (Sakr et al. 2022, arXiv:2206.06501) for the clip of least squared error. Shapes: R rows, N elements in one row, K
-candidate clips.
+OCTAV (Sakr et al. 2022, arXiv:2206.06501) for the clip of least squared error. Shapes: R rows, N
+elements in one row, K candidate clips.
 """
 
 import math
@@ -37,19 +37,27 @@ def calibrate(
         percentile: under "percentile", the share of |x| in percent that the clip leaves inside.
 
     Returns:
-        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor of zeros. A row of zeros gets the
-        mean clip of the others: gradients are rounded with the scales of all rows, and its own would vanish.
+        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor of zeros. A
+        row of zeros gets the
+        mean clip of the others: gradients are rounded with the scales of all rows, and its own
+            would vanish.
 
     Raises:
-        ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable clip, or x is
-            empty or holds NaN or infinity.
+        ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable
+            clip, or x is empty or holds NaN or infinity.
     """
     if method not in CALIBRATIONS:
-        raise ValueError(f"calibration method is {method!r}; allowed: {', '.join(map(repr, CALIBRATIONS))}")
+        raise ValueError(
+            f"calibration method is {method!r}; allowed: {', '.join(map(repr, CALIBRATIONS))}"
+        )
     if method == "fixed":
         if fixed is None:
-            raise ValueError('calibration method "fixed" was given no clip; pass fixed=<number above 0>')
-        clip = torch.full((len(x) if per_channel else 1,), fixed, dtype=torch.float32, device=x.device)
+            raise ValueError(
+                'calibration method "fixed" was given no clip; pass fixed=<number above 0>'
+            )
+        clip = torch.full(
+            (len(x) if per_channel else 1,), fixed, dtype=torch.float32, device=x.device
+        )
         check_clip(clip, "fixed")
         return clip
     if not 0 < percentile <= 100:
@@ -75,7 +83,9 @@ def check_not_empty(x: Tensor) -> None:
         ValueError: x has no values.
     """
     if x.numel() == 0:
-        raise ValueError(f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values")
+        raise ValueError(
+            f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values"
+        )
 
 
 def check_usable(unusable: int, values: int) -> None:
@@ -86,28 +96,35 @@ def check_usable(unusable: int, values: int) -> None:
     """
     if unusable:
         raise ValueError(
-            f"cannot calibrate on a tensor in which {unusable} of {values} values are NaN or infinite; "
+            f"cannot calibrate on a tensor in which {unusable} of {values} values are NaN or"
+            " infinite; "
             "find the operation that made them"
         )
 
 
 def fill_empty(clip: Tensor) -> Tensor:
-    """Clips [R] of rows; those of rows of zeros, which are SMALLEST_CLIP, become the mean of the others."""
+    """Clips [R] of rows; those of rows of zeros, which are SMALLEST_CLIP, become the mean of the
+    others."""
     empty = clip == SMALLEST_CLIP
-    return torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
+    return (
+        torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
+    )
 
 
-def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False, *, before: Tensor | None = None) -> Tensor:
+def octav_clip(
+    x: Tensor, bits: int = 8, per_channel: bool = False, *, before: Tensor | None = None
+) -> Tensor:
     """Clip of least squared quantisation error: OCTAV's fixed point, then a search around it.
 
-    OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which is inexact for few
-    bits, few samples or rare outliers. Therefore the error itself is then measured at 131 clips: from the fixed
-    point up to the largest |x|, then ever closer around the best. Of a row longer than LARGEST_SAMPLE, that many
-    values or a few less are looked at, evenly spaced.
+    OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which is
+    inexact for few bits, few samples or rare outliers. Therefore the error itself is then measured
+    at 131 clips: from the fixed point up to the largest |x|, then ever closer around the best. Of a
+    row longer than LARGEST_SAMPLE, that many values or a few less are looked at, evenly spaced.
 
-    A row whose clip was measured before, and has not changed much since, needs less: the error is measured at 11 clips
-    within 31 % of that one, and at 11 within 4 % of the best of these. Where the first or the last of the 11 is the
-    best, or the best is above 1.5 times the largest |x| or below 2^-16 of it, the whole search is made.
+    A row whose clip was measured before, and has not changed much since, needs less: the error is
+    measured at 11 clips within 31 % of that one, and at 11 within 4 % of the best of these. Where
+    the first or the last of the 11 is the best, or the best is above 1.5 times the largest |x| or
+    below 2^-16 of it, the whole search is made.
 
     Args:
         x: any shape and float dtype, finite.
@@ -142,7 +159,8 @@ def _search_anew(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
-    """Clips [R] of rows [R, N] >= 0 near those `before` [R, 1], and bool [R]: whether the least error lies there."""
+    """Clips [R] of rows [R, N] >= 0 near those `before` [R, 1], and bool [R]: whether the least
+    error lies there."""
     floats = {"dtype": torch.float32, "device": rows.device}
     candidates = before * torch.linspace(11 / 16, 21 / 16, 11, **floats)
     clip = _best_clip(rows, candidates, maximum)
@@ -154,15 +172,17 @@ def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Te
 
 
 def sample_stride(values: int) -> int:
-    """Every how many-th of a row's values octav_clip looks at; odd, to visit every column of a matrix."""
+    """Every how many-th of a row's values octav_clip looks at; odd, to visit every column of a
+    matrix."""
     return -(-values // LARGEST_SAMPLE) | 1
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
     """Where OCTAV's error model is stationary for rows [R, N] in [0, 1]; returns [R, 1] in (0, 1].
 
-    The paper's iteration, kept inside the bracket that the sign of the model's derivative gives (it has one
-    zero). Where many values share one magnitude, the plain iteration jumps to and fro across it for ever.
+    The paper's iteration, kept inside the bracket that the sign of the model's derivative gives (it
+    has one zero). Where many values share one magnitude, the plain iteration jumps to and fro
+    across it for ever.
     """
     nonzero = (rows > 0).sum(1, keepdim=True)
     clip = rows.mean(1, keepdim=True)
@@ -170,7 +190,9 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
     for _ in range(16):
         outside = rows > clip
         count = outside.sum(1, keepdim=True)
-        proposal = (rows * outside).sum(1, keepdim=True) / ((nonzero - count) / (12 * maximum**2) + count)
+        proposal = (rows * outside).sum(1, keepdim=True) / (
+            (nonzero - count) / (12 * maximum**2) + count
+        )
         rising = proposal > clip
         low, high = torch.where(rising, clip, low), torch.where(rising, high, clip)
         clip = torch.where((low < proposal) & (proposal < high), proposal, (low + high) / 2)
@@ -178,7 +200,8 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
-    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N] >= 0.
+    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N]
+    >= 0.
 
     The first one where no error is a number.
     """
@@ -186,7 +209,9 @@ def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
     for clip in candidates.split(1, dim=1):
         ratio = rows / (clip / maximum)
         rounding = ratio.clamp(max=maximum).round_().sub_(ratio)
-        errors.append(torch.linalg.vector_norm(rounding, dim=1, dtype=torch.float64) * clip.squeeze(1))
+        errors.append(
+            torch.linalg.vector_norm(rounding, dim=1, dtype=torch.float64) * clip.squeeze(1)
+        )
     found = torch.stack(errors, dim=1).nan_to_num(nan=torch.inf)
     return candidates.gather(1, found.argmin(1, keepdim=True))
 

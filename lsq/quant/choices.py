@@ -32,9 +32,13 @@ class FormatChoice:
         return next(fitting, self.others)
 
     def at(
-        self, path: str, tensors: Mapping[str, Sequence[str]],
-        fitted: MutableMapping[str, set[str]], *, read: bool = False,
-    ) -> str:  # fmt: skip
+        self,
+        path: str,
+        tensors: Mapping[str, Sequence[str]],
+        fitted: MutableMapping[str, set[str]],
+        *,
+        read: bool = False,
+    ) -> str:
         """What concerns a part of a model, as text.
 
         Args:
@@ -54,8 +58,14 @@ class FormatChoice:
             for pattern, _ in self.exceptions:
                 if _fits(pattern, names):
                     fitted.setdefault(pattern, set()).add(form)
-        others = self.others if self.others in chosen.values() or not chosen else next(iter(chosen.values()))
-        return ",".join([others, *(f"{own}={form}" for own, form in chosen.items() if form != others)])
+        others = (
+            self.others
+            if self.others in chosen.values() or not chosen
+            else next(iter(chosen.values()))
+        )
+        return ",".join(
+            [others, *(f"{own}={form}" for own, form in chosen.items() if form != others)]
+        )
 
     def _common(self, own: Sequence[str], weights: Sequence[str]) -> str:
         forms = [self.of(*own, weight) for weight in weights] or [self.of(*own)]
@@ -63,7 +73,8 @@ class FormatChoice:
             what = "the input of " if own else ""
             given = (f"{form} to {what}{one}" for form, one in zip(forms, weights, strict=True))
             raise ValueError(
-                f"gives {', '.join(given)}; but these are one tensor here: give all of them one format, "
+                f"gives {', '.join(given)}; but these are one tensor here: give all of them one"
+                " format, "
                 "or call lsq.convert with fused=False"
             )
         return forms[0]
@@ -84,7 +95,8 @@ def format_choice(text: str) -> FormatChoice:
     pairs = tuple(tuple(part.strip() for part in one.split("=")) for one in exceptions)
     if "=" in others or not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise ValueError(
-            f"{text!r} does not say which tensors have which format; write one format for all, then exceptions: "
+            f"{text!r} does not say which tensors have which format; write one format for all, then"
+            " exceptions: "
             "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"
         )
     return FormatChoice(others.strip(), pairs)

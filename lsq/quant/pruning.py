@@ -1,7 +1,8 @@
-"""2:4 sparsity: which weights count less than others, and when that is decided; see docs/sparsity.md.
+"""2:4 sparsity: which weights count less than others, and when that is decided; see
+docs/sparsity.md.
 
-Of each group of four neighbours in a row two are kept. NVIDIA's sparse products take that, which skip half of the work:
-Mishra et al. 2021, arXiv:2104.08378.
+Of each group of four neighbours in a row two are kept. NVIDIA's sparse products take that, which
+skip half of the work: Mishra et al. 2021, arXiv:2104.08378.
 """
 
 import math
@@ -25,38 +26,51 @@ class Pruning:
     pattern: str = "2:4"
     """Two of four neighbouring inputs of an output; there is no other one."""
     measure: str = "magnitude"
-    """"magnitude": |w|. "output": w² E[x²], the mean square of the change that leaving out a weight makes to its output
-    where inputs are independent of each other, measured on a batch. It is the diagonal of the Hessian that SparseGPT
-    (Frantar & Alistarh 2023, arXiv:2301.00774) inverts, and orders weights as Wanda (Sun et al. 2023, arXiv:2306.11695)
-    does."""
+    """"magnitude": |w|. "output": w² E[x²], the mean square of the change that leaving out a weight
+    makes to its output where inputs are independent of each other, measured on a batch. It is the
+    diagonal of the Hessian that SparseGPT (Frantar & Alistarh 2023, arXiv:2301.00774) inverts, and
+    orders weights as Wanda (Sun et al. 2023, arXiv:2306.11695) does.
+    """
     every: int = 16
-    """Updates from one choice of masks to the next; 0: masks stay as they were chosen, and what is pruned gets no
-    gradient. Else gradients go straight through to all weights, so that others may come back."""
+    """Updates from one choice of masks to the next; 0: masks stay as they were chosen, and what is
+    pruned gets no gradient. Else gradients go straight through to all weights, so that others may
+    come back.
+    """
     decay: float = 1.0
-    """SR-STE (Zhou et al. 2021, arXiv:2102.04010), relative: what is pruned is drawn to zero by this much of itself,
-    times the norm of the weight's gradient over that of the weight. 0: plain straight-through gradients. Nothing under
-    every=0."""
+    """SR-STE (Zhou et al. 2021, arXiv:2102.04010), relative: what is pruned is drawn to zero by
+    this much of itself, times the norm of the weight's gradient over that of the weight. 0: plain
+    straight-through gradients. Nothing under every=0.
+    """
     begin: int = 0
     """Updates that are dense, before the first choice."""
     end: int | None = None
-    """The number of updates after which all weights count again, from zero where they were pruned; None: never."""
+    """The number of updates after which all weights count again, from zero where they were pruned;
+    None: never."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("pattern", PATTERNS), ("measure", MEASURES)):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}"
+                )
         for name in ("every", "begin"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more")
-        if not (isinstance(self.decay, (int, float)) and math.isfinite(self.decay) and self.decay >= 0):
+        if not (
+            isinstance(self.decay, (int, float)) and math.isfinite(self.decay) and self.decay >= 0
+        ):
             raise ValueError(f"decay is {self.decay!r}; it must be a finite number, 0 or more")
         if self.end is not None and (not isinstance(self.end, int) or self.end <= self.begin):
-            raise ValueError(f"end is {self.end!r}; it must be a whole number above begin ({self.begin}), or None")
+            raise ValueError(
+                f"end is {self.end!r}; it must be a whole number above begin ({self.begin}), or"
+                " None"
+            )
 
     @staticmethod
     def read(text: str) -> "Pruning | None":
-        """What QuantConfig.sparsity says: "2:4", or with fields behind it, "2:4,every=32,end=500"; None for "".
+        """What QuantConfig.sparsity says: "2:4", or with fields behind it, "2:4,every=32,end=500";
+        None for "".
 
         Raises:
             ValueError: the text says something else.
@@ -71,13 +85,16 @@ class Pruning:
             name, equals, value = (one.strip() for one in part.partition("="))
             if not equals or name not in WRITTEN or name in found:
                 raise ValueError(
-                    f"sparsity is {text!r}, and {part!r} says nothing; behind the pattern may follow, once each: "
+                    f"sparsity is {text!r}, and {part!r} says nothing; behind the pattern may"
+                    " follow, once each: "
                     f"{', '.join(f'{one}=...' for one in WRITTEN)}"
                 )
             try:
                 found[name] = float(value) if name == "decay" else int(value)
             except ValueError as error:
-                raise ValueError(f"sparsity is {text!r}, but {name} must be a number, not {value!r}") from error
+                raise ValueError(
+                    f"sparsity is {text!r}, but {name} must be a number, not {value!r}"
+                ) from error
         try:
             return Pruning(pattern=pattern, **found)
         except ValueError as error:
@@ -101,4 +118,7 @@ def check_width(name: str, columns: int) -> None:
     """
     if columns % GROUP or not columns:
         larger = max(1, -(-columns // GROUP)) * GROUP
-        raise ValueError(f"{name} has {columns} inputs, but 2:4 sparsity needs a multiple of {GROUP}; use {larger}")
+        raise ValueError(
+            f"{name} has {columns} inputs, but 2:4 sparsity needs a multiple of {GROUP}; use"
+            f" {larger}"
+        )

@@ -1,18 +1,21 @@
-"""Counter-based random numbers: Philox4x32-7 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3").
+"""Counter-based random numbers: Philox4x32-7 (Salmon et al. 2011, "Parallel Random Numbers: As Easy
+as 1, 2, 3").
 
-Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety; three fewer save that much of the time
-wherever numbers are dropped or rounded at random.
+Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety; three fewer save
+that much of the time wherever numbers are dropped or rounded at random.
 
-Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer in training mode, so that
-`torch.manual_seed` governs them and a restored generator repeats them. Evaluation draws none: gradients that are taken
-there are rounded under a key made of the layer's input. Counter: (element // 4 as 64 bits, subsequence, 0); lane:
-element % 4. A mask depends on nothing but key, subsequence and element, so every device and every order of execution
-draws the same one, and the backward pass draws it again instead of saving it.
+Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer in training mode, so
+that `torch.manual_seed` governs them and a restored generator repeats them. Evaluation draws none:
+gradients that are taken there are rounded under a key made of the layer's input. Counter: (element
+// 4 as 64 bits, subsequence, 0); lane: element % 4. A mask depends on nothing but key, subsequence
+and element, so every device and every order of execution draws the same one, and the backward pass
+draws it again instead of saving it.
 
-Where rows [M, N] of gradients are rounded at random, a row has one such word, and its columns follow a Weyl sequence:
-the word of element (m, n) is (word m of the subsequence + n * 0x9E3779B9) mod 2^32, a Cranley-Patterson rotation. The
-word of every element is uniform, so that its rounding has no bias; those of different rows are independent; and along a
-row they are spread as evenly as can be, since the step is 2^32 over the golden ratio.
+Where rows [M, N] of gradients are rounded at random, a row has one such word, and its columns
+follow a Weyl sequence: the word of element (m, n) is (word m of the subsequence + n * 0x9E3779B9)
+mod 2^32, a Cranley-Patterson rotation. The word of every element is uniform, so that its rounding
+has no bias; those of different rows are independent; and along a row they are spread as evenly as
+can be, since the step is 2^32 over the golden ratio.
 """
 
 import math
@@ -32,7 +35,8 @@ def draw_key(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def key_of(*tensors: torch.Tensor) -> torch.Tensor:
-    """A key, int64 [1], of a thousand values of each tensor: nothing is drawn, and equal tensors have equal keys."""
+    """A key, int64 [1], of a thousand values of each tensor: nothing is drawn, and equal tensors
+    have equal keys."""
     key = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
     for x in tensors:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
@@ -53,7 +57,12 @@ def philox_of(key: int, subsequence: int, element: torch.Tensor) -> torch.Tensor
 
 def _groups(key: int, subsequence: int, group: torch.Tensor) -> torch.Tensor:
     """The four words of each group of elements, int64 [..., 4]."""
-    counter = [group & _MASK, group >> 32, torch.full_like(group, subsequence), torch.zeros_like(group)]
+    counter = [
+        group & _MASK,
+        group >> 32,
+        torch.full_like(group, subsequence),
+        torch.zeros_like(group),
+    ]
     keys = [key & _MASK, (key >> 32) & _MASK]
     for _ in range(_ROUNDS):
         products = [multiplier * counter[2 * i] for i, multiplier in enumerate(_MULTIPLIERS)]
@@ -70,11 +79,17 @@ def dropout_threshold(probability: float) -> int:
 
 
 def dropout(
-    x: torch.Tensor, probability: float, key: torch.Tensor, subsequence: int, element: torch.Tensor | None = None
+    x: torch.Tensor,
+    probability: float,
+    key: torch.Tensor,
+    subsequence: int,
+    element: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Zero each element with `probability` and scale the rest by 1 / (1 - probability); any shape and float dtype.
+    """Zero each element with `probability` and scale the rest by 1 / (1 - probability); any shape
+    and float dtype.
 
-    `element`, int64 and shaped as x, numbers the elements; without, they are counted from 0 as they lie.
+    `element`, int64 and shaped as x, numbers the elements; without, they are counted from 0 as they
+    lie.
     """
     if probability == 0.0:
         return x
@@ -97,7 +112,8 @@ def uniform(key: torch.Tensor, subsequence: int, shape: tuple[int, ...]) -> torc
 
 
 def uniform_rows(key: torch.Tensor, subsequence: int, rows: int, columns: int) -> torch.Tensor:
-    """Float32 numbers in [0, 1), [rows, columns]: those of a row from one word, by a Weyl sequence."""
+    """Float32 numbers in [0, 1), [rows, columns]: those of a row from one word, by a Weyl
+    sequence."""
     steps = torch.arange(columns) * _GOLDEN
     return _fractions((philox(int(key), subsequence, rows)[:, None] + steps) & _MASK)
 

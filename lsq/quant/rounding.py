@@ -1,8 +1,9 @@
 """The quantiser: tensors to symmetric n-bit integers under a clip.
 
-A clip c > 0 becomes the scale s = c/Q with Q = 2^(bits-1) - 1, and x becomes q = rint(clamp(x/s, -Q, Q)),
-rounded half to even; x_hat = q*s. One clip belongs to a whole tensor (clips of shape [1]) or to one row x[i]
-of it (clips of shape [R]; the rows of a weight are its output channels). Formulas: docs/numbers.md.
+A clip c > 0 becomes the scale s = c/Q with Q = 2^(bits-1) - 1, and x becomes q = rint(clamp(x/s,
+-Q, Q)), rounded half to even; x_hat = q*s. One clip belongs to a whole tensor (clips of shape [1])
+or to one row x[i] of it (clips of shape [R]; the rows of a weight are its output channels).
+Formulas: docs/numbers.md.
 
 Shapes: R rows.
 """
@@ -14,20 +15,25 @@ import torch
 from torch import Tensor
 
 CLIP_GRADIENTS = ("pact", "lsq")
-"""How clips learn: PACT (Choi et al. 2018, arXiv:1805.06085) or LSQ (Esser et al. 2020, arXiv:1902.08153)."""
+"""How clips learn: PACT (Choi et al. 2018, arXiv:1805.06085) or LSQ (Esser et al. 2020,
+arXiv:1902.08153)."""
 SMALLEST_CLIP = 2.0**-40
-"""Clips below this are refused and calibration never returns less, so that no scale is 0 or denormal."""
+"""Clips below this are refused and calibration never returns less, so that no scale is 0 or
+denormal."""
 LARGEST_CLIP = 2.0**40
-"""Clips above this are refused: no network that learns has such values, and products of scales would overflow soon."""
+"""Clips above this are refused: no network that learns has such values, and products of scales
+would overflow soon."""
 
 
 class Quantized(NamedTuple):
-    """A tensor as integers; its values are codes * scale, row by row where there is a scale for each."""
+    """A tensor as integers; its values are codes * scale, row by row where there is a scale for
+    each."""
 
     codes: Tensor
     """int8, the shape of x, from -Q to Q; 0 where x is NaN."""
     scale: Tensor
-    """[1] or [R], clip/Q; NaN for a tensor or row that holds a NaN, so that its values come back as NaN."""
+    """[1] or [R], clip/Q; NaN for a tensor or row that holds a NaN, so that its values come back as
+    NaN."""
     clipped: Tensor
     """bool, the shape of x: |x| > clip."""
 
@@ -44,7 +50,8 @@ def maximum_code(bits: int) -> int:
 
 
 def scale_of(clip: Tensor, bits: int = 8) -> Tensor:
-    """Value of one code, clip/Q: the shape of `clip`; float64 for float64 clips, otherwise float32."""
+    """Value of one code, clip/Q: the shape of `clip`; float64 for float64 clips, otherwise
+    float32."""
     dtype = torch.float64 if clip.dtype == torch.float64 else torch.float32
     return clip.to(dtype) / maximum_code(bits)
 
@@ -53,24 +60,29 @@ def check_clip(clip: Tensor, name: str) -> None:
     """Refuse clips that cannot be used.
 
     Raises:
-        ValueError: an element of `clip` is NaN, below SMALLEST_CLIP or above LARGEST_CLIP; the message calls it `name`.
+        ValueError: an element of `clip` is NaN, below SMALLEST_CLIP or above LARGEST_CLIP; the
+            message calls it `name`.
     """
     unusable = clip[~((clip >= SMALLEST_CLIP) & (clip <= LARGEST_CLIP))]
     if unusable.numel():
         raise ValueError(
-            f"{name} is {unusable[0].item()!r} ({unusable.numel()} of {clip.numel()} values are unusable); a "
-            f"clip must be finite, from {SMALLEST_CLIP} to {LARGEST_CLIP}: calibrate again or load a sound checkpoint"
+            f"{name} is {unusable[0].item()!r} ({unusable.numel()} of {clip.numel()} values are"
+            " unusable); a "
+            f"clip must be finite, from {SMALLEST_CLIP} to {LARGEST_CLIP}: calibrate again or load"
+            " a sound checkpoint"
         )
 
 
 def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
     """Return the largest magnitude of each row [R, N] as its clip [R], at least SMALLEST_CLIP.
 
-    A row of zeros keeps its clip `before` [R], or gets 1 if that is not finite: gradients carry the scales of rows, and
-    its own would vanish.
+    A row of zeros keeps its clip `before` [R], or gets 1 if that is not finite: gradients carry the
+    scales of rows, and its own would vanish.
     """
     largest = rows.detach().float().abs().amax(1)
-    return torch.where(largest == 0, torch.where(before.isfinite(), before, 1.0), largest.clamp(min=SMALLEST_CLIP))
+    return torch.where(
+        largest == 0, torch.where(before.isfinite(), before, 1.0), largest.clamp(min=SMALLEST_CLIP)
+    )
 
 
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
@@ -95,10 +107,13 @@ def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """bool, any shape -> uint8 [ceil(numel/8)]: element i of the flattened mask is bit i%8 of byte i//8."""
+    """bool, any shape -> uint8 [ceil(numel/8)]: element i of the flattened mask is bit i%8 of byte
+    i//8."""
     flat = mask.flatten().to(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    return (flat << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
+    return (flat << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(
+        1, dtype=torch.uint8
+    )
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
@@ -108,7 +123,9 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
         ValueError: `packed` does not hold exactly ceil(numel/8) bytes.
     """
     if packed.numel() != -(-numel // 8):
-        raise ValueError(f"{numel} bits take {-(-numel // 8)} bytes, but packed holds {packed.numel()}")
+        raise ValueError(
+            f"{numel} bits take {-(-numel // 8)} bytes, but packed holds {packed.numel()}"
+        )
     bits = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (bits & 1).bool().flatten()[:numel]
 

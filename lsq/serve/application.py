@@ -25,8 +25,10 @@ from lsq.translate import RefusedLine, Translation, Translator
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
-    " img-src data:; connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src"
+    " 'unsafe-inline';"
+    " img-src data:; connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors"
+    " 'none'",
 }
 """The page loads nothing but itself, and nothing from elsewhere."""
 GONE = 499
@@ -57,10 +59,16 @@ class Service:
             limits.check(options, translator.model.longest_source)
         except ValueError as error:
             raise ValueError(
-                f"every request without options of its own would be refused: {error}; give another --beam, --max-len-a"
+                f"every request without options of its own would be refused: {error}; give another"
+                " --beam, --max-len-a"
                 " or --max-len-b, or a higher --limit-beam or --limit-words"
             ) from None
-        self.translator, self.options, self.limits, self.metrics = translator, options, limits, Metrics()
+        self.translator, self.options, self.limits, self.metrics = (
+            translator,
+            options,
+            limits,
+            Metrics(),
+        )
         self.batcher = Batcher(translator, limits.queue, self.metrics)
         self.metrics.watch(lambda: self.batcher.waiting)
         self._held = 0  # bytes
@@ -74,14 +82,17 @@ class Service:
             Route("/metrics", self.show_metrics),
         ]
         handlers = {HTTPException: _refused}
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lambda _: self.batcher.at_work())
+        return Starlette(
+            routes=routes, exception_handlers=handlers, lifespan=lambda _: self.batcher.at_work()
+        )
 
     async def page(self, request: Request) -> Response:
         """For trying it in a browser."""
         return FileResponse(PAGE, headers=PAGE_HEADERS)
 
     async def health(self, request: Request) -> Response:
-        """Whether it works; and whether its file is another one by now, which it takes no notice of."""
+        """Whether it works; and whether its file is another one by now, which it takes no notice
+        of."""
         model = self.translator.model
         changed = await asyncio.to_thread(model.changed)
         name = str(model.file).encode(errors="backslashreplace").decode()  # which need not be text
@@ -92,7 +103,8 @@ class Service:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def translate(self, request: Request) -> Response:
-        """{"text": [...], options} -> {"translations": [{"text", "score", "alternatives"}, ...]}, one for each line."""
+        """{"text": [...], options} -> {"translations": [{"text", "score", "alternatives"}, ...]},
+        one for each line."""
         start, status = time.perf_counter(), 500
         try:
             response = await self._answer(request)
@@ -103,7 +115,9 @@ class Service:
             raise
         except asyncio.CancelledError:  # by the server, at its end
             status = 503
-            raise HTTPException(status, "the service has ended before this was translated", CLOSE) from None
+            raise HTTPException(
+                status, "the service has ended before this was translated", CLOSE
+            ) from None
         except (Gone, ClientDisconnect):
             status = GONE
             return Response(status_code=GONE)
@@ -125,25 +139,36 @@ class Service:
             if len(wanted.lines) > self.limits.queue:
                 raise QueueFull(alone=True)
             found = await _unless_gone(
-                request, self.batcher.translate(wanted.lines, wanted.prefixes, wanted.options),
+                request,
+                self.batcher.translate(wanted.lines, wanted.prefixes, wanted.options),
                 seconds=self.limits.translate_seconds,
-            )  # fmt: skip
+            )
         except RefusedLine as refused:
             raise HTTPException(400, str(refused)) from None
         except (ValueError, OverflowError) as error:
             raise HTTPException(400, str(error)) from None
         except QueueFull as full:
             if full.alone:
-                message = f"the request has more than {self.limits.queue} sentences, which are all that may wait"
+                message = (
+                    f"the request has more than {self.limits.queue} sentences, which are all"
+                    " that may wait"
+                )
                 raise HTTPException(413, message + "; send fewer at a time") from None
             raise HTTPException(503, "too many sentences wait; try again later", RETRY) from None
         except TimeoutError:
-            message = f"not translated within {self.limits.translate_seconds:g} seconds; send fewer lines, or later"
+            message = (
+                f"not translated within {self.limits.translate_seconds:g} seconds; send"
+                " fewer"
+                " lines, or later"
+            )
             raise HTTPException(503, message, RETRY) from None
         return JSONResponse({"translations": [_shown(translations) for translations in found]})
 
     async def _receive(self, request: Request, body: bytearray) -> None:
-        """Read the request's body. What is refused is read to its end and thrown away, so that its client listens."""
+        """Read the request's body.
+
+        What is refused is read to its end and thrown away, so that its client listens.
+        """
         limit, size, full = self.limits.request_bytes, 0, False
         try:
             async with asyncio.timeout(self.limits.receive_seconds):
@@ -155,7 +180,9 @@ class Service:
                         self._held += len(chunk)
         except TimeoutError:
             if size <= limit:
-                message = f"the request did not arrive within {self.limits.receive_seconds:g} seconds"
+                message = (
+                    f"the request did not arrive within {self.limits.receive_seconds:g} seconds"
+                )
                 raise HTTPException(408, message, CLOSE) from None
         if size > limit:
             message = f"the request has more than {limit} bytes; send fewer lines at a time"
@@ -172,7 +199,9 @@ async def _unless_gone(request: Request, work: Awaitable[Found], seconds: float)
     """
     working, going = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
-        done, _ = await asyncio.wait((working, going), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            (working, going), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
         if working in done:
             return working.result()
         raise Gone if going in done else TimeoutError

@@ -73,7 +73,8 @@ class Batcher:
 
     @contextlib.asynccontextmanager
     async def at_work(self):
-        """Within this context requests are translated; a batch that is at work at its end is interrupted."""
+        """Within this context requests are translated; a batch that is at work at its end is
+        interrupted."""
         worker = asyncio.create_task(self._work())
         try:
             yield
@@ -87,8 +88,10 @@ class Batcher:
     async def translate(
         self, lines: list[str], prefixes: list[str], options: SearchOptions
     ) -> list[list[Translation]]:
-        """The translations of each line; see `Translator.translate`. When cancelled, what waits of it is forgotten,
-        and the batch at work is interrupted unless it has sentences of others.
+        """The translations of each line; see `Translator.translate`.
+
+        When cancelled, what waits of it is forgotten, and the batch at work is interrupted unless
+        it has sentences of others.
 
         Raises:
             RefusedLine: see `Translator.translate`.
@@ -112,7 +115,8 @@ class Batcher:
         return self.translator.joined(sources, found, options)
 
     def _sources(self, lines: list[str], prefixes: list[str]) -> list[Source]:
-        """All lines as they are translated; no more are looked at once they have more parts than the queue takes."""
+        """All lines as they are translated; no more are looked at once they have more parts than
+        the queue takes."""
         found, parts = [], 0
         for number, (line, prefix) in enumerate(zip(lines, prefixes, strict=True)):
             found.append(self.translator.source(number, line, prefix))
@@ -135,12 +139,15 @@ class Batcher:
             await self._translate(batch)
 
     def _next(self) -> Batch:
-        """Parts of the request whose turn it is, and of those with the same options: one of each in turn."""
+        """Parts of the request whose turn it is, and of those with the same options: one of each in
+        turn."""
         if not self._jobs:
             return []
         first, batch, longest = self._jobs[0], [], 0
         limit = self.translator.limit(first.options)
-        for job, number in self._in_turn([job for job in self._jobs if job.options == first.options]):
+        for job, number in self._in_turn(
+            [job for job in self._jobs if job.options == first.options]
+        ):
             longest = max(longest, len(job.parts[number].words))
             if batch and not limit.holds(len(batch) + 1, longest):
                 break
@@ -160,7 +167,8 @@ class Batcher:
                 yield job, job.waiting[0]
 
     async def _translate(self, batch: Batch) -> None:
-        """Translate a batch; where it fails, each request of it alone, so that one does not fail for another."""
+        """Translate a batch; where it fails, each request of it alone, so that one does not fail
+        for another."""
         batch = [(job, number) for job, number in batch if not job.left]
         if not batch:
             return

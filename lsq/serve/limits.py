@@ -53,6 +53,8 @@ class Limits:
         most = self.words - options.max_len_a * longest_source
         if options.max_len_b > most:
             raise ValueError(
-                f"max_len_a * {longest_source} + max_len_b allows longer translations than this service's longest,"
-                f" {self.words} words; with this max_len_a of {options.max_len_a:g}, max_len_b may be {max(most, 0):g}"
+                f"max_len_a * {longest_source} + max_len_b allows longer translations than this"
+                " service's longest,"
+                f" {self.words} words; with this max_len_a of {options.max_len_a:g}, max_len_b may"
+                f" be {max(most, 0):g}"
             )

@@ -16,10 +16,16 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
-            "lsq_requests", "requests for translations, by HTTP status", ["status"], registry=self.registry
+            "lsq_requests",
+            "requests for translations, by HTTP status",
+            ["status"],
+            registry=self.registry,
         )
         self._request_seconds = Histogram(
-            "lsq_request_seconds", "from a request's header to its answer", buckets=SECONDS, registry=self.registry
+            "lsq_request_seconds",
+            "from a request's header to its answer",
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self._sentences = Counter("lsq_sentences", "sentences translated", registry=self.registry)
         self._batch_sentences = Histogram(
@@ -28,7 +34,9 @@ class Metrics:
         self._batch_seconds = Histogram(
             "lsq_batch_seconds", "to translate a batch", buckets=SECONDS, registry=self.registry
         )
-        self._waiting = Gauge("lsq_waiting_sentences", "sentences that wait", registry=self.registry)
+        self._waiting = Gauge(
+            "lsq_waiting_sentences", "sentences that wait", registry=self.registry
+        )
 
     def watch(self, waiting: Callable[[], int]) -> None:
         """Ask `waiting` how many sentences wait whenever somebody wants to know."""

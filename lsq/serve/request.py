@@ -42,8 +42,12 @@ def parse(body: bytes, defaults: SearchOptions) -> TranslationRequest:
     lines = _texts(TEXT, given[TEXT])
     prefixes = _texts(PREFIX, given[PREFIX]) if PREFIX in given else [""] * len(lines)
     if len(prefixes) != len(lines):
-        raise ValueError(f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line")
-    options = replace(defaults, **{name: _value(name, given[name]) for name in OPTIONS if name in given})
+        raise ValueError(
+            f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line"
+        )
+    options = replace(
+        defaults, **{name: _value(name, given[name]) for name in OPTIONS if name in given}
+    )
     return TranslationRequest(lines=lines, prefixes=prefixes, options=options)
 
 

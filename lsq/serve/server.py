@@ -18,10 +18,12 @@ BACKLOG = 256
 """Connections that the system holds until they are accepted, all in one go."""
 
 ACCEPTED = 4 * BACKLOG
-"""Connections that asyncio has accepted, and nobody has seen yet, at most: so often it looks for more before."""
+"""Connections that asyncio has accepted, and nobody has seen yet, at most: so often it looks for
+more before."""
 
 TOLD = 64
-"""Connections above the limit that are kept until they are told so; further ones are closed at once."""
+"""Connections above the limit that are kept until they are told so; further ones are closed at
+once."""
 
 LAST_SECONDS = 1.0
 """For clients to be told that the service ends at once."""
@@ -31,9 +33,11 @@ OTHER_FILES = 64
 
 
 class Protocol(H11Protocol):
-    """A connection that ends when no whole header arrives in time, or nobody reads its answers; uvicorn would wait.
+    """A connection that ends when no whole header arrives in time, or nobody reads its answers;
+    uvicorn would wait.
 
-    It ends, too, when more than a request is sent before the answer to the last one; uvicorn would hold all of it.
+    It ends, too, when more than a request is sent before the answer to the last one; uvicorn would
+    hold all of it.
     """
 
     limits: Limits
@@ -52,7 +56,9 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Called when it has sent something."""
-        answering = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        answering = (
+            self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        )
         self._ahead = self._ahead + len(data) if answering else 0
         if self._ahead > self.limits.request_bytes:
             self.transport.abort()
@@ -76,7 +82,9 @@ class Protocol(H11Protocol):
     def _watch_reader(self, cycle: object) -> None:
         """Let the clock run while part of an answer is not read."""
         if self._reading is None and self.transport.get_write_buffer_size():
-            self._reading = self.loop.call_later(self.limits.read_seconds, self._look_at_reader, cycle)
+            self._reading = self.loop.call_later(
+                self.limits.read_seconds, self._look_at_reader, cycle
+            )
 
     def _look_at_reader(self, cycle: object) -> None:
         self._reading = None
@@ -86,7 +94,8 @@ class Protocol(H11Protocol):
             self.transport.abort()
 
     def _expect(self) -> None:
-        """Let the clock run while part of a header is there, or nothing yet; between requests uvicorn has its own."""
+        """Let the clock run while part of a header is there, or nothing yet; between requests
+        uvicorn has its own."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._deadline is None:
@@ -116,7 +125,8 @@ class Server(uvicorn.Server):
         self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn at the end; where it is to be at once, clients are told so, and the lifespan ends, too."""
+        """Called by uvicorn at the end; where it is to be at once, clients are told so, and the
+        lifespan ends, too."""
         await super().shutdown(sockets)
         if self.force_exit:
             tasks = list(self.server_state.tasks)
@@ -128,7 +138,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Within this context signals end the server; uvicorn would raise them again after its clean end."""
+        """Within this context signals end the server; uvicorn would raise them again after its
+        clean end."""
         loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():  # others are sent no signals
             numbers = ()
@@ -147,18 +158,27 @@ class Server(uvicorn.Server):
 
 
 def server_of(application: Starlette, limits: Limits, ready: Callable[[], object]) -> Server:
-    """A server; its `serve(sockets=[...])` is a coroutine, and `ready` is called when clients can connect."""
+    """A server; its `serve(sockets=[...])` is a coroutine, and `ready` is called when clients can
+    connect."""
     patient = type("Protocol", (Protocol,), {"limits": limits})
     config = uvicorn.Config(
-        application, http=patient, ws="none", server_header=False, backlog=BACKLOG,
-        log_config=None, log_level="error", access_log=False,  # of what clients do wrong, there may be no end
-        limit_concurrency=limits.connections, timeout_graceful_shutdown=limits.shutdown_seconds,
-    )  # fmt: skip
+        application,
+        http=patient,
+        ws="none",
+        server_header=False,
+        backlog=BACKLOG,
+        log_config=None,
+        log_level="error",
+        access_log=False,  # of what clients do wrong, there may be no end
+        limit_concurrency=limits.connections,
+        timeout_graceful_shutdown=limits.shutdown_seconds,
+    )
     return Server(config, ready)
 
 
 def make_room(connections: int) -> None:
-    """Let this process have so many connections; each is an open file, and many systems begin with 1,024.
+    """Let this process have so many connections; each is an open file, and many systems begin with
+    1,024.
 
     Raises:
         ValueError: the system allows fewer.
@@ -167,7 +187,8 @@ def make_room(connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and connections + others > hard:
         raise ValueError(
-            f"--limit-connections is {connections}, and the {hard} files that this system lets a process open (ulimit"
+            f"--limit-connections is {connections}, and the {hard} files that this system lets a"
+            " process open (ulimit"
             f" -Hn) are enough for {max(hard - others, 0)}"
         )
     if soft != resource.RLIM_INFINITY and connections + others > soft:
@@ -182,7 +203,9 @@ def bound(host: str, port: int) -> socket.socket:
         OSError: it is in use, or not of this machine.
     """
     if not host:
-        raise ValueError("--host is empty; give an address, e.g. 127.0.0.1, or 0.0.0.0 for all of this machine")
+        raise ValueError(
+            "--host is empty; give an address, e.g. 127.0.0.1, or 0.0.0.0 for all of this machine"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family)
     try:
@@ -193,5 +216,7 @@ def bound(host: str, port: int) -> socket.socket:
         raise OSError(f"cannot serve at {host}, port {port}: {error.strerror}") from error
     except (TypeError, UnicodeError) as error:
         found.close()
-        raise ValueError(f"--host {host!r} is no address ({error}); give one, e.g. 127.0.0.1") from None
+        raise ValueError(
+            f"--host {host!r} is no address ({error}); give one, e.g. 127.0.0.1"
+        ) from None
     return found

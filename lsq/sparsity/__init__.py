@@ -6,6 +6,16 @@ from lsq.sparsity.pattern import choose, is_sparse
 from lsq.sparsity.sparsify import Sparsity, sparsify, sparsity_of, wants_sparsity
 
 __all__ = [
-    "Packed", "Pruning", "Sparsity", "check_width", "choose", "is_sparse", "pack", "product", "sparsify", "sparsity_of",
-    "unpack", "wants_sparsity",
-]  # fmt: skip
+    "Packed",
+    "Pruning",
+    "Sparsity",
+    "check_width",
+    "choose",
+    "is_sparse",
+    "pack",
+    "product",
+    "sparsify",
+    "sparsity_of",
+    "unpack",
+    "wants_sparsity",
+]

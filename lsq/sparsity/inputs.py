@@ -33,7 +33,8 @@ class Squares:
 def mean_squares(
     modules: Iterable[ProgramModule], run: Callable[[], object]
 ) -> dict[ProgramModule, dict[str, torch.Tensor]]:
-    """E[x²], float32 [K], of the inputs of every weight of `modules`, by its name, while `run` computes something.
+    """E[x²], float32 [K], of the inputs of every weight of `modules`, by its name, while `run`
+    computes something.
 
     Values are as products read them: rounded, where they are.
     """
@@ -46,6 +47,9 @@ def mean_squares(
         for module, (before, _) in watched.items():
             module._observer = before
     return {
-        module: {name: (total / max(1, squares.rows[name])).float() for name, total in squares.sums.items()}
+        module: {
+            name: (total / max(1, squares.rows[name])).float()
+            for name, total in squares.sums.items()
+        }
         for module, (_, squares) in watched.items()
     }

@@ -16,7 +16,9 @@ def choose(scores: torch.Tensor) -> torch.Tensor:
         ValueError: K is no multiple of 4.
     """
     check_width("a matrix of scores", scores.shape[1])
-    scores = scores.nan_to_num(nan=math.inf, posinf=math.inf) if scores.is_floating_point() else scores
+    scores = (
+        scores.nan_to_num(nan=math.inf, posinf=math.inf) if scores.is_floating_point() else scores
+    )
     four = scores.unflatten(1, (-1, GROUP)).unbind(2)
     wins = [torch.zeros_like(one, dtype=torch.int8) for one in four]
     for first in range(GROUP):
@@ -28,5 +30,8 @@ def choose(scores: torch.Tensor) -> torch.Tensor:
 
 
 def is_sparse(matrix: torch.Tensor) -> bool:
-    """Whether each group of four in [N, K] holds two values at most that are not 0, and K is a multiple of 4."""
-    return matrix.shape[1] % GROUP == 0 and bool(((matrix.unflatten(1, (-1, GROUP)) != 0).sum(2) <= KEPT).all())
+    """Whether each group of four in [N, K] holds two values at most that are not 0, and K is a
+    multiple of 4."""
+    return matrix.shape[1] % GROUP == 0 and bool(
+        ((matrix.unflatten(1, (-1, GROUP)) != 0).sum(2) <= KEPT).all()
+    )

@@ -1,4 +1,5 @@
-"""Models whose weights are sparse, while they train: masks are chosen, and what is pruned is drawn to zero."""
+"""Models whose weights are sparse, while they train: masks are chosen, and what is pruned is drawn
+to zero."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,35 +19,43 @@ from lsq.sparsity.pattern import choose
 
 
 def sparsify(
-    model: nn.Module, pruning: Pruning | None = None, *, skip: Skip = (), run: Callable[[], object] | None = None
+    model: nn.Module,
+    pruning: Pruning | None = None,
+    *,
+    skip: Skip = (),
+    run: Callable[[], object] | None = None,
 ) -> "Sparsity":
-    """Let the weights of all products in `model` be 2:4 sparse, but for projections onto a vocabulary.
+    """Let the weights of all products in `model` be 2:4 sparse, but for projections onto a
+    vocabulary.
 
-    Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep their names, shapes and
-    all their values; beside each lies its mask, a buffer "<weight>_kept" of one bit for each value. All passes, in
-    training and in eval mode, read what the mask leaves.
+    Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep
+    their names, shapes and all their values; beside each lies its mask, a buffer "<weight>_kept" of
+    one bit for each value. All passes, in training and in eval mode, read what the mask leaves.
 
     Args:
         model: after lsq.convert, before DistributedDataParallel.
         pruning: how, and when; the default is Pruning().
-        skip: weights to leave dense: names, their ends from a dot on ("qkv_weight"), names of modules around them,
-            patterns with * and ?, or a function of (module, name of the weight).
-        run: computes a batch of the model, for measure="output"; put dropout off before. In DistributedDataParallel all
-            processes need the same batch.
+        skip: weights to leave dense: names, their ends from a dot on ("qkv_weight"), names of
+            modules around them, patterns with * and ?, or a function of (module, name of the
+            weight).
+        run: computes a batch of the model, for measure="output"; put dropout off before. In
+            DistributedDataParallel all processes need the same batch.
 
     Returns:
         What goes on with it: call `follow(optimizer)`.
 
     Raises:
         TypeError: `model` is no torch.nn.Module.
-        ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the meta device or a
-            shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is not needed, or leaves a weight out.
+        ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the
+            meta device or a shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is
+            not needed, or leaves a weight out.
     """
     require_model(model)
     pruning = Pruning() if pruning is None else pruning
     if (run is None) == (pruning.measure == "output"):
         raise ValueError(
-            f"measure is {pruning.measure!r} and run is {run!r}; give run=<a function that computes a batch> with "
+            f"measure is {pruning.measure!r} and run is {run!r}; give run=<a function that computes"
+            " a batch> with "
             'measure="output", and with it alone'
         )
     weights = _chosen(model, skip)
@@ -65,15 +74,21 @@ def sparsify(
 
 
 def wants_sparsity(model: nn.Module) -> bool:
-    """Whether layers of `model` were made with QuantConfig(sparsity=...), and have their masks still."""
-    return any(module.quant.sparsity and module.weight_masks is not None for _, (module, _) in _weights(model))
+    """Whether layers of `model` were made with QuantConfig(sparsity=...), and have their masks
+    still."""
+    return any(
+        module.quant.sparsity and module.weight_masks is not None
+        for _, (module, _) in _weights(model)
+    )
 
 
 def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
-    """The Sparsity of a model whose layers were made with QuantConfig(sparsity=...): what goes on with their masks.
+    """The Sparsity of a model whose layers were made with QuantConfig(sparsity=...): what goes on
+    with their masks.
 
     Args:
-        model: before or after DistributedDataParallel; with its state dict, where a training goes on.
+        model: before or after DistributedDataParallel; with its state dict, where a training goes
+            on.
         updates: that it was trained for, in this training.
 
     Returns:
@@ -86,9 +101,12 @@ def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
     asked = {module.quant.sparsity for module, _ in weights.values()}
     if len(asked) != 1 or "" in asked:
         listed = ", ".join(map(repr, sorted(asked)))
-        wanted = f"its layers ask for sparsity {listed}" if asked else "no layer of it is to be sparse"
+        wanted = (
+            f"its layers ask for sparsity {listed}" if asked else "no layer of it is to be sparse"
+        )
         raise ValueError(
-            f"{type(model).__name__} has no sparsity of its configuration to follow: {wanted}; make them with one "
+            f"{type(model).__name__} has no sparsity of its configuration to follow: {wanted}; make"
+            " them with one "
             "QuantConfig(sparsity='2:4'), or call lsq.sparsity.sparsify(model)"
         )
     for module, name in weights.values():
@@ -107,7 +125,9 @@ class Sparsity:
         weights: path in the model -> the module that a weight belongs to, and its name there.
     """
 
-    def __init__(self, model: nn.Module, pruning: Pruning, weights: dict[str, tuple[ProgramModule, str]]):
+    def __init__(
+        self, model: nn.Module, pruning: Pruning, weights: dict[str, tuple[ProgramModule, str]]
+    ):
         self.pruning, self.weights, self.updates = pruning, weights, 0
         self._model = model
         self._squares: dict[str, torch.Tensor] = {}
@@ -116,12 +136,16 @@ class Sparsity:
 
     def __repr__(self) -> str:
         state = "sparse" if self.pruning.sparse(self.updates) else "dense"
-        return f"Sparsity({len(self.weights)} weights, {state} after {self.updates} updates, {self.pruning})"
+        return (
+            f"Sparsity({len(self.weights)} weights, {state} after {self.updates} updates,"
+            f" {self.pruning})"
+        )
 
     # Over a training
 
     def begin(self, updates: int = 0) -> None:
-        """Let masks be as they are after so many updates: those that there are, of a checkpoint, or else new ones."""
+        """Let masks be as they are after so many updates: those that there are, of a checkpoint, or
+        else new ones."""
         self.updates = updates
         modules = self._modules()
         for module in modules:
@@ -132,17 +156,20 @@ class Sparsity:
             self.choose()
 
     def follow(self, optimizer: Optimizer) -> None:
-        """From now on every step of `optimizer`, lsq's or another, is an update: `step` is called after it.
+        """From now on every step of `optimizer`, lsq's or another, is an update: `step` is called
+        after it.
 
-        Before it, what is pruned is drawn to zero. Optimizers without step hooks need both calls: `draw` and `step`; so
-        do several optimizers, once before all of their steps and once after them.
+        Before it, what is pruned is drawn to zero. Optimizers without step hooks need both calls:
+        `draw` and `step`; so do several optimizers, once before all of their steps and once after
+        them.
 
         Raises:
             ValueError: it follows one already, and would count updates twice.
         """
         if self._hooks:
             raise ValueError(
-                "it follows an optimizer already, and updates would count twice; call leave() first, or, with several "
+                "it follows an optimizer already, and updates would count twice; call leave()"
+                " first, or, with several "
                 "optimizers, draw() before all of their steps and step() after them"
             )
         self._hooks += [
@@ -152,7 +179,8 @@ class Sparsity:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """SR-STE: add a share of itself to the gradient of what is pruned, in proportion to the gradient's size."""
+        """SR-STE: add a share of itself to the gradient of what is pruned, in proportion to the
+        gradient's size."""
         if not (self.pruning.decay and self.pruning.every and self.pruning.sparse(self.updates)):
             return
         drawn = set()
@@ -186,7 +214,8 @@ class Sparsity:
             rows = (values.t() if by_inputs else values).float()
             scores = rows.abs()
             if path in self._squares:
-                scores = scores * self._squares[path].to(rows.device).sqrt()  # squares of small weights would vanish
+                # squares of small weights would vanish
+                scores = scores * self._squares[path].to(rows.device).sqrt()
             mask = choose(scores)
             mask = mask.t() if by_inputs else mask
             self._changed.append((mask != module.weight_masks.mask(module, name)).float().mean())
@@ -199,26 +228,37 @@ class Sparsity:
             ValueError: a weight was not used.
         """
         found = mean_squares({module for module, _ in self.weights.values()}, run)
-        missing = [path for path, (module, name) in self.weights.items() if name not in found[module]]
+        missing = [
+            path for path, (module, name) in self.weights.items() if name not in found[module]
+        ]
         if missing:
-            raise ValueError(f"{missing[0]} was not used in this batch, and {len(missing) - 1} others; skip them")
-        shared: dict[tuple[int, ...], torch.Tensor] = {}  # a parameter of several layers has one mask
-        owners = {path: tuple(map(id, module.sources(name))) for path, (module, name) in self.weights.items()}
+            raise ValueError(
+                f"{missing[0]} was not used in this batch, and {len(missing) - 1} others; skip them"
+            )
+        shared: dict[
+            tuple[int, ...], torch.Tensor
+        ] = {}  # a parameter of several layers has one mask
+        owners = {
+            path: tuple(map(id, module.sources(name)))
+            for path, (module, name) in self.weights.items()
+        }
         for path, (module, name) in self.weights.items():
             shared[owners[path]] = shared.get(owners[path], 0) + found[module][name]
         self._squares = {path: shared[owner] for path, owner in owners.items()}
 
     @property
     def changed(self) -> float:
-        """Share of values that the last choice kept and the one before did not, or the other way round; 0 to 1.
+        """Share of values that the last choice kept and the one before did not, or the other way
+        round; 0 to 1.
 
-        Hu et al. 2024 (arXiv:2404.01847) tell by this flip rate whether `decay` is large enough: it has to rise, and
-        fall again while the model learns.
+        Hu et al. 2024 (arXiv:2404.01847) tell by this flip rate whether `decay` is large enough: it
+        has to rise, and fall again while the model learns.
         """
         return torch.stack(self._changed).mean().item() if self._changed else 0.0
 
     def finish(self) -> None:
-        """Write what masks leave into the weights, and forget the masks: an ordinary model, whose weights have zeros.
+        """Write what masks leave into the weights, and forget the masks: an ordinary model, whose
+        weights have zeros.
 
         Where masks do not count now, weights stay as they are.
         """
@@ -254,10 +294,13 @@ class Sparsity:
         Raises:
             ValueError: it is of other weights.
         """
-        strange = state["squares"].keys() ^ (self.weights.keys() if self.pruning.measure == "output" else set())
+        strange = state["squares"].keys() ^ (
+            self.weights.keys() if self.pruning.measure == "output" else set()
+        )
         if strange:
             raise ValueError(
-                f"the state is of other weights or another measure: {min(strange)} is in one of both alone; sparsify "
+                f"the state is of other weights or another measure: {min(strange)} is in one of"
+                " both alone; sparsify "
                 "with the same Pruning and skip"
             )
         self.updates, self._squares = state["updates"], dict(state["squares"])
@@ -281,14 +324,18 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]
     """
     found = dict(_weights(model))
     skips = skipping(skip, {path: module for path, (module, _) in found.items()})
-    chosen = {path: (module, name) for path, (module, name) in found.items() if not skips(module, path)}
+    chosen = {
+        path: (module, name) for path, (module, name) in found.items() if not skips(module, path)
+    }
     if not chosen:
         ours = any(isinstance(module, ProgramModule) for module in model.modules())
         reason = (
-            f"skip leaves none of {len(found)}: skip less" if found
-            else "its layers of lsq are projections onto a vocabulary, which stay dense" if ours
+            f"skip leaves none of {len(found)}: skip less"
+            if found
+            else "its layers of lsq are projections onto a vocabulary, which stay dense"
+            if ours
             else "none of its layers is lsq's: call lsq.convert(model) first"
-        )  # fmt: skip
+        )
         raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")
     return chosen
 
@@ -305,10 +352,13 @@ def _check(path: str, module: ProgramModule, name: str) -> None:
     check_whole(module, name)
     values = module.own_parameter(name)
     if values.is_meta:
-        raise ValueError(f"{path} is on the meta device and has no values; load or initialise the model first")
+        raise ValueError(
+            f"{path} is on the meta device and has no values; load or initialise the model first"
+        )
     if module.weight_masks is not None:
         raise ValueError(
-            f"{path} is sparse already; call finish() of its Sparsity (lsq.sparsity.sparsity_of, if QuantConfig asked "
+            f"{path} is sparse already; call finish() of its Sparsity (lsq.sparsity.sparsity_of, if"
+            " QuantConfig asked "
             "for it) before it is sparsified again"
         )
     check_width(path, values.shape[0 if module.declared[name].by_inputs else 1])

@@ -16,9 +16,15 @@ from lsq.text.vocabulary import dictionary_of
 FILES = (
     *corpus.FILES,
     *(f"dict.{side}.txt" for side in SIDES),
-    *(f"{split}.src-tgt.{side}.{end}" for split in SPLITS for side in SIDES for end in ("bin", "idx")),
+    *(
+        f"{split}.src-tgt.{side}.{end}"
+        for split in SPLITS
+        for side in SIDES
+        for end in ("bin", "idx")
+    ),
 )
-"""Names of the files of a data folder: dictionaries, binary data sets, and the same sentences as text."""
+"""Names of the files of a data folder: dictionaries, binary data sets, and the same sentences as
+text."""
 CHUNK = 10_000
 """Sentences that are encoded in one call."""
 
@@ -30,7 +36,8 @@ def binarize(
     split: str,
     max_length: int,
 ) -> tuple[list[int], dict[int, int]]:
-    """Write one split as fairseq's memory-mapped data set: folder/split.src-tgt.{src,tgt}.{bin,idx}.
+    """Write one split as fairseq's memory-mapped data set:
+    folder/split.src-tgt.{src,tgt}.{bin,idx}.
 
     Pairs in which a side has more than `max_length` pieces are left out.
 
@@ -40,14 +47,19 @@ def binarize(
     dictionary, index = dictionary_of(vocabulary)
     prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in SIDES]
     builders = [
-        indexed_dataset.make_builder(indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary))
+        indexed_dataset.make_builder(
+            indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary)
+        )
         for prefix in prefixes
     ]
     kept, left_out = [], {}
-    with tqdm(total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False, disable=None) as bar:
+    with tqdm(
+        total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False, disable=None
+    ) as bar:
         for start in range(0, len(corpus), CHUNK):
             sides = [
-                vocabulary.encode(side[start : start + CHUNK], out_type=int) for side in (corpus.source, corpus.target)
+                vocabulary.encode(side[start : start + CHUNK], out_type=int)
+                for side in (corpus.source, corpus.target)
             ]
             for row, pair in enumerate(zip(*sides, strict=True), start):
                 longest = max(map(len, pair))
@@ -72,10 +84,12 @@ def binarize_splits(
     max_length: int,
     say: Callable[[str], None],
 ) -> None:
-    """Write FILES into `folder` from the splits in the folder `text`; `files` is where their sentences came from.
+    """Write FILES into `folder` from the splits in the folder `text`; `files` is where their
+    sentences came from.
 
     Raises:
-        ValueError: a pair of the user's own test text is too long, or no pair of a split is short enough.
+        ValueError: a pair of the user's own test text is too long, or no pair of a split is short
+            enough.
     """
     dictionary, _ = dictionary_of(vocabulary)
     for side in SIDES:
@@ -86,7 +100,8 @@ def binarize_splits(
         if left_out:
             source, (row, pieces) = (given or files["train"])[0], next(iter(left_out.items()))
             what = (
-                f"{len(left_out)} pairs of {split} have a sentence of more than {max_length} pieces (--max-length),"
+                f"{len(left_out)} pairs of {split} have a sentence of more than {max_length} pieces"
+                " (--max-length),"
                 f" the first in line {pairs.lines[row]} of {source} with {pieces}"
             )
             if split == "test" and given is not None:

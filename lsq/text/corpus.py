@@ -12,18 +12,22 @@ from lsq.files import write_text
 SPLITS = ("train", "valid", "test")
 SIDES = ("src", "tgt")
 ENDS = (*SIDES, "lines")
-"""Ends of the names of a split's files: source sentences, target sentences, and where the user's files had them."""
+"""Ends of the names of a split's files: source sentences, target sentences, and where the user's
+files had them."""
 FILES = tuple(f"{split}.{end}" for split in SPLITS for end in ENDS)
 """Names of the files of all splits."""
 TextFiles = dict[str, tuple[Path, Path] | None]
-"""What the user gave for each of SPLITS: files (source, target); None where pairs are held out of train."""
+"""What the user gave for each of SPLITS: files (source, target); None where pairs are held out of
+train."""
 SPLIT_SEED = 1
-"""Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same text."""
+"""Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same
+text."""
 
 ONE_A_LINE = "it must hold one sentence a line"
 
 UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp", "Zs"))
-"""Categories of Unicode whose characters nobody sees: spaces, controls, and marks such as U+200B."""
+"""Categories of Unicode whose characters nobody sees: spaces, controls, and marks such as U+200B.
+"""
 BLANKS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0").union(map(chr, range(0xFE00, 0xFE10)))
 """Characters of other categories that are blank: fillers, joiners and selectors of variants."""
 
@@ -96,9 +100,9 @@ def check_file(path: Path) -> None:
 def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
     """The lines of a UTF-8 file, each with its runs of white space turned into single spaces.
 
-    NUL bytes count as white space, too; `say` is told how many there are. Lines end at a line feed (or carriage return
-    and line feed) only: the other line ends that Unicode knows are white space within a sentence, so that both files
-    of a pair are always counted alike.
+    NUL bytes count as white space, too; `say` is told how many there are. Lines end at a line feed
+    (or carriage return and line feed) only: the other line ends that Unicode knows are white space
+    within a sentence, so that both files of a pair are always counted alike.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -117,8 +121,13 @@ def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
             " convert the file first, e.g. with iconv"
         ) from None
     if nuls := text.count("\0"):
-        say(f"text: {path} has {nuls} NUL {'byte' if nuls == 1 else 'bytes'}; spaces take their place")
-    return [" ".join(line.replace("\0", " ").split()) for line in text.removesuffix("\n").split("\n")]
+        say(
+            f"text: {path} has {nuls} NUL {'byte' if nuls == 1 else 'bytes'}; spaces take their"
+            " place"
+        )
+    return [
+        " ".join(line.replace("\0", " ").split()) for line in text.removesuffix("\n").split("\n")
+    ]
 
 
 def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus:
@@ -167,7 +176,8 @@ def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
 
 
 def write_splits(files: TextFiles, folder: Path, say: Callable[[str], None]) -> None:
-    """Read the user's files, hold pairs out where there are none for a split, and write all splits into a folder.
+    """Read the user's files, hold pairs out where there are none for a split, and write all splits
+    into a folder.
 
     Raises:
         FileNotFoundError, ValueError: see `read_pairs` and `hold_out`.

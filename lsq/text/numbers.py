@@ -15,13 +15,17 @@ DIGITS = 6
 """Numbers of up to this many digits are named."""
 VALID_PAIRS = 200
 FEWEST_HELD_OUT = 3
-"""Digits of the shortest numbers that are not trained on. There are few of less, and all of them are to be learned."""
+"""Digits of the shortest numbers that are not trained on.
+
+There are few of less, and all of them are to be learned.
+"""
 
 
 def sample_numbers(
     count: int, generator: random.Random, excluded: set[int] = frozenset(), fewest_digits: int = 1
 ) -> list[int]:
-    """`count` different numbers, none of them in `excluded`; as many of each number of digits as there are.
+    """`count` different numbers, none of them in `excluded`; as many of each number of digits as
+    there are.
 
     Raises:
         ValueError: there are not so many numbers.

@@ -7,7 +7,8 @@ TOKENIZERS = ("13a", "intl", "char", "zh", "none")
 
 
 def scores(hypotheses: list[str], references: list[str], tokenizer: str) -> dict[str, float | str]:
-    """BLEU and chrF of a corpus in percent, each with sacrebleu's signature; `tokenizer` is one of TOKENIZERS."""
+    """BLEU and chrF of a corpus in percent, each with sacrebleu's signature; `tokenizer` is one of
+    TOKENIZERS."""
     found = {}
     for name, metric in (("bleu", BLEU(tokenize=tokenizer)), ("chrf", CHRF())):
         found[name] = round(metric.corpus_score(hypotheses, [references]).score, 2)

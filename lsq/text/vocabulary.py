@@ -25,13 +25,15 @@ def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -
     """Learn a joint byte-pair encoding of both sides; writes folder/sentencepiece.model and .vocab.
 
     Raises:
-        ValueError: the text has too few or too many different characters or words for `size` pieces, or no text in it;
-            size or coverage is out of its range.
+        ValueError: the text has too few or too many different characters or words for `size`
+            pieces, or no text in it; size or coverage is out of its range.
     """
     if not FEWEST <= size <= MOST:
         raise ValueError(f"--vocabulary-size is {size}; it must be from {FEWEST} to {MOST}")
     if not LEAST_COVERAGE <= coverage <= 1:
-        raise ValueError(f"--character-coverage is {coverage}; it must be from {LEAST_COVERAGE} to 1")
+        raise ValueError(
+            f"--character-coverage is {coverage}; it must be from {LEAST_COVERAGE} to 1"
+        )
     sentences = (sentence for side in (corpus.source, corpus.target) for sentence in side)
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -52,13 +54,21 @@ def _vocabulary_problem(size: int, message: str) -> str:
         return f"--vocabulary-size {size} is too large for this text; use at most {found[1]}"
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return (
-            f"--vocabulary-size {size} is too small for the characters of this text; use at least {found[1]},"
+            f"--vocabulary-size {size} is too small for the characters of this text; use at least"
+            f" {found[1]},"
             " or a lower --character-coverage"
         )
     if "sentences_.empty()" in message:
-        return f"every line of this text is longer than {LONGEST} bytes, or there is none; split it into sentences"
+        return (
+            f"every line of this text is longer than {LONGEST} bytes, or there is none; split"
+            " it"
+            " into sentences"
+        )
     if "all_chars_count" in message:
-        return "the text has no characters to learn from, only white space; check that it is the right file"
+        return (
+            "the text has no characters to learn from, only white space; check that it is the"
+            " right file"
+        )
     return f"no vocabulary of {size} pieces could be learnt from this text: {message}"
 
 
@@ -67,7 +77,9 @@ def load_vocabulary(folder: Path) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL))
 
 
-def dictionary_of(vocabulary: sentencepiece.SentencePieceProcessor) -> "tuple[Dictionary, numpy.ndarray]":
+def dictionary_of(
+    vocabulary: sentencepiece.SentencePieceProcessor,
+) -> "tuple[Dictionary, numpy.ndarray]":
     """fairseq's dictionary of the same pieces, padded to the width that int8 products take.
 
     Returns:
@@ -85,6 +97,8 @@ def dictionary_of(vocabulary: sentencepiece.SentencePieceProcessor) -> "tuple[Di
     index = numpy.empty(vocabulary.get_piece_size(), dtype=numpy.int32)
     for piece in range(len(index)):
         known = special.get(piece)
-        index[piece] = dictionary.add_symbol(vocabulary.id_to_piece(piece)) if known is None else known
+        index[piece] = (
+            dictionary.add_symbol(vocabulary.id_to_piece(piece)) if known is None else known
+        )
     dictionary.pad_to_multiple_(DIMENSION_MULTIPLE)
     return dictionary, index

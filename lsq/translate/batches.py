@@ -18,9 +18,10 @@ PROBABILITIES = 8192
 class BatchLimit:
     """What is translated together at most.
 
-    Of S sentences, `beam` hypotheses each, with as many words as the options allow: their sources have at most `tokens`
-    words, with padding; the hypotheses KEPT times as many, all counted as the longest; and the words that may follow
-    them, which are all of the vocabulary where they are drawn from it, PROBABILITIES times as many.
+    Of S sentences, `beam` hypotheses each, with as many words as the options allow: their sources
+    have at most `tokens` words, with padding; the hypotheses KEPT times as many, all counted as the
+    longest; and the words that may follow them, which are all of the vocabulary where they are
+    drawn from it, PROBABILITIES times as many.
     """
 
     tokens: int
@@ -34,7 +35,9 @@ class BatchLimit:
         """Whether so many sentences, the longest of so many words, are no more than that."""
         options, rows = self.options, sentences * self.options.beam
         steps = max(SHORT, most_words(options, longest, self.positions) + 1)
-        candidates = self.vocabulary if options.all_words else max(options.sampling_topk, 2 * options.beam)
+        candidates = (
+            self.vocabulary if options.all_words else max(options.sampling_topk, 2 * options.beam)
+        )
         return (
             sentences * longest <= self.tokens
             and rows * steps <= KEPT * self.tokens

@@ -12,17 +12,23 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
     """The lines of a UTF-8 file as they come; lines end at a line feed only.
 
     Raises:
-        ValueError: a line is not UTF-8, holds a NUL byte or is longer than LONGEST; says which, of the file `name`.
+        ValueError: a line is not UTF-8, holds a NUL byte or is longer than LONGEST; says which, of
+            the file `name`.
     """
     number = 0
     while raw := file.readline(LONGEST + 1):
         number += 1
         if len(raw) > LONGEST:
-            raise ValueError(f"{name}, line {number} has more than {LONGEST} bytes; it must hold one sentence a line")
+            raise ValueError(
+                f"{name}, line {number} has more than {LONGEST} bytes; it must hold one sentence a"
+                " line"
+            )
         if number == 1:
             raw = raw.removeprefix(codecs.BOM_UTF8)
         if b"\0" in raw:
-            raise ValueError(f"{name}, line {number}: a NUL byte is no text; remove it, e.g. with tr -d '\\000'")
+            raise ValueError(
+                f"{name}, line {number}: a NUL byte is no text; remove it, e.g. with tr -d '\\000'"
+            )
         try:
             yield raw.decode("utf-8")
         except UnicodeDecodeError as error:

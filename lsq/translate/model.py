@@ -1,4 +1,5 @@
-"""What a translator reads from the disk: a model at work, its vocabularies, and how long sentences may be."""
+"""What a translator reads from the disk: a model at work, its vocabularies, and how long sentences
+may be."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,25 +51,32 @@ def stamp_of(file: Path) -> tuple:
 
 
 def load(
-    path: Path, data: Path | None = None, sentencepiece_model: Path | None = None, place: Backend | None = None
+    path: Path,
+    data: Path | None = None,
+    sentencepiece_model: Path | None = None,
+    place: Backend | None = None,
 ) -> TranslationModel:
     """Read a model from what `Translator` takes, to compute on `place`; None: on the CPU.
 
     Raises:
         FileNotFoundError: there is no such file.
         ModuleNotFoundError: it is of fairseq, which is not installed.
-        ValueError: a file is damaged, or of something else than a translation model, or it cannot compute there.
+        ValueError: a file is damaged, or of something else than a translation model, or it cannot
+            compute there.
     """
     place = place or backend("cpu")
     check_name(path)
     if path.is_file() and model_file.is_model_file(path):
         if data is not None or sentencepiece_model is not None:
-            raise ValueError(f"{path} has its words in it; leave --data and --sentencepiece-model out")
+            raise ValueError(
+                f"{path} has its words in it; leave --data and --sentencepiece-model out"
+            )
         return _exported(path, place)
     for folder in (path, path.parent):
         if (folder / "model.bin").is_file() and (folder / "config.json").is_file():
             raise ValueError(
-                f"{folder} is a model of CTranslate2's, which lsq does not read; name the run, or what"
+                f"{folder} is a model of CTranslate2's, which lsq does not read; name the run, or"
+                " what"
                 " `lsq export --to lsq` makes of it"
             )
     return _trained(path, data, sentencepiece_model, place)
@@ -87,7 +95,8 @@ def _exported(path: Path, place: Backend) -> TranslationModel:
         for symbols in (found.source, found.target)
     )
     steps = Engine(found.model, place)
-    steps.begin([torch.tensor([end])], rows=1, steps=1)  # puts all weights in place: the file may change from now on
+    # puts all weights in place: the file may change from now on
+    steps.begin([torch.tensor([end])], rows=1, steps=1)
     steps.step(torch.tensor([end]), torch.tensor([0]), top=1)
     return TranslationModel(
         file=path,
@@ -115,7 +124,8 @@ def _trained(
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         raise ModuleNotFoundError(
-            f"{files.checkpoint} needs {extras.missing(module)}; what `lsq export --to lsq` makes of it needs none",
+            f"{files.checkpoint} needs {extras.missing(module)}; what `lsq export --to lsq` makes"
+            " of it needs none",
             name=error.name,
         ) from error
 
@@ -123,11 +133,15 @@ def _trained(
         try:
             check_codes(quantization(options_in(files.checkpoint, "model")))
         except ValueError as error:
-            raise ValueError(f"{files.checkpoint} is translated on the CPU alone: {error}") from None
+            raise ValueError(
+                f"{files.checkpoint} is translated on the CPU alone: {error}"
+            ) from None
     stamp = stamp_of(files.checkpoint)
     found = trained.load(files)
     if found.source is None:
-        raise ValueError(f"{files.checkpoint} is a language model; it does not translate (see `lsq generate`)")
+        raise ValueError(
+            f"{files.checkpoint} is a language model; it does not translate (see `lsq generate`)"
+        )
     source, target = (
         Words(symbols=words.symbols, beginning=words.bos(), end=words.eos(), unknown=words.unk())
         for words in (found.source, found.target)
@@ -137,7 +151,9 @@ def _trained(
         file=files.checkpoint,
         stamp=stamp,
         steps=steps_of([found.model], place),
-        symbols=Symbols(start=words.eos(), padding=words.pad(), end=words.eos(), unknown=words.unk()),
+        symbols=Symbols(
+            start=words.eos(), padding=words.pad(), end=words.eos(), unknown=words.unk()
+        ),
         subwords=Subwords(source, target, files.subwords and processor_of(files.subwords)),
         longest_source=_longest(found.model.max_positions()[0], found.trained_length),
         options=found.search,

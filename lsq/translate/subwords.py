@@ -36,7 +36,8 @@ class Words:
         return frozenset((self.beginning, self.end, self.unknown, *blank))
 
     def says_nothing(self, words: Iterable[int]) -> bool:
-        """Whether a sentence is an empty line: no word of it is known and has a visible character."""
+        """Whether a sentence is an empty line: no word of it is known and has a visible
+        character."""
         return all(word in self._silent for word in words)
 
 
@@ -45,12 +46,17 @@ class Subwords:
 
     Args:
         source, target: the vocabularies of a model.
-        processor: sentencepiece's model; None where texts are words of the vocabularies with spaces between them.
+        processor: sentencepiece's model; None where texts are words of the vocabularies with spaces
+            between them.
     """
 
     def __init__(self, source: Words, target: Words, processor: SentencePieceProcessor | None):
         self.source, self.target, self.processor = source, target, processor
-        self._pieces = [] if processor is None else [processor.id_to_piece(piece) for piece in range(len(processor))]
+        self._pieces = (
+            []
+            if processor is None
+            else [processor.id_to_piece(piece) for piece in range(len(processor))]
+        )
 
     @cached_property
     def _of_source(self) -> list[int]:
@@ -103,6 +109,7 @@ def processor_of(model: Path | bytes) -> SentencePieceProcessor:
         return SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
         raise ValueError(
-            f"{'the model' if isinstance(model, bytes) else model} is damaged or no model of sentencepiece's ({error});"
+            f"{'the model' if isinstance(model, bytes) else model} is damaged or no model of"
+            f" sentencepiece's ({error});"
             " give vocabulary/sentencepiece.model of the text that the model was trained on"
         ) from None

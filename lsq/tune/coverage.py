@@ -1,4 +1,5 @@
-"""Which products a run asked for, and which of them were tuned: for the log, and as a list for `lsq tune --shapes`."""
+"""Which products a run asked for, and which of them were tuned: for the log, and as a list for `lsq
+tune --shapes`."""
 
 from collections.abc import Callable
 
@@ -8,9 +9,10 @@ from lsq.gemm.product_key import ProductKey
 SHOWN = 10
 """Missed products that the text lists."""
 MEASURES: dict[str, Callable[[Use], float]] = {
-    "calls": lambda use: use.calls, "arithmetic": lambda use: use.calls * use.key.arithmetic,
+    "calls": lambda use: use.calls,
+    "arithmetic": lambda use: use.calls * use.key.arithmetic,
     "time": lambda use: use.seconds,
-}  # fmt: skip
+}
 
 
 def missed(table: Table) -> list[ProductKey]:
@@ -19,7 +21,8 @@ def missed(table: Table) -> list[ProductKey]:
 
 
 def shares(table: Table, measure: str) -> tuple[float, float] | None:
-    """(share with an entry of their own, share that ran by the nearest batch size's); None if there were none.
+    """(share with an entry of their own, share that ran by the nearest batch size's); None if there
+    were none.
 
     Args:
         measure: one of MEASURES.
@@ -34,20 +37,26 @@ def shares(table: Table, measure: str) -> tuple[float, float] | None:
 
 
 def text(table: Table) -> str:
-    """For logs: the shares, and the missed products that matter most; one line where there is no file."""
+    """For logs: the shares, and the missed products that matter most; one line where there is no
+    file."""
     uses = _ordered(table)
     calls = sum(use.calls for use in uses)
     if not calls:
         return f"tuned products on {table.here.device}: none was asked for"
     if not table.used:
-        return f"tuned products on {table.here.device}: none, for there is no file for this device; lsq tune makes one"
+        return (
+            f"tuned products on {table.here.device}: none, for there is no file for this"
+            " device;"
+            " lsq tune makes one"
+        )
     lines = [f"tuned products on {table.here.device}: {calls} calls of {len(uses)} products"]
     for measure in MEASURES:
         found = shares(table, measure)
         if found is not None:
             own, near = found
             lines.append(
-                f"  {measure}: {own:.1%} tuned, {near:.1%} as the nearest batch size, {1 - own - near:.1%} not"
+                f"  {measure}: {own:.1%} tuned, {near:.1%} as the nearest batch size,"
+                f" {1 - own - near:.1%} not"
             )
     lines += [f"  from {each.path}" for each in table.used]
     rest = [use for use in uses if not use.hit]
@@ -62,4 +71,6 @@ def text(table: Table) -> str:
 
 def _ordered(table: Table) -> list[Use]:
     """By time where it was measured, else by arithmetic."""
-    return sorted(table.uses(), key=lambda use: (-use.seconds, -MEASURES["arithmetic"](use), str(use.key)))
+    return sorted(
+        table.uses(), key=lambda use: (-use.seconds, -MEASURES["arithmetic"](use), str(use.key))
+    )

@@ -1,11 +1,13 @@
 """The ways in which the CPU can run an int8 product, and their operands and clocks for the tuner.
 
-lsq's own tiles are tried with fewer and with more rows at a time, and oneDNN. Of oneDNN was found on an AMD EPYC with
-AVX-512 VNNI (Zen 5, oneDNN 3.12) and the shapes of transformer base and big: rows a power of two bytes apart cost a
-fifth of large weight gradients (2,048 or 4,096 outputs), and up to two thirds of a product of few rows with K = 4,096,
-which a padded copy saves. Otherwise all layouts are within a tenth of each other. Padding the number of rows never
-helped, and floats never, so that neither is a candidate: bfloat16 takes twice as long and rounds its result; float32
-takes 8 times as long, and its sums are exact for inner dimensions up to 1,040 alone.
+lsq's own tiles are tried with fewer and with more rows at a time, and oneDNN. Of oneDNN was found
+on an AMD EPYC with AVX-512 VNNI (Zen 5, oneDNN 3.12) and the shapes of transformer base and big:
+rows a power of two bytes apart cost a fifth of large weight gradients (2,048 or 4,096 outputs), and
+up to two thirds of a product of few rows with K = 4,096, which a padded copy saves. Otherwise all
+layouts are within a tenth of each other. Padding the number of rows never
+helped, and floats never, so that neither is a candidate: bfloat16 takes twice as long and rounds
+its result; float32 takes 8 times as long, and its sums are exact for inner dimensions up to 1,040
+alone.
 """
 
 import re
@@ -17,7 +19,13 @@ import torch
 
 from lsq.csrc import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import carve, configured_blocks, fresh_scratch, scratch_bytes, tile_product
+from lsq.gemm.cpu_product import (
+    carve,
+    configured_blocks,
+    fresh_scratch,
+    scratch_bytes,
+    tile_product,
+)
 from lsq.gemm.product_key import ProductKey
 from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 from lsq.tune.readers import reader_of
@@ -39,7 +47,9 @@ def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     texts = (path.read_text().strip() for path in folder.glob("index*/size"))
     matches = (re.fullmatch(r"(\d+)([KMG])", text) for text in texts)
-    return max((int(found[1]) * units[found[2]] for found in matches if found), default=ASSUMED_CACHE)
+    return max(
+        (int(found[1]) * units[found[2]] for found in matches if found), default=ASSUMED_CACHE
+    )
 
 
 def candidates(key: ProductKey) -> list[CpuConfiguration]:
@@ -51,7 +61,11 @@ def candidates(key: ProductKey) -> list[CpuConfiguration]:
     default = CpuConfiguration.default(key)
     default.check_key(key)
     most = max(scratch_bytes(key, default), MOST_SCRATCH)
-    others = [each for each in (*_tiled(key), *_by_onednn(key)) if each != default and scratch_bytes(key, each) <= most]
+    others = [
+        each
+        for each in (*_tiled(key), *_by_onednn(key))
+        if each != default and scratch_bytes(key, each) <= most
+    ]
     return [default, *others]
 
 
@@ -71,7 +85,10 @@ def _by_onednn(key: ProductKey) -> list[CpuConfiguration]:
     b_layouts = ("as_is", "padded", "kn" if key.layout[1] == "t" else "nk")
     ways = [(usual, a_layout, b_layout) for a_layout in a_layouts for b_layout in b_layouts]
     for rows in (0, *(rows for rows in BLOCK_ROWS if rows < key.m)):
-        ways += [(rows, *layouts) for layouts in (("as_is", "as_is"), ("padded", "as_is"), ("as_is", "padded"))]
+        ways += [
+            (rows, *layouts)
+            for layouts in (("as_is", "as_is"), ("padded", "as_is"), ("as_is", "padded"))
+        ]
     return [
         CpuConfiguration(rows=rows, a_layout=a_layout, b_layout=b_layout)
         for rows, a_layout, b_layout in dict.fromkeys(ways)
@@ -81,8 +98,9 @@ def _by_onednn(key: ProductKey) -> list[CpuConfiguration]:
 class CpuTrial:
     """One product on the CPU, with what reads its sums.
 
-    An operation reads its sums at once, block by block, so that the best number of rows depends on the caches that both
-    share. Here the end of Project stands for all readers but those of a vocabulary.
+    An operation reads its sums at once, block by block, so that the best number of rows depends on
+    the caches that both share. Here the end of Project stands for all readers but those of a
+    vocabulary.
 
     Args:
         key: the product, which runs on as many threads as torch has.
@@ -93,7 +111,9 @@ class CpuTrial:
         cache = last_level_cache() if cache is None else cache
         self.key, self._cache = key, cache
         generator = torch.Generator().manual_seed(0)
-        a, b = (laid(whole_numbers(key, name, LARGEST, generator), key, name) for name in ("a", "b"))
+        a, b = (
+            laid(whole_numbers(key, name, LARGEST, generator), key, name) for name in ("a", "b")
+        )
         a, b = a.t() if key.layout[0] == "t" else a, b if key.layout[1] == "t" else b.t()
         result = torch.zeros(key.m, key.n, dtype=torch.int8)
         self._sets = _copies((a, b, result), cache)
@@ -108,7 +128,9 @@ class CpuTrial:
 
     def fault(self, configuration: CpuConfiguration) -> str | None:
         a, b, _ = self._sets[0]
-        for first, sums in configured_blocks(a, b, configuration, fresh_scratch(self.key, configuration)):
+        for first, sums in configured_blocks(
+            a, b, configuration, fresh_scratch(self.key, configuration)
+        ):
             wrong = self._checksums.first_wrong_row(sums, first)
             if wrong is not None:
                 return f"row {wrong} of the result is wrong"
@@ -133,7 +155,9 @@ class CpuTrial:
         """Of torch.mm in float32."""
         if not self._floats:
             a, b, _ = self._sets[0]
-            self._floats = _copies((a.float(), b.float(), torch.empty(self.key.m, self.key.n)), self._cache)
+            self._floats = _copies(
+                (a.float(), b.float(), torch.empty(self.key.m, self.key.n)), self._cache
+            )
         start = time.perf_counter()
         for number in range(repeats):
             a, b, out = self._floats[number % len(self._floats)]
@@ -144,7 +168,8 @@ class CpuTrial:
         """Nothing: memory goes with the object."""
 
     def _scratch(self, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
-        """Scratch memory is the same for all: touched before it is timed, and warm, as planned memory is."""
+        """Scratch memory is the same for all: touched before it is timed, and warm, as planned
+        memory is."""
         needed = scratch_bytes(self.key, configuration)
         if len(self._memory) < needed:
             self._memory = torch.zeros(needed, dtype=torch.int8)
@@ -152,7 +177,8 @@ class CpuTrial:
 
 
 def _copies(tensors: tuple[torch.Tensor, ...], cache: int) -> list[tuple[torch.Tensor, ...]]:
-    """The tensors and copies of them, lying alike, so many that all together are twice as large as the cache."""
+    """The tensors and copies of them, lying alike, so many that all together are twice as large as
+    the cache."""
     size = sum(tensor.nbytes for tensor in tensors)
     count = max(1, min(-(-2 * cache // size) + 1, MOST_SETS, MOST_BYTES // size))
     return [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in range(count - 1))]

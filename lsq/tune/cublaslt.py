@@ -1,8 +1,10 @@
-"""Products of cuBLASLt for the tuner: algorithms, operands on a GPU, exact checks, and times by CUDA events.
+"""Products of cuBLASLt for the tuner: algorithms, operands on a GPU, exact checks, and times by
+CUDA events.
 
-An algorithm is an id with a tile, stages, parts of K that are added up, and more (lsq.csrc.products.CONFIGURATION). The
-library proposes some, and says what each can do and whether it runs the product at hand (AlgoCheck, which takes
-microseconds). On the CPU, with the emulated library, the same code runs and times mean nothing.
+An algorithm is an id with a tile, stages, parts of K that are added up, and more
+(lsq.csrc.products.CONFIGURATION). The library proposes some, and says what each can do and whether
+it runs the product at hand (AlgoCheck, which takes microseconds). On the CPU, with the emulated
+library, the same code runs and times mean nothing.
 """
 
 import contextlib
@@ -26,8 +28,10 @@ from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Numbers of parts of K that are tried."""
 SCHEMES = {"int32": (1, 2, 4)}
-"""Ways to add up the parts, by the dtype of the result: in place, in the type of the sums, in that of the result.
-Parts of floats, or of what is rounded afterwards, are added up in the type of the sums alone, in a fixed order."""
+"""Ways to add up the parts, by the dtype of the result: in place, in the type of the sums, in that
+of the result. Parts of floats, or of what is rounded afterwards, are added up in the type of the
+sums alone, in a fixed order.
+"""
 CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
 """cublasLtClusterShape_t beside 0, automatic: from 1 x 1 to 8 blocks."""
 MOST_CHECKED = 50_000
@@ -46,13 +50,20 @@ class CublasBackend:
 
     Args:
         products: of the device; their workspace is the most that algorithms may take.
-        device: runs the kernels that end products of operations; None: all products are tried by themselves.
+        device: runs the kernels that end products of operations; None: all products are tried by
+            themselves.
         exhaustive: try every algorithm instead of those that the library proposes.
-        cache: bytes that the operands of a product exceed together; by default the device's L2 cache.
+        cache: bytes that the operands of a product exceed together; by default the device's L2
+            cache.
     """
 
     def __init__(
-        self, products: Products, *, device: Device | None = None, exhaustive: bool = False, cache: int | None = None
+        self,
+        products: Products,
+        *,
+        device: Device | None = None,
+        exhaustive: bool = False,
+        cache: int | None = None,
     ) -> None:
         self.products = products
         self.device = device
@@ -60,18 +71,25 @@ class CublasBackend:
         self.on_gpu = products.device.type == "cuda"
         self.workspace = aligned_workspace(products.workspace_bytes, products.device)
         if cache is None:
-            cache = torch.cuda.get_device_properties(products.device).L2_cache_size if self.on_gpu else 2**20
+            cache = (
+                torch.cuda.get_device_properties(products.device).L2_cache_size
+                if self.on_gpu
+                else 2**20
+            )
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        """What the library proposes, then, in an exhaustive search, everything else that runs within the workspace.
+        """What the library proposes, then, in an exhaustive search, everything else that runs
+        within the workspace.
 
         Raises:
             ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
         """
         found = self.products.candidates(key)
         if not found:
-            raise RuntimeError(f"cuBLASLt has no algorithm for {key} in {self.products.workspace_bytes} bytes")
+            raise RuntimeError(
+                f"cuBLASLt has no algorithm for {key} in {self.products.workspace_bytes} bytes"
+            )
         return found + self._others(key, found) if self.exhaustive else found
 
     def copies(self, key: ProductKey) -> int:
@@ -108,7 +126,9 @@ class CublasBackend:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream, graph = torch.cuda.Stream(self.products.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.products.device))
-        in_turn = contextlib.nullcontext() if self.device is None else self.device.captures_in_turn()
+        in_turn = (
+            contextlib.nullcontext() if self.device is None else self.device.captures_in_turn()
+        )
         with in_turn, torch.cuda.stream(stream):
             graph.capture_begin()  # a list takes Python longer than a small product takes a GPU
             try:
@@ -122,11 +142,16 @@ class CublasBackend:
             end.synchronize()
         return begin.elapsed_time(end) * 1e-3 / repeats
 
-    def _others(self, key: ProductKey, found: list[CublasConfiguration]) -> list[CublasConfiguration]:
-        """All algorithms but those found, in a random order that never changes: a search may be cut short anywhere."""
+    def _others(
+        self, key: ProductKey, found: list[CublasConfiguration]
+    ) -> list[CublasConfiguration]:
+        """All algorithms but those found, in a random order that never changes: a search may be cut
+        short anywhere."""
         products, seen, others = self.products, {each.algorithm for each in found}, []
         with contextlib.closing(products.describe(key)) as native, products.current():
-            data = [each for each in _all_algorithms(products.library, native, key) if each not in seen]
+            data = [
+                each for each in _all_algorithms(products.library, native, key) if each not in seen
+            ]
             random.Random(0).shuffle(data)
             for each in data[:MOST_CHECKED]:
                 try:
@@ -160,7 +185,9 @@ def _variants(can: dict, key: ProductKey) -> Iterator[dict[str, int]]:
     """One at a time differs from what an algorithm starts with: all together would be millions."""
     yield {}
     if can["split_k"]:
-        allowed = [scheme for scheme in SCHEMES.get(key.out, (2,)) if can["reduction_schemes"] & scheme]
+        allowed = [
+            scheme for scheme in SCHEMES.get(key.out, (2,)) if can["reduction_schemes"] & scheme
+        ]
         for parts, scheme in itertools.product(SPLITS, allowed):
             yield {"split_k": parts, "reduction_scheme": scheme}
     if can["swizzle"]:
@@ -184,9 +211,11 @@ class _Operands:
         flat["out"] = torch.zeros(key.lengths["out"], dtype=torch.int8)
         flat = {name: elements.to(place, key.dtypes[name]) for name, elements in flat.items()}
         self.sets = [
-            {name: laid(elements.clone(), key, name) for name, elements in flat.items()} for _ in range(count)
+            {name: laid(elements.clone(), key, name) for name, elements in flat.items()}
+            for _ in range(count)
         ]
-        typical = 40 / (key.k**0.5 * LARGEST**2 / 3)  # of codes: results fill the range of int8, and some leave it
+        # of codes: results fill the range of int8, and some leave it
+        typical = 40 / (key.k**0.5 * LARGEST**2 / 3)
         self.vector = typical * (0.5 + 2 * torch.rand(key.n, generator=generator)).to(place)
         self.alpha = {"one": None, "scalar": typical, "vector": self.vector.data_ptr()}[key.alpha]
         self.native: Matmul = backend.products.describe(key)
@@ -194,7 +223,11 @@ class _Operands:
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """a [M, K], b [N, K], out [M, N] of the first set."""
         a, b, out = self.sets[0].values()
-        return a.mT if self.key.layout[0] == "t" else a, b.mT if self.key.layout[1] == "n" else b, out
+        return (
+            a.mT if self.key.layout[0] == "t" else a,
+            b.mT if self.key.layout[1] == "n" else b,
+            out,
+        )
 
     def run(self, number: int) -> None:
         """Queue the product of one set."""
@@ -204,15 +237,17 @@ class _Operands:
             alpha=self.alpha,
             workspace=backend.workspace.data_ptr(),
             workspace_bytes=backend.workspace.nbytes,
-            stream=torch.cuda.current_stream(backend.products.device).cuda_stream if backend.on_gpu else 0,
+            stream=torch.cuda.current_stream(backend.products.device).cuda_stream
+            if backend.on_gpu
+            else 0,
         )
 
 
 class CublasTrial:
     """One product on the GPU, and beside an int8 product the one of bfloat16 that it stands for.
 
-    Operands are whole numbers, of floats too, and so small that every sum is exact in float32: the result is right, or
-    rounded once as it should be, or the algorithm is refused.
+    Operands are whole numbers, of floats too, and so small that every sum is exact in float32: the
+    result is right, or rounded once as it should be, or the algorithm is refused.
     """
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:

@@ -1,6 +1,8 @@
-"""Products of a GPU's operations for the tuner, each with its end: by cuBLASLt and a kernel, or in one kernel's tiles.
+"""Products of a GPU's operations for the tuner, each with its end: by cuBLASLt and a kernel, or in
+one kernel's tiles.
 
-Both are lists of launches of the same operation. cuBLASLt's sums are checked by themselves; what tiles write is
+Both are lists of launches of the same operation. cuBLASLt's sums are checked by themselves; what
+tiles write is
 compared with what a kernel makes of exact sums: integers bit by bit.
 """
 
@@ -31,7 +33,8 @@ from lsq.program.samples import Sampler
 from lsq.tune.operations import OPERATIONS
 
 STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
-"""Of tiles by each instruction, that are tried; a GPU with less shared memory refuses the most of them."""
+"""Of tiles by each instruction, that are tried; a GPU with less shared memory refuses the most of
+them."""
 SPLITS = (1, 2, 4, 8)
 """Parts along K, of products whose K is tokens."""
 REFERENCE_ELEMENTS = 2**24
@@ -41,16 +44,21 @@ TOLERANCE = 1e-3
 
 
 def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
-    """Every tile that is tried for a product on a GPU of that compute capability; None: in the emulator."""
+    """Every tile that is tried for a product on a GPU of that compute capability; None: in the
+    emulator."""
     splits = SPLITS if key.request.tokens == "k" else (1,)
     found = [
-        TileConfiguration(rows=rows, columns=columns, stages=stages, split=split, instruction=instruction)
+        TileConfiguration(
+            rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
+        )
         for instruction in (("mma", "wgmma") if sm == WGMMA_SM else ("mma",))
         for rows, columns, stages, split in itertools.product(
             TILE_ROWS, TILE_COLUMNS[instruction], STAGES[instruction], splits
         )
     ]
-    return [one for one in found if one.split == 1 or math.prod(one.blocks(key.m, key.n)) <= TICKETS]
+    return [
+        one for one in found if one.split == 1 or math.prod(one.blocks(key.m, key.n)) <= TICKETS
+    ]
 
 
 class EndedTrial:
@@ -68,7 +76,9 @@ class EndedTrial:
     def __init__(self, key: ProductKey, device: Device, by_itself) -> None:
         if key.op not in OPERATIONS:
             by_itself.close()
-            raise ValueError(f"op is {key.op!r}, which a GPU makes by tiles of a rule alone: leave it out")
+            raise ValueError(
+                f"op is {key.op!r}, which a GPU makes by tiles of a rule alone: leave it out"
+            )
         self.key, self.device, self._by_itself = key, device, by_itself
         made = Sampler(device.place, torch.bfloat16).operation(OPERATIONS[key.op](key))
         others = by_itself.backend.copies(key) - 1
@@ -100,8 +110,13 @@ class EndedTrial:
         return f"{differing} of its results are wrong" if differing else None
 
     def seconds(self, configuration: Configuration, repeats: int) -> float:
-        lists = [self._list(configuration, number) for number in range(min(repeats, len(self._operations)))]
-        return self._by_itself.backend.time(lambda number: lists[number % len(lists)].run(), repeats)
+        lists = [
+            self._list(configuration, number)
+            for number in range(min(repeats, len(self._operations)))
+        ]
+        return self._by_itself.backend.time(
+            lambda number: lists[number % len(lists)].run(), repeats
+        )
 
     def float_seconds(self, repeats: int) -> float:
         """Of the product of bfloat16 alone."""
@@ -119,14 +134,18 @@ class EndedTrial:
         """What the first operation writes, of exact sums."""
         if self._expected is None:
             entries = self._entries(None, self._operations[0])
-            place = next(number for number, entry in enumerate(entries) if isinstance(entry, Product))
+            place = next(
+                number for number, entry in enumerate(entries) if isinstance(entry, Product)
+            )
             self.device.run(entries[:place])
             _multiply(entries[place])
             self.device.run(entries[place + 1 :])
             self._expected = [tensor.clone() for tensor in self._operations[0].outputs]
         return self._expected
 
-    def _entries(self, tile: TileConfiguration | None, operation: Operation) -> list[Launch | Product]:
+    def _entries(
+        self, tile: TileConfiguration | None, operation: Operation
+    ) -> list[Launch | Product]:
         with gemm.ended_by(tile):
             return operation.cuda(*map(self._memory, enumerate(operation.cuda_scratch())))
 
@@ -143,8 +162,10 @@ class EndedTrial:
             tiled = isinstance(configuration, TileConfiguration)
             entries = self._entries(configuration if tiled else None, self._operations[number])
             found = self.device.list(
-                entries, title=str(self.key), products=SimpleNamespace(prepare=lambda _: self._native(configuration)),
-            )  # fmt: skip
+                entries,
+                title=str(self.key),
+                products=SimpleNamespace(prepare=lambda _: self._native(configuration)),
+            )
             self._lists[configuration, number] = found
         return found
 
@@ -154,7 +175,9 @@ class EndedTrial:
             native = products.describe(self.key)
             with products.current():
                 native.choose(configuration.algorithm)
-            self._chosen[configuration] = ChosenProduct(key=self.key, native=native, algorithm=configuration)
+            self._chosen[configuration] = ChosenProduct(
+                key=self.key, native=native, algorithm=configuration
+            )
         return self._chosen[configuration]
 
 

@@ -1,8 +1,9 @@
 """Operands for trials, and an exact check of int32 sums without a second product.
 
-Each row of the sums times a random vector, modulo 2^64: out r = a (b^T r) holds for every r if out is right. If any sum
-of a row is wrong, the row passes for at most one in 2^32 of the vectors r (the difference of two int32 numbers is no
-multiple of a higher power of two), and r is random. This takes M * N operations where the product takes M * N * K.
+Each row of the sums times a random vector, modulo 2^64: out r = a (b^T r) holds for every r if out
+is right. If any sum of a row is wrong, the row passes for at most one in 2^32 of the vectors r (the
+difference of two int32 numbers is no multiple of a higher power of two), and r is random. This
+takes M * N operations where the product takes M * N * K.
 """
 
 import torch
@@ -17,12 +18,17 @@ LARGEST = torch.iinfo(torch.int8).max
 """Largest code that products are tried with."""
 
 
-def whole_numbers(key: ProductKey, name: str, largest: int, generator: torch.Generator) -> torch.Tensor:
-    """int8 [length] of operand "a" or "b": all values up to `largest`, which fills the first row and column.
+def whole_numbers(
+    key: ProductKey, name: str, largest: int, generator: torch.Generator
+) -> torch.Tensor:
+    """int8 [length] of operand "a" or "b": all values up to `largest`, which fills the first row
+    and column.
 
     There, sums are largest: narrow instructions saturate.
     """
-    made = torch.randint(-largest, largest + 1, (key.lengths[name],), dtype=torch.int8, generator=generator)
+    made = torch.randint(
+        -largest, largest + 1, (key.lengths[name],), dtype=torch.int8, generator=generator
+    )
     matrix = laid(made, key, name)
     matrix[0], matrix[:, 0] = largest, -largest
     return made
@@ -43,7 +49,8 @@ class RowChecksums:
         self._expected = _times(a, _times(b.t(), self._vector))
 
     def first_wrong_row(self, sums: torch.Tensor, first: int = 0) -> int | None:
-        """The first row of `sums` int32 [rows, N], which are the product's from row `first` on, that is wrong."""
+        """The first row of `sums` int32 [rows, N], which are the product's from row `first` on,
+        that is wrong."""
         found = _times(sums, self._vector)
         wrong = (found != self._expected[first : first + len(sums)]).nonzero()
         return None if len(wrong) == 0 else first + int(wrong[0])

@@ -1,4 +1,5 @@
-"""Operations whose products a GPU ends, of virtual tensors, for the tuner: each with an end that stands for all of its.
+"""Operations whose products a GPU ends, of virtual tensors, for the tuner: each with an end that
+stands for all of its.
 
 A key is a lsq.gemm.product_key.ProductKey: M, N and K of the product.
 """
@@ -22,38 +23,57 @@ def projection(key: ProductKey) -> Project:
     """Of M rows, N outputs and K inputs, with bias and rounding."""
     return Project(
         x=Rows(coded=_coded("x", key.m, key.k)),
-        weight=Weight(format=QUANT.weights, codes=_codes("weight", key.n, key.k), scale=_tensor("scales", key.n)),
-        bias=_tensor("bias", key.n), rounded=_coded("out", key.m, key.n),
-    )  # fmt: skip
+        weight=Weight(
+            format=QUANT.weights,
+            codes=_codes("weight", key.n, key.k),
+            scale=_tensor("scales", key.n),
+        ),
+        bias=_tensor("bias", key.n),
+        rounded=_coded("out", key.m, key.n),
+    )
 
 
 def gradient_of_input(key: ProductKey) -> ProjectInputGradient:
     """Of M rows, N inputs and K outputs, with the straight-through mask and another gradient."""
     weight = Weight(
-        format=QUANT.weights, codes=_codes("weight", key.k, key.n), transposed=_codes("transposed", key.n, key.k),
+        format=QUANT.weights,
+        codes=_codes("weight", key.k, key.n),
+        transposed=_codes("transposed", key.n, key.k),
         scale=_tensor("scales", key.k),
-    )  # fmt: skip
+    )
     return ProjectInputGradient(
-        gradient=_rounded(key.m, key.k), weight=weight, x=_coded("x", key.m, key.n),
-        added=_tensor("added", key.m, key.n), dx=_tensor("dx", key.m, key.n),
-    )  # fmt: skip
+        gradient=_rounded(key.m, key.k),
+        weight=weight,
+        x=_coded("x", key.m, key.n),
+        added=_tensor("added", key.m, key.n),
+        dx=_tensor("dx", key.m, key.n),
+    )
 
 
 def gradient_of_weight(key: ProductKey) -> ProjectWeightGradient:
-    """Of M outputs, N inputs and K rows, by PACT; the kernels that make its operands run as well."""
+    """Of M outputs, N inputs and K rows, by PACT; the kernels that make its operands run as
+    well."""
     weight = Weight(
-        format=QUANT.weights, codes=_codes("weight", key.m, key.n), scale=_tensor("scales", key.m),
-        values=_tensor("values", key.m, key.n), clip=_tensor("clip", key.m),
-    )  # fmt: skip
+        format=QUANT.weights,
+        codes=_codes("weight", key.m, key.n),
+        scale=_tensor("scales", key.m),
+        values=_tensor("values", key.m, key.n),
+        clip=_tensor("clip", key.m),
+    )
     return ProjectWeightGradient(
-        gradient=_rounded(key.k, key.m), x=Rows(coded=_coded("x", key.k, key.n)), weight=weight,
-        key=_tensor("key", 1, dtype=torch.int64), dweight=_tensor("dweight", key.m, key.n),
-    )  # fmt: skip
+        gradient=_rounded(key.k, key.m),
+        x=Rows(coded=_coded("x", key.k, key.n)),
+        weight=weight,
+        key=_tensor("key", 1, dtype=torch.int64),
+        dweight=_tensor("dweight", key.m, key.n),
+    )
 
 
 OPERATIONS = {
-    project.GEMM: projection, input_gradient.GEMM: gradient_of_input, weight_gradient.GEMM: gradient_of_weight
-}  # fmt: skip
+    project.GEMM: projection,
+    input_gradient.GEMM: gradient_of_input,
+    weight_gradient.GEMM: gradient_of_weight,
+}
 """By `ProductKey.op`: makes the operation whose product it is."""
 
 
@@ -69,14 +89,21 @@ def _coded(name: str, rows: int, columns: int) -> Coded:
     """Codes of an activation."""
     clipped = _tensor(f"{name}_clipped", -(-rows * columns // 8), dtype=torch.uint8)
     return Coded(
-        format=QUANT.activations, codes=_codes(name, rows, columns), scale=_tensor(f"{name}_scale", 1),
-        clipped=clipped, clip=_tensor(f"{name}_clip", 1),
-    )  # fmt: skip
+        format=QUANT.activations,
+        codes=_codes(name, rows, columns),
+        scale=_tensor(f"{name}_scale", 1),
+        clipped=clipped,
+        clip=_tensor(f"{name}_clip", 1),
+    )
 
 
 def _rounded(rows: int, columns: int) -> RoundedGradient:
     """The gradient of a product."""
     return RoundedGradient(
-        format=GRADIENT, codes=_codes("gradient", rows, columns), scale=_tensor("row_scales", rows),
-        weight_scale=_tensor("weight_scales", columns), key=_tensor("key", 1, dtype=torch.int64), subsequence=0,
-    )  # fmt: skip
+        format=GRADIENT,
+        codes=_codes("gradient", rows, columns),
+        scale=_tensor("row_scales", rows),
+        weight_scale=_tensor("weight_scales", columns),
+        key=_tensor("key", 1, dtype=torch.int64),
+        subsequence=0,
+    )

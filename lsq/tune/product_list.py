@@ -1,4 +1,5 @@
-"""Lists of products as CSV: what `lsq tune --list` prints, what a run missed, what `lsq tune --shapes` takes."""
+"""Lists of products as CSV: what `lsq tune --list` prints, what a run missed, what `lsq tune
+--shapes` takes."""
 
 import csv
 import dataclasses
@@ -41,15 +42,21 @@ def read(path: Path) -> list[ProductKey]:
                 raise ValueError(f"the file is empty; its heading must be {','.join(FIELDS)}")
             missing = [name for name in NEEDED if name not in reader.fieldnames]
             if missing:
-                raise ValueError(f"no column {', '.join(missing)}; the heading is {','.join(FIELDS)}")
+                raise ValueError(
+                    f"no column {', '.join(missing)}; the heading is {','.join(FIELDS)}"
+                )
             return [_key(row) for row in reader]
         except (csv.Error, ValueError) as error:
-            raise ValueError(f"{path}: line {max(1, reader.line_num)}: {error} (correct the file)") from None
+            raise ValueError(
+                f"{path}: line {max(1, reader.line_num)}: {error} (correct the file)"
+            ) from None
 
 
 def _key(row: dict[str | None, Any]) -> ProductKey:
     if None in row or None in row.values():
         raise ValueError("the heading and this line have different numbers of columns")
     texts = {name: cell.strip() for name, cell in row.items()}
-    values = {name: int(cell) if _DIGITS.fullmatch(cell) else cell for name, cell in texts.items() if cell}
+    values = {
+        name: int(cell) if _DIGITS.fullmatch(cell) else cell for name, cell in texts.items() if cell
+    }
     return json_file.record(ProductKey, values, "")

@@ -1,4 +1,5 @@
-"""What reads the sums of a product on the CPU while a tuner times it: ends of operations, on operands of its own."""
+"""What reads the sums of a product on the CPU while a tuner times it: ends of operations, on
+operands of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,12 +56,19 @@ def _weight(codes: torch.Tensor) -> Weight:
     return Weight(format=QuantConfig().weights, codes=codes, scale=torch.full((len(codes),), 1e-3))
 
 
-def _of_a_vocabulary(key: ProductKey, a: torch.Tensor, b: torch.Tensor, result: torch.Tensor) -> Reader:
+def _of_a_vocabulary(
+    key: ProductKey, a: torch.Tensor, b: torch.Tensor, result: torch.Tensor
+) -> Reader:
     form = QuantConfig().activations  # of 8 bits, as gradients have
     x = Coded(format=form, codes=a, scale=torch.full((1,), 1e-3))
     target = torch.arange(key.m) % key.n
     given = Prediction(
-        x=Rows(coded=x), weight=_weight(b), target=target, vocabulary=key.n, padding=-1, smoothing=0.1
+        x=Rows(coded=x),
+        weight=_weight(b),
+        target=target,
+        vocabulary=key.n,
+        padding=-1,
+        smoothing=0.1,
     )
     one, row = torch.ones(1), torch.ones(key.m)
     if key.op == PRODUCT:
@@ -68,9 +76,16 @@ def _of_a_vocabulary(key: ProductKey, a: torch.Tensor, b: torch.Tensor, result: 
         parts = torch.empty(loss.cpu_scratch()[0][0])
         return Reader(key.op, loss, (parts, row.clone()))
     rounded = RoundedGradient(
-        format=form, codes=result, scale=row.clone(), weight_scale=given.weight.scale,
-        key=torch.zeros(1, dtype=torch.int64), subsequence=0,
-    )  # fmt: skip
-    return Reader(key.op, VocabularyLossGradient(
-        prediction=given, normaliser=row, bound=row, dloss=one, rounded=rounded
-    ))  # fmt: skip
+        format=form,
+        codes=result,
+        scale=row.clone(),
+        weight_scale=given.weight.scale,
+        key=torch.zeros(1, dtype=torch.int64),
+        subsequence=0,
+    )
+    return Reader(
+        key.op,
+        VocabularyLossGradient(
+            prediction=given, normaliser=row, bound=row, dloss=one, rounded=rounded
+        ),
+    )

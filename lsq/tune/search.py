@@ -1,4 +1,5 @@
-"""Tunes many products into a file, which always holds all that is done: stop it and go on whenever you like."""
+"""Tunes many products into a file, which always holds all that is done: stop it and go on whenever
+you like."""
 
 import contextlib
 import dataclasses
@@ -16,7 +17,8 @@ from lsq.lock import locked_file
 from lsq.tune.trial import Outcome, Settings, Trials, compare
 
 MEASUREMENTS = 150
-"""Of a product with all its candidates, about: nine of transformer base took 71 to 416 on a CPU, the median 134."""
+"""Of a product with all its candidates, about: nine of transformer base took 71 to 416 on a CPU,
+the median 134."""
 
 
 @dataclass(kw_only=True)
@@ -52,11 +54,15 @@ def opened(path: Path, validators: Validators) -> ConfigurationFile:
     file = configuration_file.read(path)
     found = difference(file.validators, validators)
     if found is not None:
-        raise ValueError(f"{path} holds the products of another device: {found}; choose another --output")
+        raise ValueError(
+            f"{path} holds the products of another device: {found}; choose another --output"
+        )
     return file
 
 
-def estimate(trials: Trials, keys: Sequence[ProductKey], settings: Settings | None = None) -> dict[ProductKey, float]:
+def estimate(
+    trials: Trials, keys: Sequence[ProductKey], settings: Settings | None = None
+) -> dict[ProductKey, float]:
     """About how many seconds each product takes to tune, judged by a few runs of the middle one.
 
     Args:
@@ -86,7 +92,8 @@ def tune(
     progress: Callable[[ProductKey, Outcome | None], None] = lambda key, outcome: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Summary:
-    """Find the best way to run each product that has no entry yet, and write each entry as soon as it is there.
+    """Find the best way to run each product that has no entry yet, and write each entry as soon as
+    it is there.
 
     Args:
         trials: of this device.
@@ -94,7 +101,8 @@ def tune(
         path: the file, which is made or gone on with.
         validators: of this device.
         again: tune also what has an entry.
-        seconds: after so many, no further product is begun, and the one at hand takes up no further candidates.
+        seconds: after so many, no further product is begun, and the one at hand takes up no further
+            candidates.
         progress: called after each product, with None for what was skipped or failed.
 
     Raises:
@@ -143,7 +151,8 @@ def _tune_one(trials, key, settings, deadline, clock) -> Outcome:
         with contextlib.closing(trials(key)) as trial:
             again = compare(trial, [candidates[0], outcome.configuration], settings)
         counts = {name: getattr(outcome, name) for name in ("refused", "complete")}
-        if again.other is None and outcome.other is not None:  # both are of one kind; what they beat is known
+        # both are of one kind; what they beat is known
+        if again.other is None and outcome.other is not None:
             counts["other"] = outcome.other / outcome.chosen * again.chosen
         outcome = dataclasses.replace(again, **counts)
     return outcome
@@ -151,8 +160,13 @@ def _tune_one(trials, key, settings, deadline, clock) -> Outcome:
 
 def _entry(key: ProductKey, outcome: Outcome) -> Entry:
     times = {name: getattr(outcome, name) for name in ("chosen", "default", "float", "other")}
-    microseconds = {name: None if time is None else round(1e6 * time, 3) for name, time in times.items()}
+    microseconds = {
+        name: None if time is None else round(1e6 * time, 3) for name, time in times.items()
+    }
     return Entry(
-        key=key, configuration=outcome.configuration, times=Times(**microseconds), spread=round(outcome.spread, 4),
+        key=key,
+        configuration=outcome.configuration,
+        times=Times(**microseconds),
+        spread=round(outcome.spread, 4),
         date=now(),
     )

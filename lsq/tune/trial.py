@@ -1,4 +1,5 @@
-"""Compares the ways to run one product: checked exactly, timed in turns, judged by medians of each round's ratios.
+"""Compares the ways to run one product: checked exactly, timed in turns, judged by medians of each
+round's ratios.
 
 The ways come from a trial (cpu.py, cublaslt.py); nothing here knows of devices.
 """
@@ -14,13 +15,15 @@ from lsq.gemm.configuration import Configuration, Entry
 from lsq.gemm.product_key import ProductKey
 
 FLOAT_ROUNDS = 3
-"""Measurements of the product of floats, which is many times slower and there for comparison alone."""
+"""Measurements of the product of floats, which is many times slower and there for comparison alone.
+"""
 LARGEST_PRODUCT = 2**31
 """Bytes of operands and result up to which an entry is run to verify it; files are not trusted."""
 
 
 class Trial(Protocol):
-    """One product with its operands: several sets of them, used in turn, together larger than the caches."""
+    """One product with its operands: several sets of them, used in turn, together larger than the
+    caches."""
 
     def candidates(self) -> Sequence[Any]:
         """Ways to run the product, what runs untuned first.
@@ -43,7 +46,10 @@ class Trial(Protocol):
 
 
 Trials = Callable[[ProductKey], Trial]
-"""Makes the trials of one device. It raises RuntimeError, ValueError or MemoryError: no such product, or no memory."""
+"""Makes the trials of one device.
+
+It raises RuntimeError, ValueError or MemoryError: no such product, or no memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +61,20 @@ class Settings:
     final_rounds: int = 11
     """Measurements of the best and the default against each other, after that."""
     confirmations: int = 2
-    """How often the best must win again on operands that lie elsewhere; the time of small products depends on that."""
+    """How often the best must win again on operands that lie elsewhere; the time of small products
+    depends on that."""
     least_gain: float = 0.02
     """The default stays unless another is faster by more than this, and by more than the spread."""
     seconds: float = 0.01
     """One measurement repeats its run until it lasts about so long."""
     screening: float = 2.0
-    """Candidates whose first, single run takes so many times as long as the best one's are dropped."""
+    """Candidates whose first, single run takes so many times as long as the best one's are dropped.
+    """
     finalists: int = 24
     """How many the screening leaves at most."""
     pruning: tuple[float, ...] = (1.5, 1.25, 1.1)
-    """After each round, those so many times as slow as the best are dropped; the last number holds from then on."""
+    """After each round, those so many times as slow as the best are dropped; the last number holds
+    from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +92,8 @@ class Outcome:
     complete: bool
     """Whether there was time for every candidate."""
     other: float | None = None
-    """Of the best candidate of another kind than the chosen one's, its class; None where there is none so fast."""
+    """Of the best candidate of another kind than the chosen one's, its class; None where there is
+    none so fast."""
 
 
 def compare(
@@ -96,12 +106,13 @@ def compare(
 ) -> Outcome:
     """Find the best of `candidates`, the first of which is the default.
 
-    Another is chosen if it is faster by more than the spread: if its median gain exceeds 1 by the gains' interquartile
-    range, and by `settings.least_gain`. Gains are the default's time over its own in the same round, so that a drift of
-    the clock cancels.
+    Another is chosen if it is faster by more than the spread: if its median gain exceeds 1 by the
+    gains' interquartile range, and by `settings.least_gain`. Gains are the default's time over its
+    own in the same round, so that a drift of the clock cancels.
 
     Args:
-        deadline: when `clock` reaches this, no further candidate is taken up; those that were go on.
+        deadline: when `clock` reaches this, no further candidate is taken up; those that were go
+            on.
 
     Raises:
         RuntimeError: the default itself computes wrong results.
@@ -112,9 +123,14 @@ def compare(
     for _ in range(settings.rounds):
         race.run_round()
         race.prune()
-    final = _Race(trial, {place: screened[place] for place in {0, race.best(), *race.best_of_kinds()}}, settings)
+    final = _Race(
+        trial,
+        {place: screened[place] for place in {0, race.best(), *race.best_of_kinds()}},
+        settings,
+    )
     floats = []
-    for number in range(settings.final_rounds):  # again: the best of many medians is low by chance, too
+    # again: the best of many medians is low by chance, too
+    for number in range(settings.final_rounds):
         final.run_round()
         if number < FLOAT_ROUNDS:
             floats.append(trial.float_seconds(float_repeats))
@@ -134,7 +150,8 @@ def compare(
 
 
 def _screen(trial, candidates, settings, deadline, clock):
-    """Check and time each once: ({place: (candidate, repeats)}, refused, whether all were taken up)."""
+    """Check and time each once: ({place: (candidate, repeats)}, refused, whether all were taken
+    up)."""
     first_times: dict[int, float] = {}
     refused = []
     complete = True
@@ -146,11 +163,17 @@ def _screen(trial, candidates, settings, deadline, clock):
         if fault is None:
             first_times[place] = trial.seconds(candidate, 1)
         elif place == 0:
-            raise RuntimeError(f"the product is wrong as it runs untuned ({candidate}): {fault}; do not use int8 here")
+            raise RuntimeError(
+                f"the product is wrong as it runs untuned ({candidate}): {fault}; do not use int8"
+                " here"
+            )
         else:
             refused.append((candidate, fault))
     limit = settings.screening * min(first_times.values())
-    ranked = sorted((place for place in first_times if place and first_times[place] <= limit), key=first_times.get)
+    ranked = sorted(
+        (place for place in first_times if place and first_times[place] <= limit),
+        key=first_times.get,
+    )
     kept = [0, *ranked[: settings.finalists]]
     runners = {place: (candidates[place], _repeats(first_times[place], settings)) for place in kept}
     return runners, refused, complete
@@ -163,7 +186,9 @@ def _repeats(seconds: float, settings: Settings) -> int:
 class _Race:
     """Candidates that are timed in turns."""
 
-    def __init__(self, trial: Trial, runners: dict[int, tuple[Any, int]], settings: Settings) -> None:
+    def __init__(
+        self, trial: Trial, runners: dict[int, tuple[Any, int]], settings: Settings
+    ) -> None:
         self.trial, self.runners, self.settings = trial, runners, settings
         self.times: dict[int, list[float]] = {place: [] for place in runners}
         self.running = sorted(runners)
@@ -199,7 +224,8 @@ class _Race:
         return [place for place, (candidate, _) in self.runners.items() if type(candidate) is kind]
 
     def gain(self, place: int) -> float:
-        """How many times as fast as the default: the median over the rounds, each of which compares neighbours."""
+        """How many times as fast as the default: the median over the rounds, each of which compares
+        neighbours."""
         return statistics.median(self._gains(place))
 
     def spread_of_gain(self, place: int) -> float:
@@ -213,7 +239,9 @@ class _Race:
         return _interquartile(self.times[place]) / self.median(place)
 
     def _gains(self, place: int) -> list[float]:
-        return [default / own for default, own in zip(self.times[0], self.times[place], strict=False)]
+        return [
+            default / own for default, own in zip(self.times[0], self.times[place], strict=False)
+        ]
 
 
 def _interquartile(values: list[float]) -> float:
@@ -222,10 +250,15 @@ def _interquartile(values: list[float]) -> float:
 
 
 def entry_fault(entry: Entry, trials: Trials) -> str | None:
-    """What is wrong with an entry, in words, or None: it is run once and compared with exact arithmetic."""
+    """What is wrong with an entry, in words, or None: it is run once and compared with exact
+    arithmetic."""
     needed = entry.key.bytes
     if needed > LARGEST_PRODUCT:
-        return f"not run, because its operands and its result take {needed / 2**30:.1f} GiB; remove the entry"
+        return (
+            f"not run, because its operands and its result take {needed / 2**30:.1f} GiB;"
+            " remove"
+            " the entry"
+        )
     try:
         with contextlib.closing(trials(entry.key)) as trial:
             fault = trial.fault(entry.configuration)

@@ -39,14 +39,19 @@ def words(*shape: int, seed: int = 1) -> torch.Tensor:
 
 def right_padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """A batch of sentences of these lengths, as a tokenizer makes it, with labels."""
-    ids, present = words(len(lengths), max(lengths)), torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids, present = (
+        words(len(lengths), max(lengths)),
+        torch.arange(max(lengths)) < torch.tensor(lengths)[:, None],
+    )
     ids = ids.where(present, PADDING)
     return {"input_ids": ids, "attention_mask": present.long(), "labels": ids.where(present, -100)}
 
 
 def left_padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """The same with padding before the sentences, as for decoding; without labels."""
-    return {name: value.flip(1) for name, value in right_padded(lengths).items() if name != "labels"}
+    return {
+        name: value.flip(1) for name, value in right_padded(lengths).items() if name != "labels"
+    }
 
 
 def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
@@ -57,16 +62,23 @@ def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def fused(model: torch.nn.Module, quant: QuantConfig | None = None, layers: int | None = None) -> torch.nn.Module:
+def fused(
+    model: torch.nn.Module, quant: QuantConfig | None = None, layers: int | None = None
+) -> torch.nn.Module:
     """A copy of `model` whose layers are fused: all that are known, so many."""
     model = copy.deepcopy(model)
     report = lsq.convert(model, quant)
-    assert len(report.fused) == len(report.whole) == (layers or model.config.num_hidden_layers), report
+    assert len(report.fused) == len(report.whole) == (layers or model.config.num_hidden_layers), (
+        report
+    )
     return model
 
 
-def assert_same_in_float(model: torch.nn.Module, batch: dict, present: torch.Tensor | None = None, layers=None) -> None:
-    """Fused in float mode, it computes and differentiates what it does without lsq, where `present` bool [B, T] is."""
+def assert_same_in_float(
+    model: torch.nn.Module, batch: dict, present: torch.Tensor | None = None, layers=None
+) -> None:
+    """Fused in float mode, it computes and differentiates what it does without lsq, where `present`
+    bool [B, T] is."""
     mine = fused(model, FLOAT, layers)
     expected, found = model(**batch, use_cache=False), mine(**batch, use_cache=False)
     chosen = slice(None) if present is None else present
@@ -77,12 +89,16 @@ def assert_same_in_float(model: torch.nn.Module, batch: dict, present: torch.Ten
     for (name, first), second in zip(model.named_parameters(), mine.parameters(), strict=True):
         assert (first.grad is None) == (second.grad is None), name
         if first.grad is not None:
-            torch.testing.assert_close(second.grad, first.grad, rtol=1e-3, atol=1e-5, msg=lambda why, at=name: at + why)
+            torch.testing.assert_close(
+                second.grad, first.grad, rtol=1e-3, atol=1e-5, msg=lambda why, at=name: at + why
+            )
 
 
 def assert_same_alone(kind: str, **shape) -> None:
     """A layer by itself of that class, fused in float mode, gives what it gave."""
-    config = getattr(transformers, kind.replace("Layer", "Config"))(**shape, attn_implementation="sdpa")
+    config = getattr(transformers, kind.replace("Layer", "Config"))(
+        **shape, attn_implementation="sdpa"
+    )
     file = type(config).__module__.replace("configuration", "modeling")
     layer = made(lambda: getattr(importlib.import_module(file), kind)(config))
     mine, x = copy.deepcopy(layer), torch.randn(2, 7, config.hidden_size)
@@ -94,7 +110,9 @@ def _loss(output, chosen) -> torch.Tensor:
     return output.loss if output.loss is not None else output.logits[chosen].square().mean()
 
 
-def assert_trains_and_comes_back(model: torch.nn.Module, batch: dict, folder, layers=None, least: float = 25.0) -> None:
+def assert_trains_and_comes_back(
+    model: torch.nn.Module, batch: dict, folder, layers=None, least: float = 25.0
+) -> None:
     """In int8 it is near the float model, learns, and saves what the float model loads."""
     mine = fused(model, layers=layers)
     present = batch.get("attention_mask", torch.ones(())).bool().expand(batch["labels"].shape)

@@ -44,29 +44,54 @@ class Encoder(nn.Module):
 
 
 MODELS = {
-    "llama": lambda: made(MAKERS["llama"]), "bert": lambda: bert_model("BertForMaskedLM"),
-    "gpt2": gpt2, "relu": lambda: gpt2(activation_function="relu"), "vit": vit,
-    "marian": lambda: made(PAIRS["marian"]), "t5": lambda: made(BLOCKS["t5"]),
-    "t5 v1.1": lambda: made(BLOCKS["t5 v1.1"]), "pytorch": Encoder,
-}  # fmt: skip
+    "llama": lambda: made(MAKERS["llama"]),
+    "bert": lambda: bert_model("BertForMaskedLM"),
+    "gpt2": gpt2,
+    "relu": lambda: gpt2(activation_function="relu"),
+    "vit": vit,
+    "marian": lambda: made(PAIRS["marian"]),
+    "t5": lambda: made(BLOCKS["t5"]),
+    "t5 v1.1": lambda: made(BLOCKS["t5 v1.1"]),
+    "pytorch": Encoder,
+}
 BATCHES = {"vit": images(5), "pytorch": {"src": sentences()}}
 """Others than BATCH."""
 LAYERS = {"marian": 4, "t5": 5, "t5 v1.1": 5}
 """Others than 2."""
 CASES = [
-    ("llama", ALL), ("llama", ["q_proj", "v_proj"]), ("llama", ["v_proj", "down_proj"]),
-    ("llama", ["up_proj"]), ("llama", ["gate_proj"]), ("bert", EVERY),
-    ("bert", ["query", "intermediate.dense"]), ("bert", ["output.dense"]), ("gpt2", EVERY),
-    ("gpt2", ["c_attn"]), ("relu", EVERY), ("vit", EVERY), ("marian", EVERY), ("marian", ["fc1"]),
-    ("t5", EVERY), ("t5 v1.1", EVERY), ("pytorch", ["linear1", "linear2"]),
-]  # fmt: skip
+    ("llama", ALL),
+    ("llama", ["q_proj", "v_proj"]),
+    ("llama", ["v_proj", "down_proj"]),
+    ("llama", ["up_proj"]),
+    ("llama", ["gate_proj"]),
+    ("bert", EVERY),
+    ("bert", ["query", "intermediate.dense"]),
+    ("bert", ["output.dense"]),
+    ("gpt2", EVERY),
+    ("gpt2", ["c_attn"]),
+    ("relu", EVERY),
+    ("vit", EVERY),
+    ("marian", EVERY),
+    ("marian", ["fc1"]),
+    ("t5", EVERY),
+    ("t5 v1.1", EVERY),
+    ("pytorch", ["linear1", "linear2"]),
+]
 IN_INTEGERS = [
-    ("llama", ALL, {}), ("llama", ALL, {"bits": 4}), ("llama", ALL, {"clips": "learned"}),
-    ("bert", EVERY, {}), ("bert", EVERY, {"backward": "float"}),
-    ("bert", EVERY, {"clips": "learned"}), ("bert", EVERY, {"activation_format": "int8/row"}),
-    ("gpt2", EVERY, {}), ("relu", EVERY, {}), ("vit", EVERY, {}), ("marian", EVERY, {}),
-    ("t5", EVERY, {}), ("pytorch", ["linear1", "linear2"], {}),
-]  # fmt: skip
+    ("llama", ALL, {}),
+    ("llama", ALL, {"bits": 4}),
+    ("llama", ALL, {"clips": "learned"}),
+    ("bert", EVERY, {}),
+    ("bert", EVERY, {"backward": "float"}),
+    ("bert", EVERY, {"clips": "learned"}),
+    ("bert", EVERY, {"activation_format": "int8/row"}),
+    ("gpt2", EVERY, {}),
+    ("relu", EVERY, {}),
+    ("vit", EVERY, {}),
+    ("marian", EVERY, {}),
+    ("t5", EVERY, {}),
+    ("pytorch", ["linear1", "linear2"], {}),
+]
 
 
 def adapted(model: nn.Module, targets: list[str] | str, **options) -> nn.Module:
@@ -81,7 +106,9 @@ def adapted(model: nn.Module, targets: list[str] | str, **options) -> nn.Module:
     return found
 
 
-def converted(targets, first: str, quant: QuantConfig | None = None, name: str = "llama", **options):
+def converted(
+    targets, first: str, quant: QuantConfig | None = None, name: str = "llama", **options
+):
     """(with PEFT's own code, fused): the same model with the same adapters."""
     model = MODELS[name]()
     mine = copy.deepcopy(model)
@@ -160,7 +187,9 @@ def test_codes_of_frozen_weights_are_made_once(monkeypatch):
     assert {name: one.data_ptr() for name, one in layer.codes.kept.items()} == before
     layer.mlp.down_proj.base_layer.weight.data.mul_(2.0)  # so PEFT merges
     gradients(mine)
-    assert not torch.equal(layer.codes.kept["feed_forward.fc2_weight.scale"], kept["feed_forward.fc2_weight.scale"])
+    assert not torch.equal(
+        layer.codes.kept["feed_forward.fc2_weight.scale"], kept["feed_forward.fc2_weight.scale"]
+    )
 
 
 def test_adapters_learn(monkeypatch):
@@ -186,10 +215,11 @@ def test_dropout_is_of_the_adapters_alone():
 @pytest.mark.parametrize(
     "name, targets, others",
     [
-        ("llama", ALL, ["o_proj"]), ("bert", EVERY, ["intermediate.dense"]),
+        ("llama", ALL, ["o_proj"]),
+        ("bert", EVERY, ["intermediate.dense"]),
         ("gpt2", EVERY, ["c_fc"]),
     ],
-)  # fmt: skip
+)
 def test_adapters_that_are_switched_off_changed_and_merged(name, targets, others, monkeypatch):
     expected, mine = converted(targets, "convert", FLOAT, name)
 
@@ -263,11 +293,18 @@ def test_generation_after_training(name, targets):
     expected, mine = converted(targets, "peft", name=name)
     gradients(mine)
     words = {name: BATCH[name][:1] for name in ("input_ids", "attention_mask")}
-    options = {"max_new_tokens": 4, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
     with torch.no_grad():
         found, wanted = (one.eval().generate(**words, **options) for one in (mine, expected))
     assert len(found.scores) == 4
-    assert all(decibels(*pair) > 15 for pair in zip(wanted.scores[:2], found.scores[:2], strict=True))
+    assert all(
+        decibels(*pair) > 15 for pair in zip(wanted.scores[:2], found.scores[:2], strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
@@ -336,8 +373,12 @@ CHANGES = {
     "forward of A": lambda one: doubled(one.lora_A["default"]),
     "class of A": lambda one: setattr(one.lora_A["default"], "__class__", Tripled),
     "hook of B": lambda one: one.lora_B["default"].register_forward_hook(lambda _, given, y: 2 * y),
-    "backward hook": lambda one: one.lora_B["default"].register_full_backward_hook(lambda _, dx, dy: (2 * dx[0],)),
-    "bias of B": lambda one: setattr(one.lora_B["default"], "bias", nn.Parameter(torch.ones(one.out_features))),
+    "backward hook": lambda one: one.lora_B["default"].register_full_backward_hook(
+        lambda _, dx, dy: (2 * dx[0],)
+    ),
+    "bias of B": lambda one: setattr(
+        one.lora_B["default"], "bias", nn.Parameter(torch.ones(one.out_features))
+    ),
     "another dropout": lambda one: one.lora_dropout.update({"default": nn.Tanh()}),
     "mode of dropout": lambda one: one.lora_dropout["default"].eval(),
 }
@@ -356,7 +397,9 @@ def test_what_others_do_to_pefts_modules_is_seen_in_the_next_pass(what):
     wanted, found = gradients(expected), gradients(mine)
     assert found.keys() == wanted.keys()
     for name, one in wanted.items():
-        torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-6, msg=lambda why, at=name: f"{at}: {why}")
+        torch.testing.assert_close(
+            found[name], one, rtol=1e-3, atol=1e-6, msg=lambda why, at=name: f"{at}: {why}"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*runs its own code:UserWarning")
@@ -368,7 +411,9 @@ def test_adapters_that_are_switched_off_while_they_are_merged():
         model.merge_adapter()
     with expected.disable_adapter(), mine.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(mine(**BATCH).loss, expected(**BATCH).loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients(mine)["loss"], gradients(expected)["loss"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        gradients(mine)["loss"], gradients(expected)["loss"], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_adapters_that_no_program_has_leave_a_fused_layer_as_it_was():
@@ -391,7 +436,9 @@ def test_ranks_that_peft_pads():
     expected, mine = converted(ALL, "convert", FLOAT)
     gradients(mine)
     hotswap.prepare_model_for_compiled_hotswap(mine, target_rank=8)
-    torch.testing.assert_close(gradients(mine)["loss"], gradients(expected)["loss"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        gradients(mine)["loss"], gradients(expected)["loss"], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_dropout_of_everything_is_of_peft():

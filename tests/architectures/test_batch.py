@@ -13,7 +13,13 @@ SEES = PRESENT.bool()[:, None, None].expand(2, 1, 3, 4)
 
 def test_masks_of_a_memory():
     states = torch.randn(2, 4, 8)
-    for mask in (PRESENT, PRESENT.bool(), SEES, SEES[:, :, :1], torch.zeros(SEES.shape).masked_fill(~SEES, -1e9)):
+    for mask in (
+        PRESENT,
+        PRESENT.bool(),
+        SEES,
+        SEES[:, :, :1],
+        torch.zeros(SEES.shape).masked_fill(~SEES, -1e9),
+    ):
         packing = memory_packing_of(mask, (2, 4))
         assert packing.starts.tolist() == [0, 3, 4]
         assert torch.equal(packing.pack(states), states[PRESENT.bool()])
@@ -45,9 +51,15 @@ def test_a_mask_that_has_gone_is_not_that_of_a_pass_without_one():
     assert packing_of(None, (2, 4), everything).starts.tolist() == [0, 4, 8]
 
 
-@pytest.mark.parametrize("write", [
-    lambda mask: mask.numpy().fill(1), lambda mask: mask.data.fill_(1), lambda mask: mask.fill_(1),
-], ids=["numpy", "data", "in place"])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mask: mask.numpy().fill(1),
+        lambda mask: mask.data.fill_(1),
+        lambda mask: mask.fill_(1),
+    ],
+    ids=["numpy", "data", "in place"],
+)
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_mask_that_others_have_written_to_is_looked_at_again(write, inference):
     with torch.inference_mode(inference):
@@ -89,7 +101,9 @@ def test_block_masks():
     packing = packing_of(mask, (3, 150), partial(causal, None))
     assert packing.starts.tolist() == [0, 150, 280, 287]
     assert packing_of(mask, (3, 150), everything) is None
-    window = block_mask(lambda b, h, q, k: (q >= k) & (q - k < 9), blocks=(1, *BLOCKS[1:]), BLOCK_SIZE=32)
+    window = block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 9), blocks=(1, *BLOCKS[1:]), BLOCK_SIZE=32
+    )
     assert packing_of(window, (3, 150), partial(causal, 9)).rows == 450
     assert packing_of(window, (3, 150), partial(causal, None)) is None
     memory = block_mask(lambda b, h, q, k: k < LENGTHS[b], blocks=(3, 1, 5, 150))
@@ -104,5 +118,7 @@ def test_block_masks_hide_the_blocks_that_they_leave_out():
 
 
 def test_other_masks_are_refused():
-    with pytest.raises(ValueError, match="the attention mask is a list; it must be a tensor, a BlockMask or None"):
+    with pytest.raises(
+        ValueError, match="the attention mask is a list; it must be a tensor, a BlockMask or None"
+    ):
         packing_of([1, 1, 1, 0], (1, 4), everything)

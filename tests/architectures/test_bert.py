@@ -22,9 +22,15 @@ from tests.architectures.checks import (
 from tests.layers.shapes import decibels
 
 SHAPE = {
-    "vocab_size": WORDS, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4,
-    "max_position_embeddings": 32, "pad_token_id": PADDING, "num_labels": 3,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": PADDING,
+    "num_labels": 3,
+}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -37,7 +43,11 @@ def model(kind: str, config: str = "BertConfig", **options) -> torch.nn.Module:
     ("kind", "config", "options"),
     [
         ("BertForMaskedLM", "BertConfig", {}),
-        ("BertForMaskedLM", "BertConfig", {"attn_implementation": "eager", "hidden_act": "gelu_new"}),
+        (
+            "BertForMaskedLM",
+            "BertConfig",
+            {"attn_implementation": "eager", "hidden_act": "gelu_new"},
+        ),
         ("RobertaForMaskedLM", "RobertaConfig", {"hidden_act": "relu", "layer_norm_eps": 1e-5}),
     ],
 )
@@ -54,18 +64,24 @@ def test_classifiers_in_float(name):
     assert_same_in_float(plain, {**right_padded((11, 7, 1)), "labels": torch.tensor([0, 2, 1])})
 
 
-@pytest.mark.parametrize("kind", [kind for kind, file in LAYERS.items() if file == "bert.BertLayer"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind, file in LAYERS.items() if file == "bert.BertLayer"]
+)
 def test_every_layer_that_is_berts(kind):
     assert_same_alone(kind, **SHAPE, **STILL)
 
 
 @pytest.mark.parametrize("name", ["Bert", "Roberta"])
 def test_trains_and_comes_back(name, tmp_path):
-    assert_trains_and_comes_back(model(f"{name}ForMaskedLM", f"{name}Config"), right_padded((13, 8)), tmp_path)
+    assert_trains_and_comes_back(
+        model(f"{name}ForMaskedLM", f"{name}Config"), right_padded((13, 8)), tmp_path
+    )
 
 
 def test_dropout_is_read_from_the_layer():
-    mine = fused(model("BertModel", hidden_dropout_prob=0.25, attention_probs_dropout_prob=0.125), FLOAT)
+    mine = fused(
+        model("BertModel", hidden_dropout_prob=0.25, attention_probs_dropout_prob=0.125), FLOAT
+    )
     ids, layer = right_padded((9, 9))["input_ids"], mine.encoder.layer[1]
     mine(ids)
     assert (layer.config.attention_dropout, layer.config.dropout) == (0.125, 0.25)
@@ -77,13 +93,16 @@ def test_dropout_is_read_from_the_layer():
 
 
 def test_a_mask_that_no_program_has():
-    """Words of one sentence that do not all see the same: the layer's own pass on rounded weights."""
+    """Words of one sentence that do not all see the same: the layer's own pass on rounded
+    weights."""
     plain = model("BertModel").eval()
     mine = fused(plain).train()
     ids = right_padded((9, 9))["input_ids"]
     mine(ids)
     mask = torch.ones(2, 1, 9, 9).tril().bool()
-    expected, found = (one.eval()(ids, attention_mask=mask).last_hidden_state for one in (plain, mine))
+    expected, found = (
+        one.eval()(ids, attention_mask=mask).last_hidden_state for one in (plain, mine)
+    )
     assert decibels(expected, found) > 25
 
 

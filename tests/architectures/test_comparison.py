@@ -26,11 +26,14 @@ def differences(caplog) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "make", [
-        OTHERS["llama"], T5["t5 v1.1"], pytest.param(OTHERS["gpt2"], marks=LATER),
+    "make",
+    [
+        OTHERS["llama"],
+        T5["t5 v1.1"],
+        pytest.param(OTHERS["gpt2"], marks=LATER),
         pytest.param(MARIAN["mbart"], marks=LATER),
     ],
-)  # fmt: skip
+)
 def test_every_architecture_agrees(make, caplog):
     model = made(make)
     report = lsq.convert(model, FLOAT)
@@ -58,7 +61,9 @@ def test_it_draws_no_random_numbers():
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(one, marks=LATER) for one in ("bert", "t5"))])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(one, marks=LATER) for one in ("bert", "t5"))]
+)
 def test_another_result_is_refused(name, monkeypatch):
     """Here of attention that is hotter than the layer says, below all that is looked at."""
     model = made(OTHERS[name])
@@ -67,11 +72,14 @@ def test_another_result_is_refused(name, monkeypatch):
     lsq.convert(blind, FLOAT, check=False)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention",
+        torch.nn.functional,
+        "scaled_dot_product_attention",
         lambda *arguments, scale, **options: sdpa(*arguments, scale=20 * scale, **options),
-    )  # fmt: skip
+    )
     result(blind)
-    with pytest.raises(RuntimeError, match=r"differ by 0\.\d+ of .* lsq\.revert\(model\) .* check=False"):
+    with pytest.raises(
+        RuntimeError, match=r"differ by 0\.\d+ of .* lsq\.revert\(model\) .* check=False"
+    ):
         result(mine)
 
 
@@ -79,7 +87,10 @@ def test_another_result_is_refused(name, monkeypatch):
 def test_in_16_bits(name, caplog):
     model = made(OTHERS[name])
     for one, enabled in ((fused(model, FLOAT), True), (fused(model.bfloat16(), FLOAT), False)):
-        with caplog.at_level(logging.DEBUG, logger=FILE), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with (
+            caplog.at_level(logging.DEBUG, logger=FILE),
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+        ):
             one(IDS, labels=IDS).loss.backward()
         assert compared(one) == {True} and 1e-4 < max(differences(caplog)) < 0.03
         assert all(parameter.grad is not None for parameter in one.parameters())

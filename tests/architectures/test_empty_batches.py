@@ -11,7 +11,9 @@ from tests.architectures.test_vit import images, vit
 MAKERS = {
     "llama": test_llama.MAKERS["llama"],
     "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        transformers.GPT2Config(
+            vocab_size=96, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
     ),
     "bert": lambda: bert("BertForMaskedLM"),
     "vit": vit,
@@ -38,7 +40,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_without_sentences(name):
-    """Gradients are zeros, for which DistributedDataParallel waits, and the first pass that counts is the next one."""
+    """Gradients are zeros, for which DistributedDataParallel waits, and the first pass that counts
+    is the next one."""
     mine, other = model(name), model(name)
     for change in (mine.train, mine.eval):
         change()
@@ -65,7 +68,11 @@ def test_nothing_but_padding(name):
     output = mine(**given)
     assert output.logits.shape == (2, 5, 96) and output.loss.isfinite()
     output.loss.backward()
-    layer = {name: one for name, one in gradients(mine).items() if ".layers.0." in name or ".layer.0." in name}
+    layer = {
+        name: one
+        for name, one in gradients(mine).items()
+        if ".layers.0." in name or ".layer.0." in name
+    }
     assert layer and not any(one.any() for one in layer.values())
     mine.eval()
     with torch.no_grad():

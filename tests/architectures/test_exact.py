@@ -1,4 +1,5 @@
-"""Layers that compute something else than their class says: not fused, or they run their own code and say so."""
+"""Layers that compute something else than their class says: not fused, or they run their own code
+and say so."""
 
 import copy
 import functools
@@ -18,21 +19,43 @@ llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 bert = pytest.importorskip("transformers.models.bert.modeling_bert")
 WIDTH = SHAPE["hidden_size"]
 BERT = {
-    "vocab_size": WORDS, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4,
-    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 OTHERS = {
     "llama": MAKERS["llama"],
     "mistral": MAKERS["mistral"],
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT)),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=WORDS, n_layer=2, n_embd=64, n_inner=80, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )),
-    "t5": lambda: transformers.T5EncoderModel(transformers.T5Config(
-        vocab_size=WORDS, num_layers=2, d_model=64, d_ff=80, d_kv=16, num_heads=4, dropout_rate=0.0,
-    )),
-}  # fmt: skip
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=WORDS,
+            n_layer=2,
+            n_embd=64,
+            n_inner=80,
+            n_head=4,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    ),
+    "t5": lambda: transformers.T5EncoderModel(
+        transformers.T5Config(
+            vocab_size=WORDS,
+            num_layers=2,
+            d_model=64,
+            d_ff=80,
+            d_kv=16,
+            num_heads=4,
+            dropout_rate=0.0,
+        )
+    ),
+}
 IDS = words(2, 11)
 
 
@@ -59,7 +82,8 @@ class Parallel(llama.LlamaMLP):
 
 
 class Wrapper(nn.Module):
-    """As PEFT wraps modules that are saved beside its adapters: a copy trains, the original stays."""
+    """As PEFT wraps modules that are saved beside its adapters: a copy trains, the original
+    stays."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -96,7 +120,11 @@ def halves(module: nn.Module) -> None:
 
 
 def adapted(module: nn.Module) -> None:
-    module.__class__, module.inner, module.outer = Parallel, nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+    module.__class__, module.inner, module.outer = (
+        Parallel,
+        nn.Linear(WIDTH, 4),
+        nn.Linear(4, WIDTH),
+    )
 
 
 def looked_at(module: nn.Module) -> None:
@@ -111,21 +139,31 @@ BEFORE = {
     "its mlp has a forward of its own": each(".mlp", halves),
     "its attention.self has a forward of its own": each(
         "attention.self",
-        lambda one: setattr(one, "forward", types.MethodType(lambda self, x, *_, **__: (x * 0.5, None), one)),
+        lambda one: setattr(
+            one, "forward", types.MethodType(lambda self, x, *_, **__: (x * 0.5, None), one)
+        ),
         "bert",
     ),
     "it has a feed_forward_chunk of its own": each(
         "encoder.layer.1", lambda one: setattr(one, "feed_forward_chunk", lambda x: x * 0.5), "bert"
     ),
     "its mlp is a tests.architectures.test_exact.Halved": each(".mlp", becomes(Halved)),
-    "its input_layernorm is a tests.architectures.test_exact.Shifted": each("input_layernorm", becomes(Shifted)),
+    "its input_layernorm is a tests.architectures.test_exact.Shifted": each(
+        "input_layernorm", becomes(Shifted)
+    ),
     "its mlp is a tests.architectures.test_exact.Parallel": each(".mlp", adapted),
-    "its input_layernorm is a tests.architectures.test_exact.Wrapper": each("s.1", wrapped("input_layernorm")),
+    "its input_layernorm is a tests.architectures.test_exact.Wrapper": each(
+        "s.1", wrapped("input_layernorm")
+    ),
     "its self_attn is a tests.architectures.test_exact.Wrapper": each("s.1", wrapped("self_attn")),
     "its ln_1 is a tests.architectures.test_exact.Wrapper": each("h.0", wrapped("ln_1"), "gpt2"),
     "its mlp is a tests.architectures.test_exact.Wrapper": each("h.0", wrapped("mlp"), "gpt2"),
     "its self_attn is a torch.nn.modules.linear.Identity": each(
-        "s.1", lambda one: setattr(one, "self_attn", Wrapper(one.self_attn)) or setattr(one, "self_attn", nn.Identity())
+        "s.1",
+        lambda one: (
+            setattr(one, "self_attn", Wrapper(one.self_attn))
+            or setattr(one, "self_attn", nn.Identity())
+        ),
     ),
     "its mlp.c_fc has a hook, looked_at": each("mlp.c_fc", looked_at, "gpt2"),
     "its layer.1.layer_norm has a hook, given_less": each("layer.1.layer_norm", given_less, "t5"),
@@ -135,8 +173,10 @@ BEFORE = {
     "it has a parameter mlp.more, which its class does not use": each(
         ".mlp", lambda one: one.register_parameter("more", nn.Parameter(torch.ones(3)))
     ),
-    "its attention is causal": each("attention.self", lambda one: setattr(one, "is_causal", True), "bert"),
-}  # fmt: skip
+    "its attention is causal": each(
+        "attention.self", lambda one: setattr(one, "is_causal", True), "bert"
+    ),
+}
 
 
 @pytest.mark.parametrize("reason", BEFORE)
@@ -151,11 +191,19 @@ def test_a_layer_that_was_changed_before_is_not_fused(reason):
 @pytest.mark.parametrize(
     ("kind", "name", "reason"),
     [
-        (llama.LlamaMLP, "forward", "its mlp has a LlamaMLP.forward that tests.architectures.test_exact defines"),
+        (
+            llama.LlamaMLP,
+            "forward",
+            "its mlp has a LlamaMLP.forward that tests.architectures.test_exact defines",
+        ),
         (llama.LlamaRMSNorm, "forward", "its input_layernorm has a LlamaRMSNorm.forward that"),
         (llama.LlamaDecoderLayer, "forward", "it has a LlamaDecoderLayer.forward that"),
         (llama.LlamaDecoderLayer, "__call__", "it has a LlamaDecoderLayer.__call__ that"),
-        (llama, "apply_rotary_pos_emb", "forward that calls a apply_rotary_pos_emb of tests.architectures.test_exact"),
+        (
+            llama,
+            "apply_rotary_pos_emb",
+            "forward that calls a apply_rotary_pos_emb of tests.architectures.test_exact",
+        ),
         (llama, "eager_attention_forward", "that calls a eager_attention_forward of tests"),
     ],
 )
@@ -182,7 +230,9 @@ def test_attention_of_others(monkeypatch):
     mine = fused(model, FLOAT)
     monkeypatch.setitem(functions._global_mapping, "sdpa", hotter)
     expected = result(model)
-    assert "its attention is 'sdpa', a function of tests" in str(lsq.convert(copy.deepcopy(model), FLOAT))
+    assert "its attention is 'sdpa', a function of tests" in str(
+        lsq.convert(copy.deepcopy(model), FLOAT)
+    )
     with pytest.warns(UserWarning, match="runs its own code .*, since its attention is 'sdpa'"):
         torch.testing.assert_close(result(mine), expected, rtol=1e-4, atol=1e-5)
     assert "its own code" in repr(mine)
@@ -196,19 +246,31 @@ def test_attention_of_others(monkeypatch):
 LATER = pytest.mark.thorough
 AFTER = [
     ("its mlp has a forward of its own", each(".mlp", halves)),
-    pytest.param("its mlp.down_proj has a hook, looked_at", each("down_proj", looked_at), marks=LATER),
-    pytest.param("its attn has a hook", each(".attn", given_less, "gpt2"), marks=LATER),
-    ("its attention is not causal", each("self_attn", lambda one: setattr(one, "is_causal", False))),
     pytest.param(
-        "it has different epsilons", each("input_layernorm", lambda one: setattr(one, "variance_epsilon", 0.1)),
+        "its mlp.down_proj has a hook, looked_at", each("down_proj", looked_at), marks=LATER
+    ),
+    pytest.param("its attn has a hook", each(".attn", given_less, "gpt2"), marks=LATER),
+    (
+        "its attention is not causal",
+        each("self_attn", lambda one: setattr(one, "is_causal", False)),
+    ),
+    pytest.param(
+        "it has different epsilons",
+        each("input_layernorm", lambda one: setattr(one, "variance_epsilon", 0.1)),
         marks=LATER,
     ),
     (None, each("self_attn", lambda one: setattr(one, "scaling", 2.0))),
     (None, each("LayerNorm", lambda one: setattr(one, "eps", 0.1), "bert")),
-    pytest.param(None, each("attention.self", lambda one: setattr(one, "scaling", 90.0), "bert"), marks=LATER),
+    pytest.param(
+        None, each("attention.self", lambda one: setattr(one, "scaling", 90.0), "bert"), marks=LATER
+    ),
     (None, each("self_attn", lambda one: setattr(one.config, "sliding_window", None), "mistral")),
-    pytest.param(None, each("layer_norm", lambda one: setattr(one, "variance_epsilon", 0.1), "t5"), marks=LATER),
-]  # fmt: skip
+    pytest.param(
+        None,
+        each("layer_norm", lambda one: setattr(one, "variance_epsilon", 0.1), "t5"),
+        marks=LATER,
+    ),
+]
 
 
 @pytest.mark.parametrize(("reason", "changed"), AFTER)
@@ -241,14 +303,18 @@ def test_a_class_that_is_patched_afterwards(monkeypatch):
     model = made(OTHERS["bert"]).eval()
     mine, whole = fused(model, FLOAT), bert.BertIntermediate.forward
     monkeypatch.setattr(bert.BertIntermediate, "forward", lambda self, x: whole(self, x) * 0.5)
-    with pytest.warns(UserWarning, match="its intermediate has a BertIntermediate.forward that tests"):
+    with pytest.warns(
+        UserWarning, match="its intermediate has a BertIntermediate.forward that tests"
+    ):
         torch.testing.assert_close(result(mine), result(model), rtol=1e-4, atol=1e-5)
 
 
 def test_a_module_that_is_replaced_afterwards():
     mine = fused(made(MAKERS["llama"]))
     mine.model.layers[1].mlp.act_fn = nn.GELU()
-    with pytest.raises(ValueError, match=r"mlp\.act_fn of this FusedLlama.* was a .*GELU now\. .*fused"):
+    with pytest.raises(
+        ValueError, match=r"mlp\.act_fn of this FusedLlama.* was a .*GELU now\. .*fused"
+    ):
         mine(**right_padded((11, 6)))
     mine.model.layers[0].mlp.more = nn.Linear(WIDTH, 4)
     with pytest.raises(ValueError, match=r"mlp\.more of this .* was not there when .*Linear now"):
@@ -271,12 +337,16 @@ def test_its_own_code_trains():
     assert mine.model.layers[1].feed_forward_input_clip.grad is not None
 
 
-@pytest.mark.parametrize(("window", "kind"), [(4, "Llama"), (4, "Mistral"), pytest.param(None, "Mistral", marks=LATER)])
+@pytest.mark.parametrize(
+    ("window", "kind"), [(4, "Llama"), (4, "Mistral"), pytest.param(None, "Mistral", marks=LATER)]
+)
 def test_a_window_that_the_code_reads(window, kind):
     config = getattr(transformers, kind + "Config")(**SHAPE, sliding_window=window)
     model = made(lambda: getattr(transformers, kind + "ForCausalLM")(config)).eval()
     mine = fused(model, FLOAT)
-    assert {one.config.window for one in mine.model.layers} == {window if kind == "Mistral" else None}
+    assert {one.config.window for one in mine.model.layers} == {
+        window if kind == "Mistral" else None
+    }
     torch.testing.assert_close(result(mine), result(model), rtol=1e-4, atol=1e-5)
 
 

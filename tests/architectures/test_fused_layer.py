@@ -1,4 +1,5 @@
-"""What every fused layer goes through: copies, files, checkpointing, adapters, frozen weights, torch.compile."""
+"""What every fused layer goes through: copies, files, checkpointing, adapters, frozen weights,
+torch.compile."""
 
 import copy
 import functools
@@ -44,7 +45,9 @@ def loss(model: nn.Module, seed: int = 3) -> torch.Tensor:
 def gradients(model: nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss(model, seed).backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {
+        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+    }
 
 
 def assert_twins(model: nn.Module, other: nn.Module, **tolerance) -> None:
@@ -52,7 +55,9 @@ def assert_twins(model: nn.Module, other: nn.Module, **tolerance) -> None:
     first, second = gradients(model), gradients(other)
     assert first.keys() == second.keys()
     for name in first:
-        torch.testing.assert_close(first[name], second[name], msg=lambda why, at=name: f"{at}: {why}", **tolerance)
+        torch.testing.assert_close(
+            first[name], second[name], msg=lambda why, at=name: f"{at}: {why}", **tolerance
+        )
 
 
 def test_copies(model):
@@ -94,7 +99,9 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was(monkeypatch):
         lsq.convert(model)
     assert [(type(one), vars(one).keys()) for one in model.modules()] == plain
     assert places == [one.data_ptr() for one in model.parameters()]
-    assert model.state_dict().keys() == state.keys() and model._no_split_modules == {"LlamaDecoderLayer"}
+    assert model.state_dict().keys() == state.keys() and model._no_split_modules == {
+        "LlamaDecoderLayer"
+    }
     monkeypatch.undo()
     assert len(lsq.convert(model).fused) == 2
 
@@ -168,18 +175,27 @@ def test_dtypes(dtype):
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         output = model(**BATCH)
     output.loss.backward()
-    assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+    assert all(
+        parameter.grad.dtype == parameter.dtype
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
     present = BATCH["attention_mask"].bool()
     assert decibels(plain(**BATCH).logits[present], output.logits.float()[present]) > 20
 
 
 def test_layers_that_have_no_program_stay():
     def report_of(**changes) -> str:
-        return str(lsq.convert(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | changes))))
+        return str(
+            lsq.convert(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | changes)))
+        )
 
     assert "not fused: its activation is Tanh; there are relu" in report_of(hidden_act="tanh")
     report = report_of(intermediate_size=72)
-    assert report.endswith("not fused: its mlp.gate_proj is left") and report.count("72 outputs: int8 products") == 2
+    assert (
+        report.endswith("not fused: its mlp.gate_proj is left")
+        and report.count("72 outputs: int8 products") == 2
+    )
     model = made(MAKERS["llama"])
     report = lsq.convert(model, skip="layers.0.mlp.up_proj")
     assert report.fused == ("model.layers.1",)
@@ -217,14 +233,19 @@ def test_one_word_and_no_words(model):
 def test_decoding_in_training_mode():
     model = made(MAKERS["llama"])
     mine = fused(model, QuantConfig(mode="float"))
-    assert torch.equal(*(
-        one.generate(words(2, 5), max_new_tokens=6, do_sample=False, eos_token_id=-1) for one in (model, mine)
-    ))  # fmt: skip
+    assert torch.equal(
+        *(
+            one.generate(words(2, 5), max_new_tokens=6, do_sample=False, eos_token_id=-1)
+            for one in (model, mine)
+        )
+    )
     with torch.no_grad():
         begun = mine.eval()(words(2, 5), use_cache=True).past_key_values
     mine.train()
     found = mine(words(2, 1), past_key_values=copy.deepcopy(begun)).logits
-    torch.testing.assert_close(found, model(words(2, 1), past_key_values=begun).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found, model(words(2, 1), past_key_values=begun).logits, rtol=1e-4, atol=1e-5
+    )
     unfilled = mine(words(2, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="does not fill it"):
         mine(words(2, 1), past_key_values=unfilled)
@@ -278,30 +299,40 @@ def test_what_another_process_writes_is_used(model):
     process = torch.multiprocessing.get_context("fork").Process(target=write, args=(model,))
     process.start()
     process.join(60)
-    assert all(torch.equal(one, 1.5 * then) for one, then in zip(model.parameters(), before[1], strict=True))
+    assert all(
+        torch.equal(one, 1.5 * then)
+        for one, then in zip(model.parameters(), before[1], strict=True)
+    )
     assert loss(model).item() != before[0]
 
 
 def test_pruning_inside_a_layer_is_refused(model):
     prune.l1_unstructured(model.model.layers[0].self_attn.q_proj, "weight", 0.5)
-    with pytest.raises(ValueError, match=r"self_attn\.q_proj\.weight .* is gone: .*pruning.*lsq\.revert\(model\)"):
+    with pytest.raises(
+        ValueError, match=r"self_attn\.q_proj\.weight .* is gone: .*pruning.*lsq\.revert\(model\)"
+    ):
         loss(model)
     assert loss(lsq.revert(model)).isfinite()
 
 
 def test_attention_that_is_not_causal_is_not_fused():
-    report = lsq.convert(transformers.LlamaModel(transformers.LlamaConfig(**SHAPE, is_causal=False)))
+    report = lsq.convert(
+        transformers.LlamaModel(transformers.LlamaConfig(**SHAPE, is_causal=False))
+    )
     assert {one.reason for one in report.whole} == {"its attention is not causal"}
 
 
 def test_evaluation_draws_no_random_numbers(model):
-    """So a training goes on the same with evaluations between its steps and without, as PyTorch's own models do."""
+    """So a training goes on the same with evaluations between its steps and without, as PyTorch's
+    own models do."""
     model.eval()
     ids = BATCH["input_ids"]
     states = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()]
     with torch.no_grad():
         model(**BATCH)
-        model.generate(input_ids=ids, attention_mask=BATCH["attention_mask"], max_new_tokens=2, do_sample=False)
+        model.generate(
+            input_ids=ids, attention_mask=BATCH["attention_mask"], max_new_tokens=2, do_sample=False
+        )
     taken = []
     for _ in range(2):
         model.zero_grad()
@@ -336,7 +367,10 @@ def test_evaluation_with_gradients_computes_the_same(trained):
     assert model.model.layers[0].mlp.up_proj.weight.grad.any()
     step = model(ids[:, :1], past_key_values=found.past_key_values).logits
     torch.testing.assert_close(step, following, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="keys and values .* have no gradient: give the whole sequence to one pass"):
+    with pytest.raises(
+        RuntimeError,
+        match="keys and values .* have no gradient: give the whole sequence to one pass",
+    ):
         step.sum().backward()
 
 
@@ -356,7 +390,9 @@ def test_clips_follow_weights_in_a_layers_own_pass(model, grad):
     after = own_pass()
     assert after != before
     for layer in (module for module in model.modules() if isinstance(module, FusedLayer)):
-        assert torch.equal(layer.self_attn_out_weight_clip, layer.self_attn.o_proj.weight.abs().amax(dim=1))
+        assert torch.equal(
+            layer.self_attn_out_weight_clip, layer.self_attn.o_proj.weight.abs().amax(dim=1)
+        )
     model.state_dict()
     assert torch.equal(own_pass(), after)
 
@@ -365,7 +401,10 @@ def test_clips_follow_weights_in_a_layers_own_pass(model, grad):
 def test_the_cache_has_either_name_of_transformers(model, name):
     """From 5.24 on it is `cache`."""
     llama = model.eval().model
-    cache, x = transformers.DynamicCache(config=model.config), torch.randn(2, 5, llama.config.hidden_size)
+    cache, x = (
+        transformers.DynamicCache(config=model.config),
+        torch.randn(2, 5, llama.config.hidden_size),
+    )
     with torch.no_grad():
         rotation = llama.rotary_emb(x, torch.arange(5)[None])
         whole = llama.layers[0](x, position_embeddings=rotation)

@@ -1,4 +1,5 @@
-"""Fused layers in several processes: DistributedDataParallel, and FSDP2 with a checkpoint of its shards."""
+"""Fused layers in several processes: DistributedDataParallel, and FSDP2 with a checkpoint of its
+shards."""
 
 import pytest
 import torch

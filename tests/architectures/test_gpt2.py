@@ -23,21 +23,36 @@ from tests.architectures.checks import (
 from tests.layers.shapes import decibels
 
 SHAPE = {
-    "vocab_size": WORDS, "n_layer": 2, "n_embd": 64, "n_inner": 80, "n_head": 4, "n_positions": 32,
-    "pad_token_id": PADDING, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_inner": 80,
+    "n_head": 4,
+    "n_positions": 32,
+    "pad_token_id": PADDING,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 STILL = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 def gpt2(**options) -> torch.nn.Module:
-    return made(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **{**STILL, **options})))
+    return made(
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**SHAPE, **{**STILL, **options})
+        )
+    )
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "attn_implementation": "eager"},
+        {
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+            "attn_implementation": "eager",
+        },
         {"scale_attn_weights": False, "activation_function": "relu", "layer_norm_epsilon": 1e-3},
     ],
 )
@@ -79,7 +94,9 @@ def test_frozen_layers_have_no_gradient():
     mine.transformer.h[0].requires_grad_(False)
     mine(**right_padded((13, 8))).loss.backward()
     assert all(parameter.grad is None for parameter in mine.transformer.h[0].parameters())
-    trained = [parameter for parameter in mine.transformer.h[1].parameters() if parameter.requires_grad]
+    trained = [
+        parameter for parameter in mine.transformer.h[1].parameters() if parameter.requires_grad
+    ]
     assert trained and all(parameter.grad is not None for parameter in trained)
     assert mine.transformer.wpe.weight.grad[:12].any(dim=1).all()
 

@@ -56,7 +56,10 @@ def test_nothing_is_shared_for_others(tmp_path):
 
 def test_what_others_hold_stays():
     shared = torch.randn(8, 3)
-    for kept in ([nn.Parameter(shared[:3]), *parts(2)], [*parts(2), nn.Parameter(torch.randn(2, 3).bfloat16())]):
+    for kept in (
+        [nn.Parameter(shared[:3]), *parts(2)],
+        [*parts(2), nn.Parameter(torch.randn(2, 3).bfloat16())],
+    ):
         before = [one.data_ptr() for one in kept]
         assert lie_together(kept) is None
         assert [one.data_ptr() for one in kept] == before

@@ -19,9 +19,16 @@ from tests.architectures.checks import (
 from tests.layers.shapes import decibels
 
 SHAPE = {
-    "vocab_size": WORDS, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "pad_token_id": PADDING, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": PADDING,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 MAKERS = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)),
     "llama with biases": lambda: transformers.LlamaForCausalLM(
@@ -29,18 +36,26 @@ MAKERS = {
     ),
     "llama of long texts": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            **SHAPE, rope_parameters={
-                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0
-            }
+            **SHAPE,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 10000.0,
+            },
         )
     ),
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, sliding_window=5)),
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SHAPE, sliding_window=5)
+    ),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SHAPE)),
     "qwen2 with windows": lambda: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+        transformers.Qwen2Config(
+            **SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1
+        )
     ),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE, head_dim=32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -73,7 +88,9 @@ def test_masks_of_flex_attention():
     mine, present = fused(model, FLOAT), batch["attention_mask"].bool()
     mine.set_attn_implementation("flex_attention")
     expected, found = model(**batch), mine(**batch)
-    torch.testing.assert_close(found.logits[present], expected.logits[present], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.logits[present], expected.logits[present], rtol=1e-4, atol=1e-5
+    )
     expected.loss.backward()
     found.loss.backward()
     first, second = (one.model.layers[0].mlp.up_proj.weight.grad for one in (mine, model))
@@ -106,7 +123,9 @@ def test_decoding_behind_padding():
     batch = left_padded((9, 4))
     together = mine.generate(**batch, max_new_tokens=5, do_sample=False)
     for row, length in enumerate((9, 4)):
-        alone = mine.generate(batch["input_ids"][row : row + 1, -length:], max_new_tokens=5, do_sample=False)
+        alone = mine.generate(
+            batch["input_ids"][row : row + 1, -length:], max_new_tokens=5, do_sample=False
+        )
         assert torch.equal(alone[0, length:], together[row, 9:])
 
 
@@ -114,7 +133,9 @@ def test_several_texts_in_a_row():
     """Position ids that begin anew: the model's mask keeps them apart, and so must the layers."""
     model = made(MAKERS["llama"])
     places = torch.cat([torch.arange(5), torch.arange(8)])[None]
-    assert_same_in_float(model, {"input_ids": words(1, 13), "position_ids": places, "labels": words(1, 13)})
+    assert_same_in_float(
+        model, {"input_ids": words(1, 13), "position_ids": places, "labels": words(1, 13)}
+    )
 
 
 def test_probabilities_of_attention():

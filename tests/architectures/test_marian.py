@@ -1,4 +1,5 @@
-"""Layers of Marian, BART, mBART, M2M100 and Pegasus as fused ones: encoders, and decoders that attend to them."""
+"""Layers of Marian, BART, mBART, M2M100 and Pegasus as fused ones: encoders, and decoders that
+attend to them."""
 
 import pytest
 import torch
@@ -21,25 +22,51 @@ from tests.architectures.checks import (
 from tests.layers.shapes import decibels
 
 SHAPE = {
-    "vocab_size": WORDS, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 80, "decoder_ffn_dim": 96, "max_position_embeddings": 64,
-    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "pad_token_id": PADDING, "bos_token_id": 0,
-    "eos_token_id": 2, "decoder_start_token_id": 0, "forced_eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 80,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "pad_token_id": PADDING,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "forced_eos_token_id": None,
+}
 MAKERS = {
-    "marian": lambda: transformers.MarianMTModel(transformers.MarianConfig(**SHAPE, activation_function="swish")),
+    "marian": lambda: transformers.MarianMTModel(
+        transformers.MarianConfig(**SHAPE, activation_function="swish")
+    ),
     "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**SHAPE)),
     "mbart": lambda: transformers.MBartForConditionalGeneration(transformers.MBartConfig(**SHAPE)),
-    "m2m100": lambda: transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**SHAPE)),
-    "pegasus": lambda: transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**SHAPE)),
+    "m2m100": lambda: transformers.M2M100ForConditionalGeneration(
+        transformers.M2M100Config(**SHAPE)
+    ),
+    "pegasus": lambda: transformers.PegasusForConditionalGeneration(
+        transformers.PegasusConfig(**SHAPE)
+    ),
 }
 LAYERS = 4
 
 
-def pairs(source: tuple[int, ...], target: tuple[int, ...], padded=right_padded) -> tuple[dict, torch.Tensor]:
-    """A batch of sentences and their translations of these lengths, and bool [B, T], where the latter are."""
+def pairs(
+    source: tuple[int, ...], target: tuple[int, ...], padded=right_padded
+) -> tuple[dict, torch.Tensor]:
+    """A batch of sentences and their translations of these lengths, and bool [B, T], where the
+    latter are."""
     given, wanted = padded(source), right_padded(target)
-    batch = {"input_ids": given["input_ids"], "attention_mask": given["attention_mask"], "labels": wanted["labels"]}
+    batch = {
+        "input_ids": given["input_ids"],
+        "attention_mask": given["attention_mask"],
+        "labels": wanted["labels"],
+    }
     return batch, wanted["attention_mask"].bool()
 
 
@@ -61,12 +88,15 @@ def test_masks_of_another_attention():
     model = made(MAKERS["bart"])
     model.set_attn_implementation("eager")
     batch, present = pairs((9, 5), (6, 7))
-    assert_same_in_float(model, {**batch, "decoder_attention_mask": present.long()}, present, LAYERS)
+    assert_same_in_float(
+        model, {**batch, "decoder_attention_mask": present.long()}, present, LAYERS
+    )
 
 
 @pytest.mark.parametrize("frozen", ["encoder", "decoder"])
 def test_one_half_is_frozen(frozen):
-    """Gradients reach the encoder through a decoder that is not trained, and are not computed where nobody asks."""
+    """Gradients reach the encoder through a decoder that is not trained, and are not computed where
+    nobody asks."""
     model = made(MAKERS["bart"])
     model.model.shared.requires_grad_(False)
     getattr(model.model, frozen).requires_grad_(False)
@@ -74,9 +104,9 @@ def test_one_half_is_frozen(frozen):
     batch, _ = pairs((9, 5), (6, 7))
     mine = fused(model, layers=LAYERS)
     mine(**batch).loss.backward()
-    assert {name.split(".")[1] for name, one in mine.named_parameters() if one.grad is not None} == (
-        {"encoder", "decoder"} - {frozen}
-    )
+    assert {
+        name.split(".")[1] for name, one in mine.named_parameters() if one.grad is not None
+    } == ({"encoder", "decoder"} - {frozen})
 
 
 def test_decoding_with_a_cache():
@@ -103,7 +133,9 @@ def test_what_has_no_program_is_the_layers_own_pass():
     each = torch.ones(2, 1, 3, 4, dtype=torch.bool)
     each[1, 0, 2, :2] = False
     for given in ({"encoder_hidden_states": memory, "encoder_attention_mask": each}, {}):
-        expected, found = (one.model.decoder.layers[0](states, None, **given) for one in (model, mine))
+        expected, found = (
+            one.model.decoder.layers[0](states, None, **given) for one in (model, mine)
+        )
         torch.testing.assert_close(found, expected)
 
 
@@ -122,10 +154,21 @@ def test_probabilities_of_attention():
 def test_dropout_is_read_where_it_is():
     shape = SHAPE | {"dropout": 0.1, "attention_dropout": 0.2, "activation_dropout": 0.3}
     model = transformers.BartModel(transformers.BartConfig(**shape))
-    for kind, layer in ((EncoderLayer, model.encoder.layers[0]), (DecoderLayer, model.decoder.layers[0])):
+    for kind, layer in (
+        (EncoderLayer, model.encoder.layers[0]),
+        (DecoderLayer, model.decoder.layers[0]),
+    ):
         config = kind.config_of(layer, FLOAT)
-        assert (config.dropout, config.attention_dropout, config.activation_dropout) == (0.1, 0.2, 0.3)
-        assert (config.activation, config.pre_norm, config.head_columns) == ("gelu", False, 64 // config.heads)
+        assert (config.dropout, config.attention_dropout, config.activation_dropout) == (
+            0.1,
+            0.2,
+            0.3,
+        )
+        assert (config.activation, config.pre_norm, config.head_columns) == (
+            "gelu",
+            False,
+            64 // config.heads,
+        )
 
 
 def test_layers_that_differ_inside_are_not_fused():

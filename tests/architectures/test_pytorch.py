@@ -54,10 +54,9 @@ MASKS = {
     "a window": {"mask": (torch.arange(TIME)[:, None] - torch.arange(TIME)).abs() > 3},
     "biases": {"mask": torch.randn(TIME, TIME, generator=torch.Generator().manual_seed(2))},
     "each head": {
-        "mask": CAUSAL.expand(SENTENCES * HEADS, -1, -1)
-        * torch.ones(SENTENCES * HEADS, 1, 1)
+        "mask": CAUSAL.expand(SENTENCES * HEADS, -1, -1) * torch.ones(SENTENCES * HEADS, 1, 1)
     },
-}  # fmt: skip
+}
 
 
 def present(masks: dict) -> torch.Tensor:
@@ -125,7 +124,8 @@ def test_time_major_and_single_sentences():
 
 
 def test_nested_tensors_in_evaluation():
-    """TransformerEncoder leaves padding out by itself where every sentence is padded on the right."""
+    """TransformerEncoder leaves padding out by itself where every sentence is padded on the
+    right."""
     model, given = encoder(heads=4), []
     mine = fused(model)
     mine.layers[1].register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].is_nested))
@@ -156,14 +156,29 @@ def own_block(layer):
     layer._ff_block = lambda x: 2 * ours(x)
 
 
-@pytest.mark.parametrize("change, own", [
-    (lambda layer: setattr(layer, "activation", nn.functional.gelu), False),
-    (lambda layer: setattr(layer, "activation", torch.tanh), True),
-    (lambda layer: (setattr(layer.self_attn, "num_heads", 6), setattr(layer.self_attn, "head_dim", 8)), False),
-    (own_block, True),
-    (lambda layer: [one.eval() for one in (layer.dropout, layer.dropout1, layer.dropout2, layer.self_attn)], True),
-    (lambda layer: [setattr(one, "p", 1.0) for one in (layer.dropout1, layer.dropout2)], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, own",
+    [
+        (lambda layer: setattr(layer, "activation", nn.functional.gelu), False),
+        (lambda layer: setattr(layer, "activation", torch.tanh), True),
+        (
+            lambda layer: (
+                setattr(layer.self_attn, "num_heads", 6),
+                setattr(layer.self_attn, "head_dim", 8),
+            ),
+            False,
+        ),
+        (own_block, True),
+        (
+            lambda layer: [
+                one.eval()
+                for one in (layer.dropout, layer.dropout1, layer.dropout2, layer.self_attn)
+            ],
+            True,
+        ),
+        (lambda layer: [setattr(one, "p", 1.0) for one in (layer.dropout1, layer.dropout2)], True),
+    ],
+)
 def test_what_changes_after_the_conversion_is_seen(change, own, monkeypatch):
     model = encoder(layers=1, dropout=0.3)
     mine = fused(model)
@@ -183,7 +198,9 @@ def test_what_changes_after_the_conversion_is_seen(change, own, monkeypatch):
 
 def test_hooks_of_all_modules_are_called():
     mine, called = fused(encoder(layers=1)), []
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(type(module)))
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: called.append(type(module))
+    )
     try:
         with pytest.warns(UserWarning, match="a hook of all modules"):
             mine(sentences())
@@ -197,17 +214,24 @@ def test_a_hint_without_a_mask_and_masks_of_other_shapes_are_refused_as_by_pytor
     with pytest.raises(RuntimeError, match="Need attn_mask"):
         layer(sentences(), is_causal=True)
     for masks in (
-        {"src_mask": torch.zeros(TIME - 1, TIME - 1)}, {"src_mask": torch.zeros(1, TIME)},
-        {"src_key_padding_mask": PADDING[:1]}, {"src_key_padding_mask": PADDING[0]},
-    ):  # fmt: skip
+        {"src_mask": torch.zeros(TIME - 1, TIME - 1)},
+        {"src_mask": torch.zeros(1, TIME)},
+        {"src_key_padding_mask": PADDING[:1]},
+        {"src_key_padding_mask": PADDING[0]},
+    ):
         with pytest.raises((RuntimeError, AssertionError), match="mask"):
             layer(sentences(), **masks)
 
 
 def test_a_hint_is_not_believed_where_padding_is():
     model = encoder(layers=1)
-    mine, masks = fused(model), {"src_mask": MASKS["a window"]["mask"], "src_key_padding_mask": PADDING}
-    found, expected = (one.layers[0](sentences(), is_causal=True, **masks)[~PADDING] for one in (mine, model))
+    mine, masks = (
+        fused(model),
+        {"src_mask": MASKS["a window"]["mask"], "src_key_padding_mask": PADDING},
+    )
+    found, expected = (
+        one.layers[0](sentences(), is_causal=True, **masks)[~PADDING] for one in (mine, model)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -226,7 +250,9 @@ def test_trains_in_int8_and_comes_back():
     mine, target = fused(model, lsq.QuantConfig()), sentences().roll(1, 1)
     optimizer, losses = torch.optim.Adam(mine.parameters(), lr=3e-3), []
     for _ in range(30):
-        loss = (mine(sentences(), src_key_padding_mask=PADDING)[~PADDING] - target[~PADDING]).square()
+        loss = (
+            mine(sentences(), src_key_padding_mask=PADDING)[~PADDING] - target[~PADDING]
+        ).square()
         losses.append(loss.mean().item())
         optimizer.zero_grad()
         loss.mean().backward()
@@ -262,7 +288,10 @@ def test_why_a_layer_is_not_fused(change, reason):
     report = lsq.convert(model, minimum_width=16)
     (whole,) = report.whole
     assert reason in whole.reason, whole.reason
-    assert report.left.keys() == {"layers.0.self_attn.in_proj_weight", "layers.0.self_attn.out_proj"}
+    assert report.left.keys() == {
+        "layers.0.self_attn.in_proj_weight",
+        "layers.0.self_attn.out_proj",
+    }
 
 
 def test_layers_of_64_bits_are_not_fused():
@@ -276,15 +305,21 @@ def test_layers_of_other_classes_are_left():
 
 
 def test_weights_of_attention_are_counted():
-    """Those in a MultiheadAttention by itself stay floats, and the report says how many they are."""
-    model = nn.ModuleDict({
-        "attention": nn.MultiheadAttention(64, 4),
-        "other": nn.MultiheadAttention(64, 4, kdim=32, vdim=96),
-        "linear": nn.Linear(64, 128),
-    })  # fmt: skip
+    """Those in a MultiheadAttention by itself stay floats, and the report says how many they
+    are."""
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(64, 4),
+            "other": nn.MultiheadAttention(64, 4, kdim=32, vdim=96),
+            "linear": nn.Linear(64, 128),
+        }
+    )
     report = lsq.convert(model)
     assert report.converted == ("linear",)
-    names = ("in_proj_weight", "out_proj"), ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj")
+    names = (
+        ("in_proj_weight", "out_proj"),
+        ("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj"),
+    )
     kinds = zip(("attention", "other"), names, strict=True)
     assert set(report.left) == {f"{kind}.{one}" for kind, names in kinds for one in names}
     assert all("MultiheadAttention" in reason for reason in report.left.values())

@@ -1,4 +1,5 @@
-"""Blocks of T5 and mT5 as fused ones: encoders, decoders, and the table of biases that blocks share."""
+"""Blocks of T5 and mT5 as fused ones: encoders, decoders, and the table of biases that blocks
+share."""
 
 import copy
 
@@ -24,14 +25,26 @@ from tests.architectures.test_marian import pairs
 from tests.layers.shapes import decibels
 
 SHAPE = {
-    "vocab_size": WORDS, "d_model": 64, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_decoder_layers": 2,
-    "num_heads": 3, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "dropout_rate": 0.0,
-    "pad_token_id": PADDING, "eos_token_id": 2, "decoder_start_token_id": 0,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 80,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 6,
+    "dropout_rate": 0.0,
+    "pad_token_id": PADDING,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 MAKERS = {
     "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**SHAPE)),
-    "t5 v1.1": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**SHAPE, **GATED)),
+    "t5 v1.1": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**SHAPE, **GATED)
+    ),
     "mt5": lambda: transformers.MT5ForConditionalGeneration(transformers.MT5Config(**SHAPE)),
 }
 BLOCKS = 5
@@ -39,7 +52,8 @@ BLOCKS = 5
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_same_as_transformers_in_float(name):
-    """Sentences are longer than the farthest distance; the others see every bucket or, of two words, few of them."""
+    """Sentences are longer than the farthest distance; the others see every bucket or, of two
+    words, few of them."""
     model = made(MAKERS[name])
     assert_same_in_float(model, *pairs((9, 5, 3), (2, 10, 6)), BLOCKS)
     if name == "t5":
@@ -49,7 +63,9 @@ def test_the_same_as_transformers_in_float(name):
 
 @pytest.mark.parametrize("name", ["t5", "t5 v1.1"])
 def test_trains_and_comes_back(name, tmp_path):
-    assert_trains_and_comes_back(made(MAKERS[name]), right_padded((13, 8)), tmp_path, BLOCKS, least=20)
+    assert_trains_and_comes_back(
+        made(MAKERS[name]), right_padded((13, 8)), tmp_path, BLOCKS, least=20
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -76,7 +92,9 @@ def test_some_blocks_are_left(left):
         loss.backward()
     for part in ("encoder", "decoder"):
         name = f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        torch.testing.assert_close(mine.get_parameter(name).grad, model.get_parameter(name).grad, atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(
+            mine.get_parameter(name).grad, model.get_parameter(name).grad, atol=1e-6, rtol=1e-3
+        )
 
 
 def test_decoding_with_a_cache():
@@ -105,10 +123,22 @@ def test_probabilities_of_attention():
 
 def test_dropout_is_read_where_it_is():
     model = transformers.T5Model(transformers.T5Config(**SHAPE | {"dropout_rate": 0.25}))
-    for kind, block in ((EncoderBlock, model.encoder.block[1]), (DecoderBlock, model.decoder.block[1])):
+    for kind, block in (
+        (EncoderBlock, model.encoder.block[1]),
+        (DecoderBlock, model.decoder.block[1]),
+    ):
         config = kind.config_of(block, FLOAT)
-        assert (config.dropout, config.attention_dropout, config.activation_dropout) == (0.25, 0.25, 0.25)
-        assert (config.score_factor, config.norm, config.bias, config.head_columns) == (1.0, "rms", False, 16)
+        assert (config.dropout, config.attention_dropout, config.activation_dropout) == (
+            0.25,
+            0.25,
+            0.25,
+        )
+        assert (config.score_factor, config.norm, config.bias, config.head_columns) == (
+            1.0,
+            "rms",
+            False,
+            16,
+        )
     model.decoder.block[1].layer[2].dropout.p = 0.5
     assert "decoder.block.1" not in lsq.convert(model).fused
 

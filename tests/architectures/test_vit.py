@@ -16,15 +16,22 @@ from tests.architectures.checks import (
 )
 
 SHAPE = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "image_size": 16,
-    "patch_size": 4, "num_labels": 3,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": 3,
+}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def vit(**options) -> torch.nn.Module:
     return made(
-        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**SHAPE, **{**STILL, **options}))
+        lambda: transformers.ViTForImageClassification(
+            transformers.ViTConfig(**SHAPE, **{**STILL, **options})
+        )
     )
 
 
@@ -33,7 +40,9 @@ def images(count: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": drawn, "labels": torch.arange(count) % 3}
 
 
-@pytest.mark.parametrize("options", [{}, {"qkv_bias": False, "hidden_act": "relu", "attn_implementation": "eager"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"qkv_bias": False, "hidden_act": "relu", "attn_implementation": "eager"}]
+)
 def test_the_same_as_transformers_in_float(options):
     assert_same_in_float(vit(**options), images(5))
 

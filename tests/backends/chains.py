@@ -1,4 +1,5 @@
-"""Three operations of which each reads what the one before wrote: an embedding, its norm, and a loss over words."""
+"""Three operations of which each reads what the one before wrote: an embedding, its norm, and a
+loss over words."""
 
 import torch
 
@@ -26,17 +27,31 @@ def chain(place: torch.device) -> tuple[Embed, ResidualNorm, VocabularyLoss]:
 
     tokens, weight = torch.tensor([2, 3, 4], device=place), drawn(WORDS, HIDDEN)
     embed = Embed(
-        tokens=tokens, places=tokens, weight=weight, table=drawn(WORDS, HIDDEN), scale=2.0, padding=1, learned=False,
+        tokens=tokens,
+        places=tokens,
+        weight=weight,
+        table=drawn(WORDS, HIDDEN),
+        scale=2.0,
+        padding=1,
+        learned=False,
         x=wanted(3, HIDDEN),
-    )  # fmt: skip
+    )
     norm = ResidualNorm(
-        sum=ResidualSum(residual=embed.x), weight=drawn(HIDDEN), bias=drawn(HIDDEN), mean=wanted(3), rstd=wanted(3),
+        sum=ResidualSum(residual=embed.x),
+        weight=drawn(HIDDEN),
+        bias=drawn(HIDDEN),
+        mean=wanted(3),
+        rstd=wanted(3),
         out=wanted(3, HIDDEN),
-    )  # fmt: skip
+    )
     given = Prediction(
-        x=Rows(floats=norm.out), weight=Weight(format=Format(name="weight", bits=8, grain=Grain.ROW), values=weight),
-        target=tokens + 1, vocabulary=WORDS, padding=1, smoothing=0.1,
-    )  # fmt: skip
+        x=Rows(floats=norm.out),
+        weight=Weight(format=Format(name="weight", bits=8, grain=Grain.ROW), values=weight),
+        target=tokens + 1,
+        vocabulary=WORDS,
+        padding=1,
+        smoothing=0.1,
+    )
     loss = VocabularyLoss(prediction=given, loss=wanted(1), nll=wanted(1))
     return embed, norm, loss
 

@@ -19,6 +19,8 @@ def test_programs_are_those_of_a_gpu(activations):
     config = LayerConfig(hidden=32, heads=2, feed_forward=64, quant=QuantConfig(backward="int8"))
     absent, present = AbsentGPU(activations), backend("emulated", activations)
     modes = [Mode(training=True, backward=True, backend=one) for one in (absent, present)]
-    found, wanted = (str(programs.encoder_layer(config, Sentences(rows=16, count=2), mode)) for mode in modes)
+    found, wanted = (
+        str(programs.encoder_layer(config, Sentences(rows=16, count=2), mode)) for mode in modes
+    )
     assert found == wanted and "StartScales" in found and "FinishSums" in found
     assert absent.few_sizes == present.few_sizes

@@ -12,11 +12,15 @@ from lsq.csrc import loader
 from tests.backends.chains import chain, results
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "name", ["reference", "cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_operations_run_one_after_another(name):
     where = backend(name)
     operations = chain(where.place)
-    calls = [(one, [where.allocate(*wanted) for wanted in where.scratch(one)]) for one in operations]
+    calls = [
+        (one, [where.allocate(*wanted) for wanted in where.scratch(one)]) for one in operations
+    ]
     run = where.prepare(calls)
     for again in range(2):
         operations[0].tokens.copy_(torch.tensor([2, 3, 4]) + again)
@@ -44,7 +48,9 @@ def test_one_operation_gets_its_own_scratch_memory(name):
 
 @pytest.mark.parametrize("name", ["gpu", "CPU", "", "cuda:0"])
 def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match=f"backend is '{name}'; allowed: 'reference', 'cpu', 'cuda', 'emulated'"):
+    with pytest.raises(
+        ValueError, match=f"backend is '{name}'; allowed: 'reference', 'cpu', 'cuda', 'emulated'"
+    ):
         backend(name)
 
 
@@ -58,26 +64,39 @@ def test_activations_are_those_that_a_backend_has(monkeypatch):
     assert emulated.activations == torch.float32 and backend("emulated", torch.float32) is emulated
     narrow = backend("emulated", activations=torch.bfloat16)
     assert narrow.activations == torch.bfloat16 and narrow.device is emulated.device
-    with pytest.raises(ValueError, match="activations are torch.bfloat16; the backend 'cpu' has them in torch.float32"):
+    with pytest.raises(
+        ValueError,
+        match="activations are torch.bfloat16; the backend 'cpu' has them in torch.float32",
+    ):
         backend("cpu", activations=torch.bfloat16)
-    with pytest.raises(ValueError, match="activations are torch.float16; the backend 'emulated' has them in"):
+    with pytest.raises(
+        ValueError, match="activations are torch.float16; the backend 'emulated' has them in"
+    ):
         backend("emulated", activations=torch.float16)
     monkeypatch.setattr(backends, "gpu", lambda index: emulated.device)
     backends._on_gpu.cache_clear()
-    assert backend("cuda").activations == backends.for_device(torch.device("cuda", 0)).activations == torch.bfloat16
+    assert (
+        backend("cuda").activations
+        == backends.for_device(torch.device("cuda", 0)).activations
+        == torch.bfloat16
+    )
     assert backend("cuda", torch.float32).activations == torch.float32
     backends._on_gpu.cache_clear()
 
 
 def test_devices_that_nothing_runs_on_are_refused():
-    with pytest.raises(ValueError, match="nothing of lsq runs on meta; move the tensors to one of: cpu, cuda"):
+    with pytest.raises(
+        ValueError, match="nothing of lsq runs on meta; move the tensors to one of: cpu, cuda"
+    ):
         backends.for_device(torch.device("meta"))
 
 
 def test_another_type_of_device_can_be_registered(monkeypatch):
     monkeypatch.setattr(backends, "_makers", dict(backends._makers))
     asked = []
-    backends.register("meta", lambda device, activations: asked.append(device) or backend("reference"))
+    backends.register(
+        "meta", lambda device, activations: asked.append(device) or backend("reference")
+    )
     assert backends.for_device(torch.device("meta", 1)) is backend("reference")
     assert asked == [torch.device("meta", 1)]
 

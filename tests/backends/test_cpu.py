@@ -1,4 +1,5 @@
-"""The CPU: consecutive loops in one foreign call, products between them, and what lives as long as a prepared run."""
+"""The CPU: consecutive loops in one foreign call, products between them, and what lives as long as
+a prepared run."""
 
 import gc
 
@@ -31,7 +32,9 @@ def calls(monkeypatch) -> list[str]:
 
 def prepared(operations):
     where = backend("cpu")
-    return where.prepare([(one, [where.allocate(*wanted) for wanted in where.scratch(one)]) for one in operations])
+    return where.prepare(
+        [(one, [where.allocate(*wanted) for wanted in where.scratch(one)]) for one in operations]
+    )
 
 
 def test_consecutive_loops_are_one_foreign_call(calls):

@@ -56,7 +56,9 @@ def test_kept_launches_keep_no_tensor(backend):
 
 def test_memory_that_is_not_aligned_is_refused(backend):
     packing = allocated(pack(torch.zeros(1, 1001)[:, 1:].view(-1)[None], LAYOUT), rubbish)
-    with pytest.raises(ValueError, match="PackGradients.*a tensor begins 4 bytes after a multiple of 16"):
+    with pytest.raises(
+        ValueError, match="PackGradients.*a tensor begins 4 bytes after a multiple of 16"
+    ):
         backend.run(packing)
 
 

@@ -1,4 +1,5 @@
-"""Launches of operations: every operand is read through the struct, whichever tensor it was at first."""
+"""Launches of operations: every operand is read through the struct, whichever tensor it was at
+first."""
 
 import dataclasses
 
@@ -39,23 +40,33 @@ def test_tensors_that_were_the_same_at_first_may_part(where):
 
 
 def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
-    monkeypatch.setattr(prediction, "CUDA_BLOCK_ROWS", 8)  # several products, each of a part of the rows
+    # several products, each of a part of the rows
+    monkeypatch.setattr(prediction, "CUDA_BLOCK_ROWS", 8)
     _, _, loss = chain(where.place)
     loss.prediction.x.floats, loss.prediction.target = (
-        torch.randn(21, 48).to(where.place), torch.randint(0, WORDS, (21,)).to(where.place),
-    )  # fmt: skip
+        torch.randn(21, 48).to(where.place),
+        torch.randint(0, WORDS, (21,)).to(where.place),
+    )
     run = where.prepare([(loss, [where.allocate(*wanted) for wanted in where.scratch(loss)])])
     for _ in range(2):
         run()
-        torch.testing.assert_close(loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()[0].reshape(1))
+        torch.testing.assert_close(
+            loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()[0].reshape(1)
+        )
         slot(loss, "prediction.x.floats").put(torch.randn(21, 48).to(where.place))
 
 
 def test_memory_that_is_no_field_is_refused(where, monkeypatch):
     x = torch.randn(41, 48).to(where.place)
     other = torch.zeros(48).to(where.place)
-    monkeypatch.setattr(Add, "cuda", lambda self: [launch("elementwise.cu", "lsq_add", self, other, grid=1, FLOAT=0)])
-    with pytest.raises(ValueError, match="Add: lsq_add .*neither a field of the operation nor its scratch memory"):
+    monkeypatch.setattr(
+        Add,
+        "cuda",
+        lambda self: [launch("elementwise.cu", "lsq_add", self, other, grid=1, FLOAT=0)],
+    )
+    with pytest.raises(
+        ValueError, match="Add: lsq_add .*neither a field of the operation nor its scratch memory"
+    ):
         where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
 
 
@@ -70,4 +81,6 @@ def test_what_is_not_held_may_go(where):
     x = torch.randn(41, 48).to(where.place)
     add = Add(a=x, b=x, out=torch.empty_like(x))
     assert not list(part_of(add, (), where.place, hold=False).places.held())
-    assert [id(tensor) for tensor in part_of(add, (), where.place).places.held()] == list(map(id, (x, x, add.out)))
+    assert [id(tensor) for tensor in part_of(add, (), where.place).places.held()] == list(
+        map(id, (x, x, add.out))
+    )

@@ -1,4 +1,5 @@
-"""What the emulated backend runs is ordered on any streams: layers, lists that follow themselves, captured lists."""
+"""What the emulated backend runs is ordered on any streams: layers, lists that follow themselves,
+captured lists."""
 
 import shutil
 
@@ -53,7 +54,9 @@ def test_a_layer_trains_on_any_stream_that_waits_for_the_last_one(streams, plann
 
 
 def test_steps_that_do_not_wait_for_each_other_are_reported(streams):
-    with pytest.raises((CudaError, RuntimeError), match="which aten.sub_.Tensor wrote on stream .* nothing orders"):
+    with pytest.raises(
+        (CudaError, RuntimeError), match="which aten.sub_.Tensor wrote on stream .* nothing orders"
+    ):
         trained(streams, planned=False, wait=False)
 
 
@@ -76,7 +79,9 @@ def test_a_list_follows_itself_from_stream_to_stream(streams, follows, monkeypat
             if follows:
                 work.run()
             else:
-                with pytest.raises(RuntimeError, match="store_values wrote on stream .* nothing orders the two"):
+                with pytest.raises(
+                    RuntimeError, match="store_values wrote on stream .* nothing orders the two"
+                ):
                     work.run()
 
 

@@ -1,4 +1,5 @@
-"""The products that a program is said to run are those that it runs: by request on the CPU, by its launches on CUDA."""
+"""The products that a program is said to run are those that it runs: by request on the CPU, by its
+launches on CUDA."""
 
 import shutil
 
@@ -26,7 +27,9 @@ from tests.layers.shapes import config_of
 
 NAMES = [name for name in PROGRAMS if "wide" not in name]
 WORDS = Vocabulary(words=91, hidden=48, padded=96)
-fused = pytest.mark.skipif(not loader.available(), reason="references multiply in other ways; needs the C++ library")
+fused = pytest.mark.skipif(
+    not loader.available(), reason="references multiply in other ways; needs the C++ library"
+)
 
 
 def run_on_the_cpu(program):
@@ -44,14 +47,19 @@ def run_on_the_cpu(program):
 
 
 def prepared_for_cuda(program):
-    """The products that cuBLASLt, emulated, gets an algorithm for when a program is placed in memory: all of them."""
+    """The products that cuBLASLt, emulated, gets an algorithm for when a program is placed in
+    memory: all of them."""
     products, found = Products(torch.device("cpu"), library=emulated().path), set()
     try:
         with gemm.ended_by(None):
             for operation in program.operations:
                 real = placed(operation, "cpu", torch.bfloat16)
                 scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in real.cuda_scratch()]
-                found |= {products.prepare(one).key for one in real.cuda(*scratch) if isinstance(one, Product)}
+                found |= {
+                    products.prepare(one).key
+                    for one in real.cuda(*scratch)
+                    if isinstance(one, Product)
+                }
         return found
     finally:
         products.close()
@@ -84,7 +92,9 @@ def linear(**options):
 
 def loss(rows, **options):
     mode = mode_on("cpu")
-    return programs.vocabulary_loss(config_of(**options).quant, rows, WORDS, mode, padding=1, smoothing=0.1)
+    return programs.vocabulary_loss(
+        config_of(**options).quant, rows, WORDS, mode, padding=1, smoothing=0.1
+    )
 
 
 def floats(layout, dtype="float32", **numbers):
@@ -101,14 +111,17 @@ def test_a_linear_layer():
         asked("project_weight_gradient", 32, 48, 21),
     ]
     assert products_of(program, "cuda") == [
-        asked("project", 21, 32, 48), asked("project_input_gradient", 21, 48, 32),
+        asked("project", 21, 32, 48),
+        asked("project_input_gradient", 21, 48, 32),
         asked("project_weight_gradient", 32, 48, 32),  # filled up
-    ]  # fmt: skip
+    ]
     program = linear(backward="float")
     assert products_of(program) == [asked("project", 21, 32, 48)]
     assert products_of(program, "cuda") == [
-        asked("project", 21, 32, 48), floats("nn", **dx), floats("tn", **dweight),
-    ]  # fmt: skip
+        asked("project", 21, 32, 48),
+        floats("nn", **dx),
+        floats("tn", **dweight),
+    ]
     program = linear(mode="float")
     assert products_of(program) == []
     wanted = [floats("nt", "bfloat16", **forward), floats("nn", "bfloat16", **dx)]
@@ -139,7 +152,12 @@ def test_what_operations_share_is_one_tensor():
     coded = first[0].arguments[0].rounded
     (product,) = (entry for entry in others[0] if isinstance(entry, Product))
     assert product.a is coded.codes and product.a.is_meta
-    assert not any(product.a is entry.out for entries in others for entry in entries if isinstance(entry, Product))
+    assert not any(
+        product.a is entry.out
+        for entries in others
+        for entry in entries
+        if isinstance(entry, Product)
+    )
 
 
 def test_shapes_that_cuda_does_not_take_are_refused():

@@ -9,7 +9,8 @@ from lsq.csrc import compiler
 
 @pytest.fixture
 def capability(monkeypatch):
-    """capability(major, minor): PyTorch sees one such GPU, with a driver that supports CUDA 13.0, and libraries."""
+    """capability(major, minor): PyTorch sees one such GPU, with a driver that supports CUDA 13.0,
+    and libraries."""
 
     class Driver:
         version = (13, 0)
@@ -53,7 +54,9 @@ def test_an_old_driver(capability, monkeypatch):
 
 
 def missing(*arguments):
-    raise RuntimeError("no libcublasLt was found: install CUDA's libraries with `pip install '.[cuda13]'`")
+    raise RuntimeError(
+        "no libcublasLt was found: install CUDA's libraries with `pip install '.[cuda13]'`"
+    )
 
 
 @pytest.mark.parametrize("library", ["find_cublaslt", "ProductLibrary"])

@@ -16,8 +16,10 @@ LAYOUT = MessageLayout.for_values(1000, 3)
 
 def test_names():
     assert [type(backends.backend(name)).__name__ for name in backends.NAMES if name != "cuda"] == [
-        "Reference", "CPU", "CUDA",
-    ]  # fmt: skip
+        "Reference",
+        "CPU",
+        "CUDA",
+    ]
     with pytest.raises(ValueError, match="backend is 'tpu'; allowed: 'reference', 'cpu'"):
         backends.backend("tpu")
 
@@ -29,7 +31,9 @@ def test_an_operation_runs_where_its_tensors_lie(dtype, built, monkeypatch):
     operation = allocated(pack(torch.randn(1, 1000).to(dtype), LAYOUT, error=True), rubbish)
     backends.run(operation)
     wanted = on_reference(operation)
-    assert torch.equal(operation.messages.data, wanted.messages.data) and torch.equal(operation.error, wanted.error)
+    assert torch.equal(operation.messages.data, wanted.messages.data) and torch.equal(
+        operation.error, wanted.error
+    )
     back = allocated(unpack(operation.messages.data[None], LAYOUT, dtype=dtype), rubbish)
     backends.run(back)
     assert torch.equal(back.x, on_reference(back).x)
@@ -38,7 +42,9 @@ def test_an_operation_runs_where_its_tensors_lie(dtype, built, monkeypatch):
 def test_tensors_of_several_devices_are_refused():
     elsewhere = torch.zeros(1, 1000, device="meta")
     messages = torch.zeros(3, LAYOUT.message_bytes, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="PackGradients was given a tensor on meta, but runs on cpu"):
+    with pytest.raises(
+        ValueError, match="PackGradients was given a tensor on meta, but runs on cpu"
+    ):
         backends.run(PackGradients(x=elsewhere, messages=Messages(layout=LAYOUT, data=messages)))
 
 

@@ -1,4 +1,5 @@
-"""Bytes on the wire: the count meets the formula, and the modes that were counted give the right mean."""
+"""Bytes on the wire: the count meets the formula, and the modes that were counted give the right
+mean."""
 
 import bench_gradients_wire
 import pytest
@@ -24,7 +25,10 @@ def test_formula_for_four_nodes_of_eight():
 
 @pytest.mark.parametrize("mode", ["int8", "int8_hier", "gcq"])
 def test_what_was_counted_is_the_mean(mode):
-    gradients = [torch.randn(BUCKET, generator=torch.Generator().manual_seed(rank)).numpy() for rank in range(4)]
+    gradients = [
+        torch.randn(BUCKET, generator=torch.Generator().manual_seed(rank)).numpy()
+        for rank in range(4)
+    ]
     wanted = {
         "int8": lambda: oracle.two_hop(gradients, 1 / 4),
         "int8_hier": lambda: oracle.hierarchical(gradients, 2),

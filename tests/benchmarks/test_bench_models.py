@@ -1,4 +1,5 @@
-"""Sides of bench_models train the same models: from the same weights they come to nearly the same losses."""
+"""Sides of bench_models train the same models: from the same weights they come to nearly the same
+losses."""
 
 import argparse
 import json
@@ -33,19 +34,27 @@ def threads():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 def test_sides_agree_and_are_drawn(name, tmp_path):
     pytest.importorskip("transformers")
     picture = tmp_path / "models.png"
     found = rows(tmp_path, "--models", name, "--sides", *SIDES, "--picture", str(picture))
     assert {row["side"] for row in found} == set(SIDES)
-    assert all(row["side"].startswith("torchao") for row in found if row["failed"])  # where it is not installed
+    # where it is not installed
+    assert all(row["side"].startswith("torchao") for row in found if row["failed"])
     losses = {row["side"]: row["loss"] for row in found if row["failed"] is None}
     assert losses == pytest.approx(dict.fromkeys(losses, losses[FLOAT]), rel=0.05)
     for row in found:
         if row["failed"] is None:
             assert row["seconds"] >= row["fastest"] > 0
-            assert row["ratio"] > 0 and row["saved_bytes"] > 0 and row["saved_ratio"] > 0 and row["peak_bytes"] >= 0
+            assert (
+                row["ratio"] > 0
+                and row["saved_bytes"] > 0
+                and row["saved_ratio"] > 0
+                and row["peak_bytes"] >= 0
+            )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -66,7 +75,9 @@ def test_a_side_that_fails_has_a_row_with_its_reason(tmp_path, monkeypatch):
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setitem(bench_models.SIDES, "torchao int8 bfloat16", model_sides.Kind(change=fails))
-    ran, failed = rows(tmp_path, "--models", "llama", "--sides", "torchao int8 bfloat16", "PyTorch bfloat16")
+    ran, failed = rows(
+        tmp_path, "--models", "llama", "--sides", "torchao int8 bfloat16", "PyTorch bfloat16"
+    )
     assert (ran["side"], ran["failed"], ran["ratio"]) == ("PyTorch bfloat16", None, 1)
     assert failed["failed"] == "RuntimeError: first line" and failed["seconds"] is None
 
@@ -84,7 +95,10 @@ class Conv1D(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.bias = torch.nn.Parameter(torch.randn(3, 5)), torch.nn.Parameter(torch.randn(5))
+        self.weight, self.bias = (
+            torch.nn.Parameter(torch.randn(3, 5)),
+            torch.nn.Parameter(torch.randn(5)),
+        )
 
     def forward(self, x):
         return torch.addmm(self.bias, x, self.weight)
@@ -124,7 +138,10 @@ def test_resident_peak_counts_what_a_run_took():
 def test_adapters_alone_are_trained(tmp_path):
     pytest.importorskip("peft")
     kinds = FLOAT, "PyTorch bfloat16", "lsq linears float32", "lsq fused float32"
-    found = {row["side"]: row for row in rows(tmp_path, "--models", "llama", "--lora", "4", "--sides", *kinds)}
+    found = {
+        row["side"]: row
+        for row in rows(tmp_path, "--models", "llama", "--lora", "4", "--sides", *kinds)
+    }
     assert {name: row["loss"] for name, row in found.items()} == pytest.approx(
         dict.fromkeys(kinds, found[FLOAT]["loss"]), rel=0.05
     )

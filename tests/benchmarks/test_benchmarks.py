@@ -18,12 +18,12 @@ MARKS = {
     "bench_decode": pytest.mark.thorough,  # makes models and searches with them
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
     "bench_gradients_training": pytest.mark.thorough,  # starts a training of two processes
-    "bench_models": pytest.mark.slow,  # torch.compile traces models; test_bench_models.py runs every other side
-    "bench_numbers": pytest.mark.slow,  # trains two models in processes of their own, for two minutes
+    "bench_models": pytest.mark.slow,  # test_bench_models.py runs all sides but torch.compile
+    "bench_numbers": pytest.mark.slow,  # trains two models, for two minutes
     "bench_host": pytest.mark.thorough,  # makes a list of launches of each of many passes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
     "bench_start": pytest.mark.thorough,  # starts processes that import PyTorch
-    "bench_step": pytest.mark.thorough,  # torch.compile traces a model; test_plain_transformer.py runs every side
+    "bench_step": pytest.mark.thorough,  # test_plain_transformer.py runs every side
 }
 QUICK = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]
 
@@ -37,7 +37,9 @@ def settings():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_run(name, tmp_path, monkeypatch, capsys, settings):
     if name == "bench_network" and network.obstacle() is not None:

@@ -11,7 +11,9 @@ from lsq.dist.collectives import all_gather, all_to_all
 def counted(workers: int, work, **options) -> tuple[dict, list]:
     """(sender, receiver) -> bytes, and what work(group, rank) returned on each worker."""
     wires = Wires()
-    results = run(workers, lambda rank: work(CountingGroup(wires, range(workers), rank, **options), rank))
+    results = run(
+        workers, lambda rank: work(CountingGroup(wires, range(workers), rank, **options), rank)
+    )
     return dict(wires.bytes), results
 
 
@@ -53,7 +55,9 @@ def test_the_largest_value_can_be_taken():
 
 def test_all_to_all_sends_each_part_once():
     def work(group, rank):
-        given = torch.tensor([10 * rank, 10 * rank + 1, 10 * rank + 1, 10 * rank + 2], dtype=torch.uint8)
+        given = torch.tensor(
+            [10 * rank, 10 * rank + 1, 10 * rank + 1, 10 * rank + 2], dtype=torch.uint8
+        )
         out = torch.empty([3, 6, 3][rank], dtype=torch.uint8)
         parts = [1, 2, 1]
         all_to_all(out, given, group, [parts[rank]] * 3, parts).wait()
@@ -76,7 +80,12 @@ def test_all_gather(gather):
     if gather == "ring":
         assert sent == {(rank, (rank + 1) % 4): 9 for rank in range(4)}
     else:
-        assert sent == {(sender, receiver): 3 for sender in range(4) for receiver in range(4) if sender != receiver}
+        assert sent == {
+            (sender, receiver): 3
+            for sender in range(4)
+            for receiver in range(4)
+            if sender != receiver
+        }
 
 
 def test_groups_of_some_workers_use_their_ranks():

@@ -1,4 +1,5 @@
-"""The comparison of decoders on a short training, whose float32 and int8 translations may differ."""
+"""The comparison of decoders on a short training, whose float32 and int8 translations may
+differ."""
 
 import json
 
@@ -14,7 +15,9 @@ def test_every_decoder(tmp_path, capsys):
     pytest.importorskip("ctranslate2")
     output = train(tmp_path, "--updates", "300", "--validate-every", "100")
     decode_quality.main([str(output / "int8"), "--threads", "1", "--tokenizer", "char"])
-    rows = {row["side"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
+    rows = {
+        row["side"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    }
     assert len(rows) == 6
     assert rows["lsq int8"] == rows[decode_quality.TRAINING] | {"side": "lsq int8"}
     sentences = len((output / "data" / "test.src").read_text().splitlines())

@@ -14,7 +14,12 @@ def test_one_block():
     found = {row["way"]: row for row in gated_kept.look(block, 1, 0)}
     assert {*gated_kept.WAYS, *gated_kept.MIDDLES} < set(found)
     assert found["float32"]["dx"] == found["float32"]["dw"] == math.inf
-    assert found["bfloat16"]["dx"] > found["int8 by row"]["dx"] > found["the gradient's own rounding"]["dx"] > 20
+    assert (
+        found["bfloat16"]["dx"]
+        > found["int8 by row"]["dx"]
+        > found["the gradient's own rounding"]["dx"]
+        > 20
+    )
     exact, rounded = found["float32"]["h"], found["the product in int8, one clip"]["h"]
     assert exact > rounded > exact - 9
     chosen, other = found[gated_kept.CHOSEN], found["h under the largest of all"]

@@ -1,4 +1,5 @@
-"""The benchmarks for a GPU, run in the emulator on tiny shapes, and what they count, leave out and keep."""
+"""The benchmarks for a GPU, run in the emulator on tiny shapes, and what they count, leave out and
+keep."""
 
 from __future__ import annotations
 
@@ -54,7 +55,12 @@ def test_gradient_messages_in_the_emulator(tmp_path):
     assert {row["operation"] for row in figures["rows"]} == set(benchmark.OPERATIONS)
     packed = [row["megabytes"] for row in figures["rows"] if row["operation"] == "PackGradients"]
     values, message = 64 * 48, 8 * 400
-    wanted = [4 * values + message, 8 * values + message, 2 * values + message, 6 * values + message]
+    wanted = [
+        4 * values + message,
+        8 * values + message,
+        2 * values + message,
+        6 * values + message,
+    ]
     assert packed == pytest.approx([1e-6 * count for count in wanted])
 
 
@@ -84,7 +90,8 @@ def test_moved_bytes_count_what_crosses_the_border_once():
     ]
     moved = 4 * 16 * 4 + 16 * 4 + 4 * 16 * 2 + 4 * 16 * 4
     assert gpu_operations.moved_bytes(operation, entries) == moved
-    entries[1] = launch("a.cu", "first", operation, codes, sums, grid=1)  # a kernel that reads an operand as well
+    # a kernel that reads an operand as well
+    entries[1] = launch("a.cu", "first", operation, codes, sums, grid=1)
     assert gpu_operations.moved_bytes(operation, entries) == moved + 4 * 16
     entries[2] = launch("a.cu", "turn", weight, grid=1)  # one that makes an operand
     assert gpu_operations.moved_bytes(operation, entries) == moved + 4 * 16 + 16 * 16
@@ -102,7 +109,9 @@ def test_of_a_table_only_the_rows_that_are_read_count():
 def test_calls_that_do_the_same_work_are_measured_once():
     found = list(operations.calls(("ResidualNorm",), operations.QUICK, 0.1))
     assert len(found) > 1 and len({call.signature for call in found}) == len(found)
-    assert {type(tensor).__name__ for call in found for tensor in call.operation.inputs} == {"VirtualTensor"}
+    assert {type(tensor).__name__ for call in found for tensor in call.operation.inputs} == {
+        "VirtualTensor"
+    }
 
 
 class FakeGpu:
@@ -116,7 +125,9 @@ class FakeGpu:
         cache = SimpleNamespace(L2_cache_size=50_000_000)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: cache)
         self.device = SimpleNamespace(
-            place=SimpleNamespace(type="cuda"), synchronize=lambda: None, captures_in_turn=contextlib.nullcontext
+            place=SimpleNamespace(type="cuda"),
+            synchronize=lambda: None,
+            captures_in_turn=contextlib.nullcontext,
         )
 
     def call(self):
@@ -153,9 +164,13 @@ class FakeGpu:
 
 def test_graphs_hold_enough_calls_and_time_each(monkeypatch):
     fake = FakeGpu(monkeypatch)
-    timings = gpu.alternate(fake.device, {"few": [fake.call] * 3, "many": [fake.call] * 500}, rounds=2)
+    timings = gpu.alternate(
+        fake.device, {"few": [fake.call] * 3, "many": [fake.call] * 500}, rounds=2
+    )
     assert fake.sizes == [3, 3 * 34, 500]  # 34 passes of 30 microseconds last a millisecond
-    assert timings["few"].median == pytest.approx(1e-5) and timings["many"].fastest == pytest.approx(1e-5)
+    assert timings["few"].median == pytest.approx(1e-5) and timings[
+        "many"
+    ].fastest == pytest.approx(1e-5)
 
 
 def test_copies_of_operands_exceed_the_cache(monkeypatch):
@@ -173,7 +188,11 @@ def test_nvidia_smi_is_asked_or_missed(monkeypatch, tmp_path):
     program.write_text("#!/bin/sh\necho '580.1, 1980, 3201, 1980, 3201, 700.00, 35'\n")
     program.chmod(0o755)
     answer = gpu.nvidia_smi()
-    assert answer["driver_version"] == "580.1" and answer["clocks.sm"] == "1980" and len(answer) == len(gpu.QUERY)
+    assert (
+        answer["driver_version"] == "580.1"
+        and answer["clocks.sm"] == "1980"
+        and len(answer) == len(gpu.QUERY)
+    )
 
 
 def test_a_survey_goes_on_after_a_failure():
@@ -210,11 +229,17 @@ def test_a_survey_keeps_what_it_has_found_whatever_comes(monkeypatch, tmp_path, 
 
     survey.measure([("good", lambda: iter([{"figure": 1}])), ("bad", fails)])
     found = json.loads(options.json.read_text())
-    assert found["rows"] == [{"figure": 1}, {"figure": 2}] and found["kernels"] == kernels and not ends
+    assert (
+        found["rows"] == [{"figure": 1}, {"figure": 2}] and found["kernels"] == kernels and not ends
+    )
     assert found["failed"] == {"bad": "RuntimeError: cannot be launched"}
     survey.measure([("lost", fails)])
     found = json.loads(options.json.read_text())
-    why = "RuntimeError: cannot be launched; lost the GPU: CUDA error: an illegal memory access was encountered"
+    why = (
+        "RuntimeError: cannot be launched; lost the GPU: CUDA error: an illegal memory access"
+        " was"
+        " encountered"
+    )
     assert found["failed"]["lost"] == why and len(found["rows"]) == 3 and ends == [gpu.LOST]
     assert f"lost failed: {why}" in capsys.readouterr().err
 

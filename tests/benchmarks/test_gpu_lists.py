@@ -20,7 +20,8 @@ from tests.ops.tiles import launches
 
 SIZE = dataclasses.replace(QUICK, hidden=64, heads=2, length=8)
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or shutil.which("objdump") is None, reason="kernels are counted in the emulator"
+    shutil.which("g++") is None or shutil.which("objdump") is None,
+    reason="kernels are counted in the emulator",
 )
 
 
@@ -33,7 +34,9 @@ def test_counts_grow_as_they_are_scaled(name):
         return next(one for program in programs for one in program.operations if one.name == name)
 
     few, many = (gpu_lists.launches(chosen(sentences), "cpu", None) for sentences in (16, 64))
-    for small, large, counted, real in zip(few, many, profile.profile(few), profile.profile(many), strict=True):
+    for small, large, counted, real in zip(
+        few, many, profile.profile(few), profile.profile(many), strict=True
+    ):
         assert key_of(small) == key_of(large)
         scaled = Work.of(counted, large)
         traffics = [one for place in real.operands for one in (place.reads, place.writes)]
@@ -49,7 +52,9 @@ def test_blocks_that_sum_over_rows_have_as_many_rows_where_they_are_counted():
     size = dataclasses.replace(SIZE, sentences=16 * gpu_lists.FEW)
     few, blocks = gpu_lists.few_sentences(size), geometry.BLOCKS
     with gpu_lists.small_grids(size):
-        assert geometry.row_blocks(1 << 20, 64) == blocks * few.tokens // size.tokens == blocks // 16
+        assert (
+            geometry.row_blocks(1 << 20, 64) == blocks * few.tokens // size.tokens == blocks // 16
+        )
     assert geometry.row_blocks(1 << 20, 64) == blocks
 
 
@@ -59,7 +64,9 @@ def test_ends_of_tiles_are_told_from_their_main_loop():
     few, many = (
         Work.of(found, entry)
         for inner in (64, 192)
-        for entry in launches(of_codes(128, 128, 128, inner=inner), gpu_lists.tile_of(sizes(8192)[0]))[:1]
+        for entry in launches(
+            of_codes(128, 128, 128, inner=inner), gpu_lists.tile_of(sizes(8192)[0])
+        )[:1]
         for found in profile.profile([entry])
     )
     assert many.instructions["mma"] == 3 * few.instructions["mma"]
@@ -72,14 +79,21 @@ def test_a_step_has_every_launch():
     parts = {part.name: part for part in gpu_lists.step(size, gpu_step.QUANT)}
     layers = [part for name, part in parts.items() if "layer" in name]
     assert [part.times for part in layers] == [6] * 4
-    products = sum(part.times * isinstance(entry, Product) for part in layers for entry in part.entries)
+    products = sum(
+        part.times * isinstance(entry, Product) for part in layers for entry in part.entries
+    )
     assert products == 3 * 6 * (4 + 7)
-    assert [entry.kernel.name for entry in parts["update"].entries] == ["lsq_adam", "lsq_adam_codes"]
+    assert [entry.kernel.name for entry in parts["update"].entries] == [
+        "lsq_adam",
+        "lsq_adam_codes",
+    ]
     assert gpu_lists.parameters(size, gpu_step.QUANT) == pytest.approx(210e6, rel=0.02)
 
 
 def test_what_was_not_counted_is_named():
-    with pytest.raises(ValueError, match=r"kernels were not counted, such as lsq_.*; run with --count"):
+    with pytest.raises(
+        ValueError, match=r"kernels were not counted, such as lsq_.*; run with --count"
+    ):
         gpu_step.Step(SIZE, {})
 
 
@@ -109,7 +123,10 @@ def test_one_kernel_is_modelled_where_it_ends_its_product(monkeypatch):
     ended = {name: counts["lsq_project_product"] for name, counts in found.items()}
     assert ended == {"A100 80 GB": 66, "RTX 4090": 66, "H100 SXM": 66}
     assert all(counts["lsq_end"] == 66 - ended[name] for name, counts in found.items())
-    of_all = {name: sum(counts[kernel] for kernel in gpu_step.ENDED.values()) for name, counts in found.items()}
+    of_all = {
+        name: sum(counts[kernel] for kernel in gpu_step.ENDED.values())
+        for name, counts in found.items()
+    }
     assert all(counts["product"] == 200 - of_all[name] for name, counts in found.items())
     assert all(counts[kernel] == 1 for kernel in gpu_step.ALONE for counts in found.values())
 

@@ -16,9 +16,17 @@ TILE = TileConfiguration(rows=128, columns=128, stages=3)
 
 def work(**given):
     return Work(
-        **{"reads": {}, "writes": {}, "sectors": 0.0, "shared_passes": 0.0, "instructions": {}, "warps": 1 << 20,
-           "warps_of_block": 8} | given
-    )  # fmt: skip
+        **{
+            "reads": {},
+            "writes": {},
+            "sectors": 0.0,
+            "shared_passes": 0.0,
+            "instructions": {},
+            "warps": 1 << 20,
+            "warps_of_block": 8,
+        }
+        | given
+    )
 
 
 def test_a_copy_runs_at_the_rate_of_copies():
@@ -61,7 +69,9 @@ def test_few_warps_cannot_keep_memory_busy():
     assert seconds(255) > 1.2 * seconds(32)
 
 
-@pytest.mark.parametrize(("kind", "cycles"), [("float", 0.25), ("integer", 0.5), ("exchange", 1.0), ("division", 2.25)])
+@pytest.mark.parametrize(
+    ("kind", "cycles"), [("float", 0.25), ("integer", 0.5), ("exchange", 1.0), ("division", 2.25)]
+)
 def test_instructions_wait_for_their_units(kind, cycles):
     gpu = dataclasses.replace(GPU, integers=1.0)
     assert gpu_model.instruction_cycles({kind: 100}, gpu) == pytest.approx(100 * cycles)
@@ -85,14 +95,20 @@ def test_products_that_fill_no_wave_are_slower():
 
 def test_int8_products_are_faster():
     def seconds(int8):
-        return Clock(GPU).product(Multiplied(m=8192, n=8192, k=8192, int8=int8, reads={}, writes={})).seconds
+        return (
+            Clock(GPU)
+            .product(Multiplied(m=8192, n=8192, k=8192, int8=int8, reads={}, writes={}))
+            .seconds
+        )
 
     assert 1.4 < seconds(False) / seconds(True) < 2
 
 
 def ended(gpu=GPU, product=None, tile=TILE, **end):
     end = {"reads": {"sums": GIGABYTE}, "writes": {"codes": 1e6}} | end
-    product = product or Multiplied(m=8448, n=8192, k=8192, int8=True, reads={"a": 1e6}, writes={"sums": GIGABYTE})
+    product = product or Multiplied(
+        m=8448, n=8192, k=8192, int8=True, reads={"a": 1e6}, writes={"sums": GIGABYTE}
+    )
     return Clock(gpu).ended_product(product, work(**end), tile)
 
 
@@ -117,7 +133,10 @@ def test_small_tiles_read_more_of_the_l2_cache_and_parts_fill_a_gpu():
     assert found.bound == "L2 cache"
     assert found.seconds == pytest.approx((8448 * 8192 * 8192 * (1 / 64 + 1 / 128) + 1e6) / GPU.l2)
     small = Multiplied(m=512, n=512, k=8192, int8=True, reads={}, writes={"sums": 1.0})
-    alone, split = (ended(product=small, tile=dataclasses.replace(TILE, split=parts)).seconds for parts in (1, 8))
+    alone, split = (
+        ended(product=small, tile=dataclasses.replace(TILE, split=parts)).seconds
+        for parts in (1, 8)
+    )
     assert alone / split == pytest.approx(8 * (8192 + 128) / (8192 + 8 * 128))
 
 
@@ -126,5 +145,9 @@ def test_luck_changes_what_is_uncertain_alone(gpu):
     lucky, unlucky = variant(gpu, 1.0), variant(gpu, -1.0)
     assert lucky.memory == unlucky.memory == gpu.memory
     for better, worse in ((lucky, gpu), (gpu, unlucky)):
-        assert better.int8_reached > worse.int8_reached and better.gap < worse.gap and better.integers < worse.integers
+        assert (
+            better.int8_reached > worse.int8_reached
+            and better.gap < worse.gap
+            and better.integers < worse.integers
+        )
         assert 0 < worse.reached < better.reached < 1 and 0 < worse.kept < better.kept < 1

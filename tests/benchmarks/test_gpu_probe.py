@@ -27,19 +27,33 @@ def test_every_kernel_of_a_source_is_told(found):
 
 def test_kernels_of_an_operation_are_right_unless_something_differs(found, capsys):
     for event in (
-        ("case", "0"), ("operation", "gated"), ("launch", "lsq_gated"), ("wrong", "codes differ by more than 1"),
-        ("operation", "rotate"), ("launch", "lsq_rotate"), ("launch", "cuBLASLt"), ("end", ""),
-    ):  # fmt: skip
+        ("case", "0"),
+        ("operation", "gated"),
+        ("launch", "lsq_gated"),
+        ("wrong", "codes differ by more than 1"),
+        ("operation", "rotate"),
+        ("launch", "lsq_rotate"),
+        ("launch", "cuBLASLt"),
+        ("end", ""),
+    ):
         found.hear(*event)
     right = {"lsq_rotate": "ok", "cuBLASLt": "ok"}
     unknown = dict.fromkeys(("lsq_gated_rows", "lsq_rotate_gradient"), "not reached")
     assert states(found) == {"lsq_gated": "wrong", **right, **unknown} and found.ended
-    assert "lsq_gated                            wrong  gated: codes differ by more than 1\n" in capsys.readouterr().out
+    assert (
+        "lsq_gated                            wrong  gated: codes differ by more than 1\n"
+        in capsys.readouterr().out
+    )
     assert found.kept[0][0]["state"] == "wrong", "what is known is kept at once"
 
 
 def test_the_kernel_that_was_launched_last_faults_or_hangs(found):
-    for event in (("case", "3"), ("operation", "rotate"), ("launch", "lsq_gated"), ("launch", "lsq_rotate")):
+    for event in (
+        ("case", "3"),
+        ("operation", "rotate"),
+        ("launch", "lsq_gated"),
+        ("launch", "lsq_rotate"),
+    ):
         found.hear(*event)
     found.stop(gpu_probe.HANGS, "no word for 60 seconds")
     assert states(found)["lsq_rotate"] == "hangs" and states(found)["lsq_gated"] == "not reached"

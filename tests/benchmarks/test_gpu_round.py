@@ -1,4 +1,5 @@
-"""The round on a GPU, in the emulator: what fails, hangs or faults is named, and what was found is kept."""
+"""The round on a GPU, in the emulator: what fails, hangs or faults is named, and what was found is
+kept."""
 
 import json
 import os
@@ -12,12 +13,19 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def round_of(*options: str, out: Path, seconds: float, python: str = sys.executable) -> subprocess.CompletedProcess:
+def round_of(
+    *options: str, out: Path, seconds: float, python: str = sys.executable
+) -> subprocess.CompletedProcess:
     """A round that has ended."""
     command = ["benchmarks/gpu_round.sh", "--python", python, *options]
     environment = {**os.environ, "OUT": str(out), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=BENCHMARKS.parent, env=environment, timeout=seconds
+        command,
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS.parent,
+        env=environment,
+        timeout=seconds,
     )
 
 
@@ -30,17 +38,27 @@ def verdicts(done: subprocess.CompletedProcess) -> dict[str, str]:
 @pytest.mark.timeout(400)
 def test_a_rehearsal_names_what_is_planted(tmp_path):
     done = round_of("--rehearse", "probe", "tests", out=tmp_path, seconds=390)
-    assert done.returncode == 1 and verdicts(done) == {"probe": "FAILED", "tests": "FAILED"}, done.stdout
-    found = {row["kernel"]: row for row in json.loads((tmp_path / "probe.json").read_text())["rows"]}
+    assert done.returncode == 1 and verdicts(done) == {"probe": "FAILED", "tests": "FAILED"}, (
+        done.stdout
+    )
+    found = {
+        row["kernel"]: row for row in json.loads((tmp_path / "probe.json").read_text())["rows"]
+    }
     assert (found["lsq_gated"]["state"], found["lsq_rotate"]["state"]) == ("wrong", "fault")
     assert "its process ended with status -11" in found["lsq_rotate"]["why"]
-    assert found["lsq_append"]["state"] == "hangs" and "no word for 20 seconds" in found["lsq_append"]["why"]
+    assert (
+        found["lsq_append"]["state"] == "hangs"
+        and "no word for 20 seconds" in found["lsq_append"]["why"]
+    )
     assert found["lsq_start_scales"]["state"] == "ok", "other kernels run after those that fault"
     for text in (
-        r"failed: \S*test_wrong: AssertionError: codes differ", r"lost the GPU: \S*test_faults: RuntimeError: "
-        r"lsq_rotate cannot be launched: CUDA error: an illegal", r"failed: \S*: worker .* crashed .*::test_hangs",
-        r"1 passed", r"^lsq_rotate +fault",
-    ):  # fmt: skip
+        r"failed: \S*test_wrong: AssertionError: codes differ",
+        r"lost the GPU: \S*test_faults: RuntimeError: "
+        r"lsq_rotate cannot be launched: CUDA error: an illegal",
+        r"failed: \S*: worker .* crashed .*::test_hangs",
+        r"1 passed",
+        r"^lsq_rotate +fault",
+    ):
         assert re.search(text, done.stdout, re.MULTILINE), (text, done.stdout)
     assert {path.name for path in tmp_path.iterdir()} == {"log.txt", "probe.json", "results.md"}
 
@@ -49,7 +67,11 @@ def test_a_rehearsal_names_what_is_planted(tmp_path):
 def test_the_round_keeps_its_log_and_results(tmp_path):
     done = round_of("--device", "emulator", "sanitizer", "products", out=tmp_path, seconds=110)
     assert done.returncode == 0, done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemm.json", "log.txt", "results.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "gemm.json",
+        "log.txt",
+        "results.md",
+    ]
     assert json.loads((tmp_path / "gemm.json").read_text())["rows"]
     assert (tmp_path / "results.md").read_text().startswith("## gemm, CUDA emulator")
     assert verdicts(done) == {"sanitizer": "not run", "products": "ok"}
@@ -64,9 +86,13 @@ def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
     libraries = sorted((BENCHMARKS.parent / "lsq" / "csrc").glob("*.so"))
     done = round_of("--device", "emulator", out=tmp_path / "out", seconds=60, python=str(broken))
     assert done.returncode == 1 and "the libraries cannot be built" in done.stdout
-    assert verdicts(done) == dict.fromkeys(("probe", "step", "tests", "products", "smoke"), "FAILED")
+    assert verdicts(done) == dict.fromkeys(
+        ("probe", "step", "tests", "products", "smoke"), "FAILED"
+    )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.txt"]
-    assert all(path.exists() for path in libraries), "libraries of a checkout are not the round's to remove"
+    assert all(path.exists() for path in libraries), (
+        "libraries of a checkout are not the round's to remove"
+    )
 
 
 def test_the_round_explains_itself():

@@ -20,7 +20,9 @@ PRODUCTS = ["feed_forward.fc2", "feed_forward.fc1", "self_attn.out", "self_attn.
 def layer():
     torch.manual_seed(1)
     quant = QuantConfig(backward="float")
-    return TransformerEncoderLayer(LayerConfig(hidden=32, heads=2, feed_forward=64, dropout=0.0, quant=quant))
+    return TransformerEncoderLayer(
+        LayerConfig(hidden=32, heads=2, feed_forward=64, dropout=0.0, quant=quant)
+    )
 
 
 def gradients(layer, on) -> dict[str, torch.Tensor]:
@@ -45,7 +47,9 @@ def test_gradients_are_shown_as_they_are_used(layer):
         torch.testing.assert_close(one, exact[place], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "least"), [("row", 25), ("row, predicted", 22), ("32x32", 25), ("tensor", 20)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("row", 25), ("row, predicted", 22), ("32x32", 25), ("tensor", 20)]
+)
 def test_rounded_gradients_are_near(layer, name, least):
     exact = gradients(layer, backend("cpu"))
     rounded = gradients(layer, Rounding(SCHEMES[name](), 1))
@@ -64,10 +68,18 @@ def test_the_study_measures_every_product_by_every_scheme(layer):
             study.show(operation, place)
 
         gradients(layer, Showing(show))
-    assert shown == [False, True, False, False]  # what the product of fc2 made goes to fc1, the rest passes others
+    # what the product of fc2 made goes to fc1, the rest passes others
+    assert shown == [
+        False,
+        True,
+        False,
+        False,
+    ]
     schemes = len(SCHEMES) + len(KEPT)
     assert len(study.rows) == len(PRODUCTS) * schemes
-    assert [row["weight"] for row in study.rows[::schemes]] == [place + "_weight" for place in PRODUCTS]
+    assert [row["weight"] for row in study.rows[::schemes]] == [
+        place + "_weight" for place in PRODUCTS
+    ]
     table = {row["scheme"]: row for row in summary(study.rows)}
     levels = {name: float(row["dw at 2"].split()[0]) for name, row in table.items()}
     assert levels["tensor"] < levels["32x32"] < levels["row, x not rounded again"]

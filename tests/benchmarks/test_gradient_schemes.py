@@ -18,7 +18,9 @@ def gradient(generator):
     return torch.randn(70, 45, generator=generator) * rows
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, None), (None, 1), (32, 32), (1, 32), (32, 1), (None, None)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, None), (None, 1), (32, 32), (1, 32), (32, 1), (None, None)]
+)
 def test_blocks_have_their_largest_values(gradient, rows, columns):
     found = Blocks(rows=rows, columns=columns).magnitudes(gradient, FIRST).expand_as(gradient)
     for first in range(0, 70, rows or 70):
@@ -50,7 +52,8 @@ def test_a_delayed_scale_is_that_of_passes_before():
 def test_rows_are_predicted_from_those_of_the_product_before():
     grain, rows = PredictedRows(), torch.tensor([[1.0], [2.0], [4.0]])
     assert grain.magnitudes(rows, FIRST).tolist() == rows.tolist()
-    assert grain.magnitudes(3 * rows, NEXT).tolist() == (3 * rows).tolist()  # the first pass knows its own factor
+    # the first pass knows its own factor
+    assert grain.magnitudes(3 * rows, NEXT).tolist() == (3 * rows).tolist()
     assert grain.magnitudes(10 * rows, FIRST).tolist() == (10 * rows).tolist()
     assert grain.magnitudes(rows, NEXT).tolist() == (30 * rows).tolist()
 

@@ -51,9 +51,14 @@ def test_both_scripts_run_on_text(tmp_path, monkeypatch, capsys):
         return json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
 
     given_schemes = ["--seeds", "1", "--schemes", "tensor, delayed by 16"]
-    assert [row["gradients"] for row in figures(gradient_trainings, *given_schemes)["rows"]] == given_schemes[-1:]
+    assert [
+        row["gradients"] for row in figures(gradient_trainings, *given_schemes)["rows"]
+    ] == given_schemes[-1:]
     monkeypatch.setattr("gradient_backend.Rounding.study", None)  # would fail if it were called
     assert figures(gradient_trainings, *given_schemes)["rows"]
     measured = figures(gradient_scales, "--at", "1", "2")
-    assert {row["scheme"] for row in measured["rows"]} == {*SCHEMES, *(f"row, {kept} of each kept" for kept in KEPT)}
+    assert {row["scheme"] for row in measured["rows"]} == {
+        *SCHEMES,
+        *(f"row, {kept} of each kept" for kept in KEPT),
+    }
     assert {row["update"] for row in measured["products"]} == {1, 2}

@@ -4,7 +4,15 @@ import math
 
 import pytest
 import torch
-from language_model import LanguageModel, Shape, held_out_loss, make_sentences, make_text, microbatch, schedule
+from language_model import (
+    LanguageModel,
+    Shape,
+    held_out_loss,
+    make_sentences,
+    make_text,
+    microbatch,
+    schedule,
+)
 
 SMALL = Shape(hidden=32, layers=1, positions=16)
 
@@ -19,7 +27,9 @@ def test_a_new_model_knows_nothing_and_sees_no_later_bytes():
     assert model(tokens).item() == pytest.approx(math.log(256), abs=0.2)
     changed = tokens.clone()
     changed[:, -1] = 200
-    first, second = (torch.autograd.grad(model(x), model.positions.weight)[0] for x in (tokens, changed))
+    first, second = (
+        torch.autograd.grad(model(x), model.positions.weight)[0] for x in (tokens, changed)
+    )
     assert first[-1].abs().max() == 0 and second[-1].abs().max() == 0
 
 
@@ -36,7 +46,9 @@ def test_text_and_microbatches_repeat_themselves():
     assert torch.equal(text.train, make_text(60, 20).train)
     assert bytes(text.train.tolist()).decode().count(" = ") == 60
     batch = microbatch(text.train, 7, sequences=3, length=16)
-    assert batch.shape == (3, 16) and torch.equal(batch, microbatch(text.train, 7, sequences=3, length=16))
+    assert batch.shape == (3, 16) and torch.equal(
+        batch, microbatch(text.train, 7, sequences=3, length=16)
+    )
     assert not torch.equal(batch, microbatch(text.train, 8, sequences=3, length=16))
     assert held_out_loss(LanguageModel(SMALL, 1), text.held_out, sequences=4, length=16) > 0
 

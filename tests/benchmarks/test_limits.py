@@ -36,8 +36,13 @@ def test_the_slower_of_processor_and_memory_counts():
 def test_parts_add_up_to_the_step():
     seconds = {"Project": 1.0, "ProjectInputGradient": 2.0, "AttentionGradient": 0.5, "Embed": 0.25}
     assert limits.parts(seconds, update=0.125, step=5.0) == {
-        "products": 3.0, "attention": 0.5, "norms": 0.0, "loss": 0.0, "update": 0.125, "rest": 1.375,
-    }  # fmt: skip
+        "products": 3.0,
+        "attention": 0.5,
+        "norms": 0.0,
+        "loss": 0.0,
+        "update": 0.125,
+        "rest": 1.375,
+    }
 
 
 def test_the_operations_of_parts_exist():
@@ -47,7 +52,8 @@ def test_the_operations_of_parts_exist():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize("name", [name for name in tiles.usable() if name != tiles.PLAIN])
 def test_the_peak_is_that_of_vectors(name, monkeypatch):
-    """Nobody multiplies a thousand million times a second with less; the loop must not have been optimised away."""
+    """Nobody multiplies a thousand million times a second with less; the loop must not have been
+    optimised away."""
     monkeypatch.setattr(limits, "PEAK_LOOPS", 2000)
     monkeypatch.setattr(limits, "ROUNDS", 3)
     assert 1e9 < limits.peak(name) < 1e15

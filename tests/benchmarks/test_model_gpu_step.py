@@ -25,7 +25,9 @@ def test_quick_run(tmp_path, capsys):
     assert model_gpu_step.main(["--quick", "--json", str(written), "--picture", str(picture)]) == 0
     found = json.loads(written.read_text())
     assert {row["side"] for row in found["rows"]} == {"eager", "compiled", "int8", "lsq"}
-    assert all(row["with_luck"] <= row["modelled_milliseconds"] <= row["without"] for row in found["rows"])
+    assert all(
+        row["with_luck"] <= row["modelled_milliseconds"] <= row["without"] for row in found["rows"]
+    )
     assert picture.stat().st_size > 1000
     assert "modelled" in capsys.readouterr().out
 
@@ -39,7 +41,9 @@ def counts():
 @pytest.mark.parametrize("size", sizes(model_gpu_step.TOKENS), ids=lambda size: size.name)
 def test_every_kernel_of_a_step_was_counted(counts, size):
     entries = [entry for part in gpu_lists.step(size, QUANT) for entry in part.entries]
-    missing = {gpu_lists.key_of(entry) for entry in entries if isinstance(entry, Launch)} - counts.keys()
+    missing = {
+        gpu_lists.key_of(entry) for entry in entries if isinstance(entry, Launch)
+    } - counts.keys()
     assert not missing, "lists have changed: run benchmarks/model_gpu_step.py --count"
 
 

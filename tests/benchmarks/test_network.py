@@ -7,7 +7,9 @@ import subprocess
 import network
 import pytest
 
-needs_network = pytest.mark.skipif(network.obstacle() is not None, reason=f"no pretended network: {network.obstacle()}")
+needs_network = pytest.mark.skipif(
+    network.obstacle() is not None, reason=f"no pretended network: {network.obstacle()}"
+)
 
 
 def test_what_is_missing_is_named(monkeypatch):

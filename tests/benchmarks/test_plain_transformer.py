@@ -1,4 +1,5 @@
-"""The sides of bench_step train the same model: from the same weights they come to the same losses."""
+"""The sides of bench_step train the same model: from the same weights they come to the same
+losses."""
 
 import dataclasses
 
@@ -24,12 +25,16 @@ def losses(side: transformer.Side, padded: bool) -> list[float]:
 
 
 def test_losses_without_padding_agree():
-    theirs, ours = transformer.Side(SHAPE, arguments=transformer.FAIRSEQ), plain_transformer.Side(SHAPE, autocast=False)
+    theirs, ours = (
+        transformer.Side(SHAPE, arguments=transformer.FAIRSEQ),
+        plain_transformer.Side(SHAPE, autocast=False),
+    )
     assert losses(ours, padded=False) == pytest.approx(losses(theirs, padded=False), rel=1e-4)
 
 
 def test_losses_of_all_sides_agree():
-    """In float32 exactly; in bfloat16 and torchao's int8 nearly; lsq's own layers draw other first weights."""
+    """In float32 exactly; in bfloat16 and torchao's int8 nearly; lsq's own layers draw other first
+    weights."""
     sides, missing = bench_step.build(SHAPE, None, quick=True)
     assert {"pytorch bfloat16 eager", "pytorch bfloat16 compiled"} <= sides.keys()
     assert all(name.startswith("torchao") for name in missing)

@@ -12,7 +12,10 @@ def run(tmp_path, monkeypatch, capsys):
 
     def call(*arguments: str) -> dict:
         file = tmp_path / "figures.json"
-        monkeypatch.setattr("sys.argv", ["simulate_workers.py", "--quick", "--quiet", "--json", str(file), *arguments])
+        monkeypatch.setattr(
+            "sys.argv",
+            ["simulate_workers.py", "--quick", "--quiet", "--json", str(file), *arguments],
+        )
         main()
         return json.loads(file.read_text())
 
@@ -22,12 +25,17 @@ def run(tmp_path, monkeypatch, capsys):
 def test_what_is_there_is_not_made_again(run, monkeypatch):
     first = run("--train", "int8")
     assert [row["workers"] for row in first["errors"]] == [2, 16]
-    assert "int8_hier" not in first["errors"][0]["errors"] and "int8_hier" in first["errors"][1]["errors"]
+    assert (
+        "int8_hier" not in first["errors"][0]["errors"]
+        and "int8_hier" in first["errors"][1]["errors"]
+    )
     assert [row["scheme"] for row in first["trainings"]] == ["exact", "int8"]
     monkeypatch.setattr("simulate_workers.relative_error", None)  # would fail if it were called
     second = run("--train", "int8", "bf16")
     assert second["errors"] == first["errors"]
-    assert second["trainings"][:2] == first["trainings"] and second["trainings"][2]["scheme"] == "bf16"
+    assert (
+        second["trainings"][:2] == first["trainings"] and second["trainings"][2]["scheme"] == "bf16"
+    )
 
 
 def test_other_options_need_another_file(tmp_path):

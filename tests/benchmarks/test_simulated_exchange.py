@@ -1,4 +1,5 @@
-"""The simulation of many workers, against numbers that were computed by hand and the oracle of lsq.dist's tests."""
+"""The simulation of many workers, against numbers that were computed by hand and the oracle of
+lsq.dist's tests."""
 
 import numpy
 import pytest
@@ -16,7 +17,9 @@ def mean(side, gradients) -> torch.Tensor:
 
 def random_gradients(workers: int, values: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(workers)
-    return [torch.randn(values, generator=generator) * 10.0 ** (worker % 3) for worker in range(workers)]
+    return [
+        torch.randn(values, generator=generator) * 10.0 ** (worker % 3) for worker in range(workers)
+    ]
 
 
 def test_four_workers_by_hand():
@@ -51,7 +54,9 @@ def test_hierarchy_follows_the_oracle(workers, node_size, values):
 def test_gcq_follows_the_oracle(quantile):
     gradients = random_gradients(4, 4231)
     wanted = oracle.gcq([gradient.numpy() for gradient in gradients], quantile=quantile)
-    numpy.testing.assert_array_equal(mean(GCQ(4, 4231, quantile=quantile), gradients).numpy(), wanted)
+    numpy.testing.assert_array_equal(
+        mean(GCQ(4, 4231, quantile=quantile), gradients).numpy(), wanted
+    )
 
 
 def test_four_bits_at_random_are_right_on_average():
@@ -63,7 +68,12 @@ def test_four_bits_at_random_are_right_on_average():
 
 
 def test_a_ring_in_bfloat16_rounds_every_partial_sum():
-    gradients = [torch.tensor([512.0]), torch.tensor([2.0]), torch.tensor([2.0]), torch.tensor([0.0])]
+    gradients = [
+        torch.tensor([512.0]),
+        torch.tensor([2.0]),
+        torch.tensor([2.0]),
+        torch.tensor([0.0]),
+    ]
     # Quarters: 128, 0.5, 0.5. bfloat16 has steps of 1 from 128 on, and rounds halves to even.
     assert mean(Ring(4, 1), gradients).item() == 128
     assert mean(Exact(4, 1), gradients).item() == 129
@@ -74,9 +84,13 @@ def test_noise_has_the_size_of_one_rounding():
     gradients = random_gradients(2, 256 * 100)
     exact = mean(Exact(2, 256 * 100), gradients)
     rounded = oracle.rounded(exact.float().numpy())
-    ratio = relative_error(mean(Noisy(2, 256 * 100), gradients), exact) / relative_error(torch.tensor(rounded), exact)
+    ratio = relative_error(mean(Noisy(2, 256 * 100), gradients), exact) / relative_error(
+        torch.tensor(rounded), exact
+    )
     assert ratio == pytest.approx(1, abs=0.05)
 
 
 def test_relative_error():
-    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0], dtype=torch.float64)) == pytest.approx(0.1)
+    assert relative_error(
+        torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0], dtype=torch.float64)
+    ) == pytest.approx(0.1)

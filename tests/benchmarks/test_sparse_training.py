@@ -17,8 +17,16 @@ def test_every_way(monkeypatch, tmp_path):
     rows = {row["way"]: row for row in sparse_training.compare(text, held_out, 3, 2, seed=1)}
     assert rows.keys() == sparse_training.WAYS.keys()
     assert all(0 < row["retrained"] < row["pruned"] < 20 for row in rows.values())
-    assert rows["dense"]["pruned"] != rows["straight-through"]["pruned"] == rows["masks stay, by magnitude"]["pruned"]
-    assert rows["masks stay, by output"]["exchanged"] == 0 < rows["SR-STE, decay 1, every update"]["exchanged"]
+    assert (
+        rows["dense"]["pruned"]
+        != rows["straight-through"]["pruned"]
+        == rows["masks stay, by magnitude"]["pruned"]
+    )
+    assert (
+        rows["masks stay, by output"]["exchanged"]
+        == 0
+        < rows["SR-STE, decay 1, every update"]["exchanged"]
+    )
 
 
 def test_short_texts_are_refused(tmp_path):

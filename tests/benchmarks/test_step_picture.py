@@ -9,7 +9,10 @@ PARTS = dict.fromkeys((*limits.PARTS, limits.UPDATE, limits.REST), 0.1)
 
 
 def figures(**parts) -> dict:
-    rows = [{"side": side, "seconds": value} for side, value in (("fairseq float32", 4.0), ("pytorch bfloat16", 1.5))]
+    rows = [
+        {"side": side, "seconds": value}
+        for side, value in (("fairseq float32", 4.0), ("pytorch bfloat16", 1.5))
+    ]
     return {"rows": rows, "parts": parts, "limits": {"seconds": PARTS}}
 
 

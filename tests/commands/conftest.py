@@ -31,7 +31,8 @@ TRAINING = [
 ]
 """Options of `lsq train`: batches of about ten sentences."""
 SMALL = (
-    "--vocabulary-size 60 --character-coverage 1.0 --max-length 40 --layers 1 --hidden 16 --feed-forward 32 --heads 2 "
+    "--vocabulary-size 60 --character-coverage 1.0 --max-length 40 --layers 1 --hidden 16"
+    " --feed-forward 32 --heads 2 "
     "--max-tokens 300 --warmup 4 --log-every 1 --validate-every 2 --beam 2 --quiet"
 ).split()
 """Options of `lsq train-text`."""
@@ -41,11 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What fairseq's use of newer libraries makes them say is not for us."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+            )
 
 
 def write_pairs(folder: Path, name: str, count: int, seed: int) -> tuple[Path, Path]:
-    """Write folder/name.en and folder/name.de: random words, and the same words backwards in capitals."""
+    """Write folder/name.en and folder/name.de: random words, and the same words backwards in
+    capitals."""
     chance = random.Random(seed)
     sentences = [chance.choices(WORDS, k=chance.randint(2, 7)) for _ in range(count)]
     source, target = folder / f"{name}.en", folder / f"{name}.de"
@@ -59,7 +63,10 @@ def files(tmp_path_factory) -> TextFiles:
     """Text of 200 pairs to train on, 12 to validate with and 9 to test with."""
     folder = tmp_path_factory.mktemp("text")
     counts = {"train": 200, "valid": 12, "test": 9}
-    return {name: write_pairs(folder, name, count, seed) for seed, (name, count) in enumerate(counts.items(), 1)}
+    return {
+        name: write_pairs(folder, name, count, seed)
+        for seed, (name, count) in enumerate(counts.items(), 1)
+    }
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +77,8 @@ def prepared(files, tmp_path_factory) -> Prepared:
 
 @pytest.fixture
 def lsq_train(prepared, tmp_path):
-    """lsq_train(save folder, *options) runs `lsq train` in this process; the log goes to the save folder."""
+    """lsq_train(save folder, *options) runs `lsq train` in this process; the log goes to the save
+    folder."""
 
     def lsq_train(folder: Path, *options: str) -> None:
         folder.mkdir(exist_ok=True)
@@ -82,8 +90,11 @@ def lsq_train(prepared, tmp_path):
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """To draw one takes as long as one of these trainings; test_losses.py and test_numbers.py do."""
-    monkeypatch.setattr("lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+    """To draw one takes as long as one of these trainings; test_losses.py and test_numbers.py
+    do."""
+    monkeypatch.setattr(
+        "lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
+    )
 
 
 @pytest.fixture
@@ -91,7 +102,14 @@ def command(files, tmp_path, no_pictures):
     """command(*options): the command line of a small run of `lsq train-text` into tmp_path/out."""
 
     def command(*options: str) -> list[str]:
-        given = ["--src", str(files["train"][0]), "--tgt", str(files["train"][1]), "--output", str(tmp_path / "out")]
+        given = [
+            "--src",
+            str(files["train"][0]),
+            "--tgt",
+            str(files["train"][1]),
+            "--output",
+            str(tmp_path / "out"),
+        ]
         for split in ("valid", "test"):
             source, target = files[split]
             given += [f"--{split}-src", str(source), f"--{split}-tgt", str(target)]

@@ -1,4 +1,5 @@
-"""`lsq train` in which one process gets a signal: python -m tests.commands.dying NUMBER RANK UPDATES [options]."""
+"""`lsq train` in which one process gets a signal: python -m tests.commands.dying NUMBER RANK
+UPDATES [options]."""
 
 import os
 import sys
@@ -9,7 +10,8 @@ from lsq import cli
 
 
 def main(number: int, rank: int, updates: int, arguments: list[str]) -> int:
-    """`lsq train` with `arguments`; process `rank` sends itself signal `number` when so many updates are done.
+    """`lsq train` with `arguments`; process `rank` sends itself signal `number` when so many
+    updates are done.
 
     Of a training that torchrun starts again, it does so in the first attempt.
     """

@@ -1,8 +1,8 @@
 """lsq with sanitized libraries: python -m tests.commands.sanitized FOLDER COMMANDS.
 
-FOLDER holds host libraries built with sanitizers; COMMANDS is JSON, a list of command lines of `lsq`, run one after
-another. The emulator's libraries and kernels are sanitized as well. What then is held by nobody goes to standard error,
-as LeakSanitizer has it.
+FOLDER holds host libraries built with sanitizers; COMMANDS is JSON, a list of command lines of
+`lsq`, run one after another. The emulator's libraries and kernels are sanitized as well. What then
+is held by nobody goes to standard error, as LeakSanitizer has it.
 """
 
 import ctypes

@@ -15,7 +15,8 @@ def results_of(folder: Path) -> dict:
 
 
 def begun(words: list[str], updates: int) -> None:
-    """Leave what a training by these options of `lsq train-text` does that has made so many updates."""
+    """Leave what a training by these options of `lsq train-text` does that has made so many
+    updates."""
     prepared, options = train_text.parsed(words)
     folder = RunFolder(prepared=prepared, name=options.given.name)
     folder.claim(text_run.key_of(prepared, options), updates)
@@ -24,4 +25,8 @@ def begun(words: list[str], updates: int) -> None:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

@@ -21,7 +21,9 @@ def run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(child.subprocess, "Popen", start)
     monkeypatch.setattr(child, "POLL_SECONDS", 0.05)
-    return lambda script: run_lsq(["-c", "import os, sys, time, signal\n" + textwrap.dedent(script)], threads=3)
+    return lambda script: run_lsq(
+        ["-c", "import os, sys, time, signal\n" + textwrap.dedent(script)], threads=3
+    )
 
 
 def test_threads(run, tmp_path):
@@ -30,7 +32,9 @@ def test_threads(run, tmp_path):
 
 
 def test_failure_says_why(run, capfd):
-    with pytest.raises(ChildProcessError, match="lsq -c ended with status 2; what it said is above"):
+    with pytest.raises(
+        ChildProcessError, match="lsq -c ended with status 2; what it said is above"
+    ):
         run('sys.exit(print("lsq train-text: error: no luck", file=sys.stderr) or 2)')
     assert capfd.readouterr().err == "lsq train-text: error: no luck\n"
 
@@ -55,5 +59,8 @@ def test_interruption_is_passed_on_and_waits_until_the_process_has_stopped(run, 
             time.sleep(60)
         """)
     assert stopped.value.code == 128 + number
-    assert stopped.value.message == "stopped; run the same command again to continue from the last checkpoint"
+    assert (
+        stopped.value.message
+        == "stopped; run the same command again to continue from the last checkpoint"
+    )
     assert (tmp_path / "stopped").exists()

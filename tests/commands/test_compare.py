@@ -28,7 +28,17 @@ def one_process(monkeypatch):
 def text(tmp_path) -> list[str]:
     """Options that name a small text."""
     source, target = write_pairs(tmp_path, "train", 120, 1)
-    return ["--src", str(source), "--tgt", str(target), "--output", str(tmp_path / "out"), *SMALL, "--updates", "9"]
+    return [
+        "--src",
+        str(source),
+        "--tgt",
+        str(target),
+        "--output",
+        str(tmp_path / "out"),
+        *SMALL,
+        "--updates",
+        "9",
+    ]
 
 
 @pytest.mark.thorough
@@ -37,9 +47,12 @@ def test_a_comparison(text, tmp_path, capsys, one_process):
     assert compare.run(arguments) == 0
     printed, folder = capsys.readouterr().out, tmp_path / "out" / "comparison"
     found = json.loads((folder / "differences.json").read_text())
-    assert found["seeds"] == [1, 2] and (folder / "differences.png").read_bytes().startswith(b"\x89PNG")
+    assert found["seeds"] == [1, 2] and (folder / "differences.png").read_bytes().startswith(
+        b"\x89PNG"
+    )
     curves = {
-        name: read_losses(tmp_path / "out" / name / "model" / LOSSES) for name in ("float-2", "float-again-2", "int8-2")
+        name: read_losses(tmp_path / "out" / name / "model" / LOSSES)
+        for name in ("float-2", "float-again-2", "int8-2")
     }
     for name in ("float-again", "int8"):
         apart = curves[f"{name}-2"].training[6] - curves["float-2"].training[6]
@@ -59,7 +72,9 @@ def test_what_is_trained(text, monkeypatch):
     monkeypatch.setattr(compare, "run_lsq", lambda words, threads: trained.append(words))
     monkeypatch.setattr(compare, "report", lambda *given: None)
     further = ["--side", "old=--mode int8 --lsq-clips learned", "--updates", "400", "--lr", "0.002"]
-    assert compare.run([*text, *further, "--seeds", "3", "3", "--", "--encoder-normalize-before"]) == 0
+    assert (
+        compare.run([*text, *further, "--seeds", "3", "3", "--", "--encoder-normalize-before"]) == 0
+    )
     names = [words[words.index("--name") + 1] for words in trained]
     assert names == ["float-3", "float-again-3", "old-3"]
     for words in trained:
@@ -67,7 +82,11 @@ def test_what_is_trained(text, monkeypatch):
         assert words[words.index("--seed") + 1] == "3"
     parsed = [train_text.parsed(words[1:])[1].given for words in trained]
     assert [given.mode for given in parsed] == ["float", "float", "int8"]
-    assert parsed[0].arch == "lsq_transformer" and parsed[0].lr == 0.002 and 0 < parsed[1].lr - 0.002 < 1e-9
+    assert (
+        parsed[0].arch == "lsq_transformer"
+        and parsed[0].lr == 0.002
+        and 0 < parsed[1].lr - 0.002 < 1e-9
+    )
     assert parsed[2].lsq_clips == "learned"
 
 
@@ -78,28 +97,38 @@ def test_what_does_not_fit_earlier_trainings_is_refused_before_any(text, monkeyp
     assert compare.run([*text, "--updates", "40"]) == 0
     monkeypatch.setattr(compare, "run_lsq", None)
     advice = "choose another --output, or delete the trainings that are there with --overwrite$"
-    with pytest.raises(ValueError, match=f"is 30, but .*float-1 has made 40 .*; give at least 40, or {advice}"):
+    with pytest.raises(
+        ValueError, match=f"is 30, but .*float-1 has made 40 .*; give at least 40, or {advice}"
+    ):
         compare.run([*text, "--updates", "30", "--log-every", "4"])
-    with pytest.raises(ValueError, match=rf"float-1 holds a run with other options \(.*--lr.*\); {advice}"):
+    with pytest.raises(
+        ValueError, match=rf"float-1 holds a run with other options \(.*--lr.*\); {advice}"
+    ):
         compare.run([*text, "--updates", "40", "--lr", "0.1"])
 
 
-@pytest.mark.parametrize("given, message", [
-    (["--mode", "int8"], "--mode is set by lsq compare itself"),
-    (["--seed=3"], "--seed is set by lsq compare itself"),
-    (["--prepare-only"], "--prepare-only is set by lsq compare itself"),
-    (["--side", "int8"], "--side 'int8' must be NAME=OPTIONS"),
-    (["--side", "float=--lsq-bits 4"], "with a new name"),
-    (["--side", "a=--mode int8", "--side", "a=--mode int8"], "with a new name"),
-    (["--side", "../a=--mode int8"], "must be NAME=OPTIONS"),
-    (["--side", "a=--mode int8 --seed=4"], "--side a: --seed is no difference between sides; leave it out"),
-    (["--side", "a=--output b"], "--output is no difference between sides"),
-    (["--side", "a=--mode 'int8"], "--side a: No closing quotation"),
-    (["--side", "a=--mode int8 --help"], "--side a: --help is no difference"),
-    (["--", "--lr", "0.1"], "--lr after -- would be the same for all trainings"),
-    (["--", "--seed=4"], "--seed after -- would"),
-    (["--arch", "transformer"], "--arch transformer has no quantisers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--mode", "int8"], "--mode is set by lsq compare itself"),
+        (["--seed=3"], "--seed is set by lsq compare itself"),
+        (["--prepare-only"], "--prepare-only is set by lsq compare itself"),
+        (["--side", "int8"], "--side 'int8' must be NAME=OPTIONS"),
+        (["--side", "float=--lsq-bits 4"], "with a new name"),
+        (["--side", "a=--mode int8", "--side", "a=--mode int8"], "with a new name"),
+        (["--side", "../a=--mode int8"], "must be NAME=OPTIONS"),
+        (
+            ["--side", "a=--mode int8 --seed=4"],
+            "--side a: --seed is no difference between sides; leave it out",
+        ),
+        (["--side", "a=--output b"], "--output is no difference between sides"),
+        (["--side", "a=--mode 'int8"], "--side a: No closing quotation"),
+        (["--side", "a=--mode int8 --help"], "--side a: --help is no difference"),
+        (["--", "--lr", "0.1"], "--lr after -- would be the same for all trainings"),
+        (["--", "--seed=4"], "--seed after -- would"),
+        (["--arch", "transformer"], "--arch transformer has no quantisers"),
+    ],
+)
 def test_mistakes(text, given, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         compare.run([*text, *given])
@@ -116,7 +145,9 @@ def test_an_option_that_is_none(text, capsys):
 def test_seeds_that_are_none(text, seed, capsys):
     with pytest.raises(SystemExit):
         compare.run([*text, f"--seeds={seed}"])
-    assert f"{seed!r} is no seed; it must be a number from 0 to 4294967295" in capsys.readouterr().err
+    assert (
+        f"{seed!r} is no seed; it must be a number from 0 to 4294967295" in capsys.readouterr().err
+    )
 
 
 def test_a_training_that_fails_leaves_no_marker(text, monkeypatch, tmp_path):
@@ -134,14 +165,24 @@ def test_spread():
     assert compare.spread([1.0, 2.0, 3.0], 2) == "+2.00 ± 0.58"  # the standard deviation is 1
 
 
-@pytest.mark.parametrize("values, verdict", [
-    ([0.01, -0.01, 0.011, -0.009], "cannot be told from float by 4 seeds: \\+0.0005"),
-    ([0.010, 0.011, 0.012, 0.011], "is worse than float by 4 seeds: \\+0.0110"),
-    ([-0.010, -0.011, -0.012, -0.011], "is better than float"),
-    ([0.010, 0.012], "cannot be told from float by 2 seeds"),  # t of one degree of freedom asks for more
-    ([0.01], "\\+0.0100 bits a token from float. Float trained twice differs by up to 0.0200; this may be chance"),
-    ([0.03], "up to 0.0200; several --seeds tell"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, verdict",
+    [
+        ([0.01, -0.01, 0.011, -0.009], "cannot be told from float by 4 seeds: \\+0.0005"),
+        ([0.010, 0.011, 0.012, 0.011], "is worse than float by 4 seeds: \\+0.0110"),
+        ([-0.010, -0.011, -0.012, -0.011], "is better than float"),
+        (
+            [0.010, 0.012],
+            "cannot be told from float by 2 seeds",
+        ),  # t of one degree of freedom asks for more
+        (
+            [0.01],
+            "\\+0.0100 bits a token from float. Float trained twice differs by up to 0.0200; this"
+            " may be chance",
+        ),
+        ([0.03], "up to 0.0200; several --seeds tell"),
+    ],
+)
 def test_verdicts(values, verdict):
     ended = {"int8": values, compare.AGAIN: [0.001] * len(values)}
     windows = {"updates 1 to 2": {compare.AGAIN: [-0.02]}, "updates 3 to 4": {compare.AGAIN: [0.0]}}

@@ -20,16 +20,22 @@ def machine(monkeypatch, tmp_path):
 
 def test_list(machine, capsys):
     used = machine.add(machine.user, "a", entry(8), entry(9))
-    other = machine.add(machine.package, "b", entry(8), validators=dataclasses.replace(CPU, threads=64))
+    other = machine.add(
+        machine.package, "b", entry(8), validators=dataclasses.replace(CPU, threads=64)
+    )
     gpu = machine.add(machine.package, "c", cublas_entry(), validators=GPU)
     damaged = machine.package / "d.json"
     damaged.write_text("{")
     assert cli.main(["configs", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{used} (user): Example CPU, 2 entries; used"
-    assert lines[1].startswith(f"{other} (package): Example CPU, 1 entries; not used: threads differs: the file says 6")
+    assert lines[1].startswith(
+        f"{other} (package): Example CPU, 1 entries; not used: threads differs: the file says 6"
+    )
     assert lines[2] == f"{gpu} (package): Example GPU, 1 entries; not used: there is no cuda here"
-    assert lines[3].startswith(f"{damaged} (package): damaged: this is not JSON") and len(lines) == 4
+    assert (
+        lines[3].startswith(f"{damaged} (package): damaged: this is not JSON") and len(lines) == 4
+    )
 
 
 def test_list_on_a_gpu(machine, capsys):
@@ -48,11 +54,18 @@ def test_show(machine, capsys):
     path = machine.add(machine.user, "a", entry(8), entry(1024))
     assert cli.main(["configs", "show", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Example CPU: library onednn, library_version 3.7.1, features avx2 avx512f, threads 2"
+    assert (
+        lines[0]
+        == "Example CPU: library onednn, library_version 3.7.1, features avx2 avx512f, threads 2"
+    )
     assert lines[1] == "2 entries; times in microseconds"
     heading = "op m n k layout types chosen default float gain spread date run as"
     assert lines[2].split() == heading.split()
-    expected = "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 onednn, 96 rows at a time"
+    expected = (
+        "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 onednn,"
+        " 96"
+        " rows at a time"
+    )
     assert lines[4].split() == expected.split() and len(lines) == 5
     assert lines[3].index(" nt ") == lines[4].index(" nt ") == lines[2].index(" layout ")
 
@@ -72,12 +85,17 @@ def test_mistakes_are_one_line(machine, capsys):
     for action in ("show", "verify"):
         assert cli.main(["configs", action, str(path)]) == 2
         error = capsys.readouterr().err
-        assert f"error: there is no file {path} of tuned products; `lsq configs list` names" in error
+        assert (
+            f"error: there is no file {path} of tuned products; `lsq configs list` names" in error
+        )
     path.parent.mkdir(parents=True)
     path.write_text("[]")
     assert cli.main(["configs", "show", str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"lsq configs: error: {path}: the content is a list") and error.count("\n") == 1
+    assert (
+        error.startswith(f"lsq configs: error: {path}: the content is a list")
+        and error.count("\n") == 1
+    )
     with pytest.raises(SystemExit):
         cli.main(["configs"])
     assert "ACTION" in capsys.readouterr().err
@@ -98,12 +116,20 @@ def test_verify(machine, monkeypatch, capsys):
 
 
 def test_verify_refuses_files_of_other_devices(machine, capsys):
-    foreign = machine.add(machine.user, "a", entry(8), validators=dataclasses.replace(CPU, device="Other CPU"))
+    foreign = machine.add(
+        machine.user, "a", entry(8), validators=dataclasses.replace(CPU, device="Other CPU")
+    )
     assert cli.main(["configs", "verify", str(foreign)]) == 2
-    assert "device differs: the file says 'Other CPU', here it is 'Example CPU'; verify" in capsys.readouterr().err
+    assert (
+        "device differs: the file says 'Other CPU', here it is 'Example CPU'; verify"
+        in capsys.readouterr().err
+    )
     gpu = machine.add(machine.user, "b", cublas_entry(), validators=GPU)
     assert cli.main(["configs", "verify", str(gpu)]) == 2
-    assert capsys.readouterr().err == f"lsq configs: error: {gpu}: there is no cuda here; verify it on {ITS_DEVICE}\n"
+    assert (
+        capsys.readouterr().err
+        == f"lsq configs: error: {gpu}: there is no cuda here; verify it on {ITS_DEVICE}\n"
+    )
 
 
 def test_verify_runs_the_products_of_this_cpu(tmp_path, capsys):
@@ -115,12 +141,17 @@ def test_verify_runs_the_products_of_this_cpu(tmp_path, capsys):
 
 def test_export(machine, tmp_path, capsys):
     machine.add(machine.user, "a", entry(8))
-    machine.add(machine.package, "b", entry(8, times=dataclasses.replace(entry().times, chosen=1)), entry(9))
+    machine.add(
+        machine.package, "b", entry(8, times=dataclasses.replace(entry().times, chosen=1)), entry(9)
+    )
     assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 0
     assert configuration_file.read(tmp_path / "mine.json") == file(entry(8), entry(9))
     assert capsys.readouterr().out == f"2 entries for Example CPU: {tmp_path / 'mine.json'}\n"
     assert cli.main(["configs", "export", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "Example_CPU_2_threads.json").read_text())["validators"]["threads"] == 2
+    assert (
+        json.loads((tmp_path / "Example_CPU_2_threads.json").read_text())["validators"]["threads"]
+        == 2
+    )
 
 
 def test_export_of_a_gpu(machine, tmp_path):
@@ -134,5 +165,8 @@ def test_nothing_to_export(machine, tmp_path, capsys):
     assert cli.main(["configs", "export", str(tmp_path / "mine.json"), "--kind", "cuda"]) == 2
     assert "--kind is cuda, and there is no cuda here" in capsys.readouterr().err
     assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 2
-    assert "no file holds for the cpu here, so there is nothing to export; make one" in capsys.readouterr().err
+    assert (
+        "no file holds for the cpu here, so there is nothing to export; make one"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "mine.json").exists()

@@ -1,4 +1,5 @@
-"""`lsq convert-checkpoint`: files and folders are written whole or not at all, and what is refused."""
+"""`lsq convert-checkpoint`: files and folders are written whole or not at all, and what is
+refused."""
 
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def convert(capsys):
     """convert(checkpoint, path, *options) -> (exit status, what is said)."""
 
     def convert(checkpoint, path, *options) -> tuple[int, str]:
-        status = cli.main(["convert-checkpoint", str(checkpoint), "--output", str(path), *map(str, options)])
+        status = cli.main(
+            ["convert-checkpoint", str(checkpoint), "--output", str(path), *map(str, options)]
+        )
         said = capsys.readouterr()
         return status, said.out or said.err
 
@@ -36,30 +39,56 @@ def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp
     path = tmp_path / "int4.pt"
     before = (output / CHECKPOINT).read_bytes()
     status, said = convert(output / CHECKPOINT, path, "--weight-format", "int4")
-    assert status == 0 and "clips of 12 weights are measured anew, those of activations are kept" in said
+    assert (
+        status == 0
+        and "clips of 12 weights are measured anew, those of activations are kept" in said
+    )
     assert (output / CHECKPOINT).read_bytes() == before and names_in(tmp_path) == {"int4.pt"}
     assert torch.load(path)["cfg"]["model"].lsq_weight_format == "int4"
     exported = tmp_path / "model.safetensors"
-    given = ["export", str(path), "--to", "lsq", "--output", str(exported), "--data", str(output / "data")]
+    given = [
+        "export",
+        str(path),
+        "--to",
+        "lsq",
+        "--output",
+        str(exported),
+        "--data",
+        str(output / "data"),
+    ]
     assert cli.main(given) == 0 and exported.exists()
 
 
 def test_what_is_refused(convert, output, tmp_path):  # noqa: F811
     checkpoint, path = output / CHECKPOINT, tmp_path / "other.pt"
-    assert "say what shall be another: --weight-format, --activation-format, " in convert(checkpoint, path)[1]
+    assert (
+        "say what shall be another: --weight-format, --activation-format, "
+        in convert(checkpoint, path)[1]
+    )
     status, said = convert(checkpoint, path, "--weight-format", "int5")
     assert status == 2 and "weight_format is 'int5'" in said
     status, said = convert(checkpoint, path, "--weight-format", "int8")
     assert status == 2 and "has weight_format='int8' already" in said
     assert "is not there" in convert(tmp_path / "none.pt", path, "--bits", 4)[1]
-    assert "is what is converted, or part of it" in convert(checkpoint, checkpoint, "--bits", 4, "--overwrite")[1]
+    assert (
+        "is what is converted, or part of it"
+        in convert(checkpoint, checkpoint, "--bits", 4, "--overwrite")[1]
+    )
     assert "there is no folder" in convert(checkpoint, tmp_path / "no" / "other.pt", "--bits", 4)[1]
     training = checkpoint.parents[1]
-    assert f"is the folder of a training; give its checkpoint, {checkpoint}" in convert(training, path, "--bits", 4)[1]
+    assert (
+        f"is the folder of a training; give its checkpoint, {checkpoint}"
+        in convert(training, path, "--bits", 4)[1]
+    )
     (tmp_path / "broken.pt").write_bytes(b"nothing")
-    assert "is not a checkpoint of fairseq's" in convert(tmp_path / "broken.pt", path, "--bits", 4)[1]
+    assert (
+        "is not a checkpoint of fairseq's" in convert(tmp_path / "broken.pt", path, "--bits", 4)[1]
+    )
     path.write_text("mine")
-    assert "is there already; choose another, or replace it" in convert(checkpoint, path, "--bits", 4)[1]
+    assert (
+        "is there already; choose another, or replace it"
+        in convert(checkpoint, path, "--bits", 4)[1]
+    )
     assert path.read_text() == "mine"
     assert convert(checkpoint, path, "--bits", 4, "--overwrite")[0] == 0
     assert names_in(tmp_path) == {"broken.pt", "other.pt"}
@@ -96,8 +125,11 @@ def test_a_folder_of_transformers(convert, folder, tmp_path):
     assert all(name.endswith(("weight_clip", "format")) for name in changed) and len(changed) > 4
     read = clip_format.read(after["transformer.h.0.format"], "format")
     assert read == {
-        "weight_format": "int8", "activation_format": "int8", "weight_granularity": "tensor", "bits": 8,
-    }  # fmt: skip
+        "weight_format": "int8",
+        "activation_format": "int8",
+        "weight_granularity": "tensor",
+        "bits": 8,
+    }
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tensor")
     lsq.convert(model, lsq.QuantConfig(weight_granularity="tensor"))
@@ -138,11 +170,16 @@ def test_masks_of_a_folder_stay(convert, folder, tmp_path):
 
 
 def test_a_folder_without_clips_gets_some(convert, folder, tmp_path):
-    write_folder(tmp_path / "before", folder[0], weight_format="float32", activation_format="float32")
+    write_folder(
+        tmp_path / "before", folder[0], weight_format="float32", activation_format="float32"
+    )
     formats = "--weight-format", "int8", "--activation-format", "int8"
     status, said = convert(tmp_path / "before", tmp_path / "after", *formats)
     assert status == 0, said
-    assert "clips of 5 weights are measured anew, those of activations are measured in the next pass" in said
+    assert (
+        "clips of 5 weights are measured anew, those of activations are measured in the next pass"
+        in said
+    )
 
 
 def test_a_format_that_does_not_round(convert, folder, tmp_path):
@@ -154,7 +191,11 @@ def test_a_format_that_does_not_round(convert, folder, tmp_path):
 def test_a_mixture_for_layers_by_themselves_alone(convert, fused, tmp_path):
     transformers, before = pytest.importorskip("transformers"), tmp_path / "before"
     config = transformers.BertConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
     )
     model = transformers.BertForMaskedLM(config).train()
     lsq.convert(model, fused=fused)
@@ -163,7 +204,10 @@ def test_a_mixture_for_layers_by_themselves_alone(convert, fused, tmp_path):
     lsq.huggingface.save_clips(model, before)
     status, said = convert(before, tmp_path / "after", "--weight-format", "int8,*query*=int4")
     if fused:
-        assert status == 2 and "int4 to bert.encoder.layer.0.attention.self.query.weight, int8 to " in said
+        assert (
+            status == 2
+            and "int4 to bert.encoder.layer.0.attention.self.query.weight, int8 to " in said
+        )
         assert "give all of them one format, or call lsq.convert with fused=False" in said
     else:
         assert status == 0, said
@@ -178,7 +222,11 @@ def test_folders_that_are_refused(convert, folder, tmp_path):
     gradients = "--gradient-format", "float32"
     assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8, *gradients)[1]
     assert "says nothing of gradient_format" in convert(source, tmp_path / "other", *gradients)[1]
-    assert "is what is converted, or part of it" in convert(source, source / "other", "--bits", 4)[1]
-    nothing = f"{tmp_path} has nothing to convert: there is no lsq.safetensors, in which LsqCallback and "
+    assert (
+        "is what is converted, or part of it" in convert(source, source / "other", "--bits", 4)[1]
+    )
+    nothing = (
+        f"{tmp_path} has nothing to convert: there is no lsq.safetensors, in which LsqCallback and "
+    )
     assert nothing in convert(tmp_path, tmp_path.parent / "other", "--bits", 4)[1]
     assert not (tmp_path / "other").exists()

@@ -41,23 +41,31 @@ def test_a_gpu_that_works_is_used(gpu):
 
 def test_a_gpu_that_does_not_work_is_not_used_and_that_is_said(gpu, caplog):
     gpu("it is too old")
-    assert chosen() and "the GPU stays unused, layers compute on the CPU: it is too old" in caplog.text
+    assert (
+        chosen() and "the GPU stays unused, layers compute on the CPU: it is too old" in caplog.text
+    )
     with pytest.raises(ValueError, match="--lsq-device cuda: it is too old"):
         chosen(lsq_device="cuda")
 
 
 def test_no_gpu(gpus):  # noqa: F811
     assert not chosen()  # fairseq finds out by itself
-    with pytest.raises(ValueError, match="--lsq-device cuda: there is no GPU 0 that PyTorch can use"):
+    with pytest.raises(
+        ValueError, match="--lsq-device cuda: there is no GPU 0 that PyTorch can use"
+    ):
         chosen(lsq_device="cuda")
 
 
 def test_contradictions(gpu):
     gpu(None)
-    with pytest.raises(ValueError, match="--lsq-device cuda: --cpu was given, too; leave one of them out"):
+    with pytest.raises(
+        ValueError, match="--lsq-device cuda: --cpu was given, too; leave one of them out"
+    ):
         chosen(cpu=True, lsq_device="cuda")
     for given in ({"cpu": True}, {"lsq_device": "cpu"}):
-        with pytest.raises(ValueError, match="--lsq-activations bfloat16 is for cuda and the emulator"):
+        with pytest.raises(
+            ValueError, match="--lsq-activations bfloat16 is for cuda and the emulator"
+        ):
             chosen(lsq_activations="bfloat16", **given)
     assert chosen(lsq_activations="float32", lsq_device="cpu")
 
@@ -77,7 +85,9 @@ def test_models_of_fairseq(gpu, gpus):  # noqa: F811
     assert chosen(ours=False, lsq_device="cpu") and chosen(ours=False, cpu=True)
     with pytest.raises(ValueError, match="--lsq-device emulator: only models of lsq take it"):
         chosen(ours=False, lsq_device="emulator")
-    with pytest.raises(ValueError, match="--lsq-device cuda --lsq-activations bfloat16: only models of lsq"):
+    with pytest.raises(
+        ValueError, match="--lsq-device cuda --lsq-activations bfloat16: only models of lsq"
+    ):
         chosen(ours=False, lsq_device="cuda", lsq_activations="bfloat16")
     with pytest.raises(ValueError, match="--lsq-device cuda: --cpu was given, too"):
         chosen(ours=False, lsq_device="cuda", cpu=True)

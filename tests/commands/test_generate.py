@@ -13,24 +13,34 @@ from tests.sampling import first
 
 @pytest.fixture
 def lsq_generate(prepared, tmp_path):
-    """lsq_generate(checkpoint, *options): run `lsq generate` in this process; returns the file that it writes."""
+    """lsq_generate(checkpoint, *options): run `lsq generate` in this process; returns the file that
+    it writes."""
 
     def lsq_generate(checkpoint, *options):
         with logging_to(tmp_path / "generate.log"):
             data = [str(prepared.data), "--gen-subset", "test", "--path", str(checkpoint)]
-            generate.run([*data, "--results-path", str(tmp_path), "--cpu", "--num-workers", "0", *options])
+            generate.run(
+                [*data, "--results-path", str(tmp_path), "--cpu", "--num-workers", "0", *options]
+            )
         return tmp_path / "generate-test.txt"
 
     return lsq_generate
 
 
-@pytest.mark.parametrize("arch, by", [("transformer", "the models' own steps"), ("lsq_transformer", "its int8 engine")])
-def test_every_sentence_is_translated_with_its_number(lsq_train, lsq_generate, prepared, tmp_path, arch, by):
-    """fairseq-generate drops the sentences of the last batch if they are not a multiple of eight."""
+@pytest.mark.parametrize(
+    "arch, by", [("transformer", "the models' own steps"), ("lsq_transformer", "its int8 engine")]
+)
+def test_every_sentence_is_translated_with_its_number(
+    lsq_train, lsq_generate, prepared, tmp_path, arch, by
+):
+    """fairseq-generate drops the sentences of the last batch if they are not a multiple of
+    eight."""
     lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
     sentencepiece = ["--bpe", "sentencepiece", "--sentencepiece-model"]
     sentencepiece += [str(prepared.output / "vocabulary" / "sentencepiece.model")]
-    path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", "--beam", "2", "--max-len-b", "8", *sentencepiece)
+    path = lsq_generate(
+        tmp_path / "model" / "checkpoint_last.pt", "--beam", "2", "--max-len-b", "8", *sentencepiece
+    )
     assert f"generating by lsq's search and {by}\n" in (tmp_path / "generate.log").read_text()
     lines = path.read_text().splitlines()
     sources = {line.split("\t")[0]: line.split("\t")[1] for line in lines if line.startswith("S-")}
@@ -46,15 +56,23 @@ def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path, content):
     path = tmp_path / "sentencepiece.model"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match="--sentencepiece-model .* is missing, damaged or no model of sentencepiece"):
-        lsq_generate(tmp_path / "x.pt", "--bpe", "sentencepiece", "--sentencepiece-model", str(path))
+    with pytest.raises(
+        ValueError,
+        match="--sentencepiece-model .* is missing, damaged or no model of sentencepiece",
+    ):
+        lsq_generate(
+            tmp_path / "x.pt", "--bpe", "sentencepiece", "--sentencepiece-model", str(path)
+        )
 
 
 @pytest.mark.parametrize(
     ("content", "task"),
     [
         ({"args": Namespace(task="translation")}, "translation"),
-        ({"args": None, "cfg": {"task": {"_name": "lsq_language_modeling"}}}, "lsq_language_modeling"),
+        (
+            {"args": None, "cfg": {"task": {"_name": "lsq_language_modeling"}}},
+            "lsq_language_modeling",
+        ),
         ({"cfg": {"task": Namespace(_name="language_modeling")}}, "language_modeling"),
         ({"cfg": {"task": {"_name": "of nobody"}}}, "lsq_translation"),
         ({"cfg": {"task": {"_name": ["translation"]}}}, "lsq_translation"),
@@ -70,14 +88,26 @@ def test_the_task_is_that_of_the_checkpoint(tmp_path, content, task):
 
 def test_scores_with_sacrebleu(lsq_train, lsq_generate, tmp_path):
     lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
-    options = ["--scoring", "sacrebleu", "--beam", "1", "--max-len-b", "8", "--remove-bpe", "sentencepiece"]
+    options = [
+        "--scoring",
+        "sacrebleu",
+        "--beam",
+        "1",
+        "--max-len-b",
+        "8",
+        "--remove-bpe",
+        "sentencepiece",
+    ]
     path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", *options)
     assert "Generate test with beam=1: " in path.read_text().splitlines()[-1]
 
 
 def test_empty_translations_are_read(tmp_path):
     path = tmp_path / "generate-test.txt"
-    path.write_text("S-0\tx\nH-0\t-1.0\ty\nD-0\t-1.0\t\nD-1\t-0.5\tone\u2028two\tthree\nD-1\t-0.7\tsecond best\n")
+    path.write_text(
+        "S-0\tx\nH-0\t-1.0\ty\nD-0\t-1.0\t\nD-1\t-0.5\tone\u2028two\tthree\nD-1\t-0.7\tsecond"
+        " best\n"
+    )
     assert generate.read_hypotheses(path, 2) == ["", "one\u2028two\tthree"]
 
 
@@ -110,33 +140,55 @@ def prepared_otherwise(files, tmp_path):
 
     def prepared_otherwise(files: TextFiles, size: int) -> str:
         vocabulary = VOCABULARY | {"size": size}
-        return str(prepare(Prepared(files=files, output=tmp_path / f"other{size}", **vocabulary)).data)
+        return str(
+            prepare(Prepared(files=files, output=tmp_path / f"other{size}", **vocabulary)).data
+        )
 
     return prepared_otherwise
 
 
 @pytest.mark.parametrize("arch", first(["lsq_transformer", "transformer"], 1))
 def test_data_of_another_vocabulary(lsq_train, files, prepared_otherwise, tmp_path, arch):
-    """As large as the checkpoint's, or not; with a task that knows the words, or one that does not."""
+    """As large as the checkpoint's, or not; with a task that knows the words, or one that does
+    not."""
     lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
-    reversed_words = {name: write_pairs(tmp_path, name, 60, seed=5) for name in ("train", "valid", "test")}
+    reversed_words = {
+        name: write_pairs(tmp_path, name, 60, seed=5) for name in ("train", "valid", "test")
+    }
     for path in sum(reversed_words.values(), ()):
         path.write_text("".join(line[::-1] + "\n" for line in path.read_text().splitlines()))
-    options = ["--gen-subset", "test", "--path", str(tmp_path / "model" / "checkpoint_last.pt"), "--cpu"]
+    options = [
+        "--gen-subset",
+        "test",
+        "--path",
+        str(tmp_path / "model" / "checkpoint_last.pt"),
+        "--cpu",
+    ]
     words = "has another source and target dictionary than the checkpoint was trained with"
-    for data in (prepared_otherwise(files, 100), prepared_otherwise(reversed_words, VOCABULARY["size"])):
+    for data in (
+        prepared_otherwise(files, 100),
+        prepared_otherwise(reversed_words, VOCABULARY["size"]),
+    ):
         with pytest.raises(ValueError, match=words):
             generate.run([data, *options])
     with pytest.raises(ValueError, match=words):  # nor does a training go on with them
         train.run([data, "--save-dir", str(tmp_path / "model"), "--cpu", *TRAINING, "--arch", arch])
-    with pytest.raises(ValueError, match="last.pt does not fit .* dictionaries .dict.* of .*data describe;.* size mis"):
+    with pytest.raises(
+        ValueError,
+        match="last.pt does not fit .* dictionaries .dict.* of .*data describe;.* size mis",
+    ):
         generate.run([str(tmp_path / "other100" / "data"), *options, "--task", "translation"])
 
 
 def test_a_checkpoint_that_does_not_fit_its_overrides(lsq_train, lsq_generate, tmp_path):
     lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
     path = tmp_path / "model" / "checkpoint_last.pt"
-    with pytest.raises(ValueError, match="does not fit the model that its options, --model-overrides .*: Missing key"):
+    with pytest.raises(
+        ValueError,
+        match="does not fit the model that its options, --model-overrides .*: Missing key",
+    ):
         lsq_generate(path, "--model-overrides", "{'encoder_layers': 2}")
-    with pytest.raises(ValueError, match="--lm-path is .*, which is of a TransformerModel and no language model"):
+    with pytest.raises(
+        ValueError, match="--lm-path is .*, which is of a TransformerModel and no language model"
+    ):
         lsq_generate(path, "--lm-path", str(path))

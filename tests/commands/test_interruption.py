@@ -65,7 +65,8 @@ def test_handlers_come_back():
 
 
 def test_a_process_that_concludes_ignores_signals():
-    """SIGTERM also afterwards: torchrun sends it to all when one ends, and this one has yet to say why."""
+    """SIGTERM also afterwards: torchrun sends it to all when one ends, and this one has yet to say
+    why."""
     before = [signal.getsignal(number) for number in Interruption.SIGNALS]
     try:
         with Interruption() as interruption:
@@ -116,9 +117,12 @@ with Interruption() as interruption:
 
 
 def test_second_signal_and_forked_processes_are_not_deferred():
-    """What a terminal sends to all its processes is left to the one that trains; others load data for its update."""
+    """What a terminal sends to all its processes is left to the one that trains; others load data
+    for its update."""
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50
+    )
     assert done.stdout.split() == ["0", "-15", "None", "noted"]
     assert done.returncode == -signal.SIGTERM
     assert time.monotonic() - start < 40

@@ -68,7 +68,9 @@ def test_torchrun_with_one_process_trains_alone(gpus):
 
 
 def test_contradiction_with_torchrun(gpus):
-    with pytest.raises(ValueError, match="--distributed-world-size 3 contradicts torchrun, which started 2"):
+    with pytest.raises(
+        ValueError, match="--distributed-world-size 3 contradicts torchrun, which started 2"
+    ):
         fill_in(options(distributed_world_size=3), torchrun(0, 2))
 
 
@@ -82,14 +84,22 @@ def test_more_processes_than_gpus(gpus):
 
 
 def test_launch_that_would_train_nothing(gpus):
-    with pytest.raises(ValueError, match="would train nothing; start 2 processes with torchrun --nproc-per-node 2"):
+    with pytest.raises(
+        ValueError, match="would train nothing; start 2 processes with torchrun --nproc-per-node 2"
+    ):
         fill_in(options(distributed_world_size=2), {})
 
 
 def test_processes_started_by_hand(gpus):
-    args = options(distributed_world_size=2, distributed_no_spawn=True, distributed_init_method="tcp://localhost:1")
+    args = options(
+        distributed_world_size=2,
+        distributed_no_spawn=True,
+        distributed_init_method="tcp://localhost:1",
+    )
     fill_in(args, {})
-    assert args.distributed_init_method == "tcp://localhost:1" and args.distributed_backend == "gloo"
+    assert (
+        args.distributed_init_method == "tcp://localhost:1" and args.distributed_backend == "gloo"
+    )
 
 
 def test_one_process_on_the_cpu(gpus):
@@ -110,13 +120,24 @@ def test_one_process_for_each_gpu(gpus):
     fill_in(args, {})
     assert args.distributed_world_size == 2
     command = torchrun_command(args, ["data", "--lr", "1"])
-    assert command[3:] == [*ONE_MACHINE, *"--nproc-per-node 2 -m lsq.cli train".split(), "data", "--lr", "1"]
+    assert command[3:] == [
+        *ONE_MACHINE,
+        *"--nproc-per-node 2 -m lsq.cli train".split(),
+        "data",
+        "--lr",
+        "1",
+    ]
 
 
 def test_one_machine_needs_no_names():
-    """torchrun's --standalone means localhost, and then the host's name, for which there may be no address."""
+    """torchrun's --standalone means localhost, and then the host's name, for which there may be no
+    address."""
     found = parse_args([*ONE_MACHINE, "script"])
-    assert (found.rdzv_backend, found.rdzv_endpoint, found.local_addr) == ("c10d", "127.0.0.1:0", "127.0.0.1")
+    assert (found.rdzv_backend, found.rdzv_endpoint, found.local_addr) == (
+        "c10d",
+        "127.0.0.1:0",
+        "127.0.0.1",
+    )
     assert not found.standalone
 
 
@@ -154,9 +175,13 @@ def test_what_is_advised_suits_the_architecture(gpus, option):
         check_precision(options(arch="transformer", **{option: True}))
     for count in (0, 1):
         gpus(count)
-        with pytest.raises(ValueError, match=f"--{option} is given, but lsq_transformer_wmt_en_de computes in"):
+        with pytest.raises(
+            ValueError, match=f"--{option} is given, but lsq_transformer_wmt_en_de computes in"
+        ):
             check_precision(options(arch="lsq_transformer_wmt_en_de", **{option: True}))
     gpus(0)
-    with pytest.raises(ValueError) as refused:  # a checkpoint is translated with, of whatever architecture
+    with pytest.raises(
+        ValueError
+    ) as refused:  # a checkpoint is translated with, of whatever architecture
         check_precision(options(**{option: True}))
     assert "bf16" not in str(refused.value)

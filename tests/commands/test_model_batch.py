@@ -1,4 +1,5 @@
-"""Batches of text for models of fairseq and of transformers: what is in them, and what is refused."""
+"""Batches of text for models of fairseq and of transformers: what is in them, and what is
+refused."""
 
 import math
 import sys
@@ -15,9 +16,13 @@ sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would st
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 SHAPE = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "max_position_embeddings": 32,
-}  # fmt: skip
+}
 WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
 
 
@@ -31,7 +36,11 @@ def folder(tmp_path):
         words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
         words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         made = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", mask_token="<mask>"
+            tokenizer_object=words,
+            eos_token="</s>",
+            unk_token="<unk>",
+            pad_token="<pad>",
+            mask_token="<mask>",
         )
         model.save_pretrained(tmp_path / "model")
         made.save_pretrained(tmp_path / "model")
@@ -60,7 +69,9 @@ def test_a_run_and_its_validation_data(output):  # noqa: F811
 
 def test_a_run_and_text(output, texts):  # noqa: F811
     batch = load(output, texts, words=50)
-    assert math.isfinite(batch.loss()) and batch.description.endswith(f"words of {texts[0]} and {texts[1]}")
+    assert math.isfinite(batch.loss()) and batch.description.endswith(
+        f"words of {texts[0]} and {texts[1]}"
+    )
     with pytest.raises(ValueError, match="--text has 1 file; a model that translates needs two"):
         load(output, texts[:1], words=50)
 
@@ -69,9 +80,16 @@ def test_models_of_transformers(folder, texts):
     torch.manual_seed(1)
     bert = transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE))
     t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=40, d_model=32, d_ff=48, d_kv=16, num_layers=1, num_heads=2,
-                              decoder_start_token_id=0)
-    )  # fmt: skip
+        transformers.T5Config(
+            vocab_size=40,
+            d_model=32,
+            d_ff=48,
+            d_kv=16,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
+    )
     for model, given in ((llama(), texts[:1]), (bert, texts[:1]), (t5, texts), (t5, texts[:1])):
         batch = load(folder(model), given, words=40)
         assert type(batch.model) is type(model)
@@ -81,7 +99,8 @@ def test_models_of_transformers(folder, texts):
 
 def test_losses_of_sentences_of_a_run_add_up(output):  # noqa: F811
     batch = load(output, words=60)
-    total, words = check_parts(batch, tolerance=0.02)  # in int8, sums are rounded by the clips of their batch
+    # in int8, sums are rounded by the clips of their batch
+    total, words = check_parts(batch, tolerance=0.02)
     assert words == int(batch.description.split()[2])
     assert float(batch.loss()) != pytest.approx(total / words)  # which is smoothed
 
@@ -93,10 +112,17 @@ def test_losses_of_sentences_add_up(folder, texts, name):
         "llama": llama,
         "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE)),
         "t5": lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(vocab_size=40, d_model=32, d_ff=48, d_kv=16, num_layers=1, num_heads=2,
-                                  decoder_start_token_id=0)
+            transformers.T5Config(
+                vocab_size=40,
+                d_model=32,
+                d_ff=48,
+                d_kv=16,
+                num_layers=1,
+                num_heads=2,
+                decoder_start_token_id=0,
+            )
         ),
-    }  # fmt: skip
+    }
     batch = load(folder(made[name]()), texts if name == "t5" else texts[:1], words=60)
     total, words = check_parts(batch, tolerance=1e-4)
     assert total / words == pytest.approx(float(batch.loss()), rel=1e-4)

@@ -3,7 +3,15 @@ from argparse import ArgumentParser, ArgumentTypeError
 import pytest
 
 from lsq import cli
-from lsq.commands.options import HelpFormatter, check_writable, count, is_given, near, one_line_errors, positive
+from lsq.commands.options import (
+    HelpFormatter,
+    check_writable,
+    count,
+    is_given,
+    near,
+    one_line_errors,
+    positive,
+)
 
 
 def error_of(choices, given, capsys) -> str:
@@ -31,7 +39,10 @@ def test_unknown_options_are_named_before_those_that_are_missing(capsys):
     parser.add_argument("--tgt", required=True)
     for given, expected in (
         (["--scr", "a", "--tgt", "b"], "unrecognized arguments: --scr; did you mean --src?"),
-        (["--scr=a", "--zzzzz", "b", "--", "--other"], "unrecognized arguments: --scr --zzzzz; did you mean --src?"),
+        (
+            ["--scr=a", "--zzzzz", "b", "--", "--other"],
+            "unrecognized arguments: --scr --zzzzz; did you mean --src?",
+        ),
         (["--tgt", "--a b"], "the following arguments are required: --src"),
         (["--src", "a", "--tgt", "b", "c"], "unrecognized arguments: c"),
     ):
@@ -41,7 +52,15 @@ def test_unknown_options_are_named_before_those_that_are_missing(capsys):
 
 
 def test_near():
-    known = ["transformer_lm", "transformer_align", "lsq_transformer", "lsq_transformer_lm", "--src", "--lr", "--eos"]
+    known = [
+        "transformer_lm",
+        "transformer_align",
+        "lsq_transformer",
+        "lsq_transformer_lm",
+        "--src",
+        "--lr",
+        "--eos",
+    ]
     assert near("transformer_lsq", known) == ["lsq_transformer"]
     assert near("LSQ-Transformer", known) == ["lsq_transformer"]
     assert near("lsq_transfomer", known)[0] == "lsq_transformer"
@@ -55,7 +74,9 @@ def test_is_given():
 
 
 def test_few_choices_are_listed(capsys):
-    assert "invalid choice: 'c' (choose from 'a', 'b')" in error_of(["a", "b"], ["--arch", "c"], capsys)
+    assert "invalid choice: 'c' (choose from 'a', 'b')" in error_of(
+        ["a", "b"], ["--arch", "c"], capsys
+    )
 
 
 def test_many_choices_are_not(capsys):
@@ -68,7 +89,10 @@ def test_many_choices_are_not(capsys):
 
 def test_long_messages_keep_their_beginning_and_end(capsys):
     text = error_of(["a", "b"], ["--arch", "x" * 5000], capsys)
-    assert text.startswith("lsq thing: error: argument --arch: invalid choice: 'xxx") and len(text) < 1200
+    assert (
+        text.startswith("lsq thing: error: argument --arch: invalid choice: 'xxx")
+        and len(text) < 1200
+    )
     assert text.endswith("x' (choose from 'a', 'b') (see lsq thing --help)\n")
 
 
@@ -91,20 +115,35 @@ def test_count():
 def test_an_output_without_its_folder(tmp_path):
     check_writable(tmp_path / "new")
     check_writable(tmp_path / "none" / "new", makes_folders=True)
-    with pytest.raises(ValueError, match=r"^--plot .*/none/new: there is no folder .*/none; make it first$"):
+    with pytest.raises(
+        ValueError, match=r"^--plot .*/none/new: there is no folder .*/none; make it first$"
+    ):
         check_writable(tmp_path / "none" / "new", "--plot")
 
 
-@pytest.mark.parametrize("words", [
-    "plan FILE.csv --output OUT/a.csv", "plan FILE.csv --plot OUT/a.png", "formats --checkpoint FILE --output OUT/a",
-    "sensitivity --model FILE --output OUT/a/b", "tune --shapes SHAPES --output OUT/a/b.json", "configs export OUT/a",
-    "tune --shapes SHAPES --output a.json --plot OUT/a.png", "translate --model FILE --output OUT/a FILE",
-    "export FILE --to lsq --output OUT/a", "convert-checkpoint FILE --bits 4 --output OUT/a",
-    "train-text --src FILE --tgt FILE --output OUT/a/b", "compare --src FILE --tgt FILE --output OUT",
-    "numbers --output OUT/a", "train DATA --lr 1 --max-tokens 9 --save-dir OUT/a/b",
-    "generate DATA --path FILE --results-path OUT/a",
-])  # fmt: skip
-def test_a_folder_that_may_not_be_written_is_told_before_the_work(words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan FILE.csv --output OUT/a.csv",
+        "plan FILE.csv --plot OUT/a.png",
+        "formats --checkpoint FILE --output OUT/a",
+        "sensitivity --model FILE --output OUT/a/b",
+        "tune --shapes SHAPES --output OUT/a/b.json",
+        "configs export OUT/a",
+        "tune --shapes SHAPES --output a.json --plot OUT/a.png",
+        "translate --model FILE --output OUT/a FILE",
+        "export FILE --to lsq --output OUT/a",
+        "convert-checkpoint FILE --bits 4 --output OUT/a",
+        "train-text --src FILE --tgt FILE --output OUT/a/b",
+        "compare --src FILE --tgt FILE --output OUT",
+        "numbers --output OUT/a",
+        "train DATA --lr 1 --max-tokens 9 --save-dir OUT/a/b",
+        "generate DATA --path FILE --results-path OUT/a",
+    ],
+)
+def test_a_folder_that_may_not_be_written_is_told_before_the_work(
+    words, tmp_path, monkeypatch, capsys
+):
     """No file that is read is what it should be: any work would fail for another reason."""
     monkeypatch.chdir(tmp_path)
     for folder in ("OUT", "DATA"):
@@ -113,7 +152,9 @@ def test_a_folder_that_may_not_be_written_is_told_before_the_work(words, tmp_pat
         (tmp_path / name).write_text("word\n")
     (tmp_path / "FILE.csv").write_text("id,lower,upper,size\na,0,1,2\n")
     (tmp_path / "SHAPES").write_text("op,m,n,k\n")
-    monkeypatch.setattr("lsq.commands.options.os.access", lambda path, mode: path != tmp_path / "OUT")
+    monkeypatch.setattr(
+        "lsq.commands.options.os.access", lambda path, mode: path != tmp_path / "OUT"
+    )
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(words.split()) == 2
     option, _, output = words.rpartition(" OUT")
@@ -121,7 +162,10 @@ def test_a_folder_that_may_not_be_written_is_told_before_the_work(words, tmp_pat
     output = f"OUT{output.split()[0] if output else ''}"
     printed = capsys.readouterr()
     reason = f"this user may not write into {tmp_path / 'OUT'}; choose another {option}"
-    assert printed.err == f"lsq {words.split()[0]}: error: {option} {output}: {reason}\n" and not printed.out
+    assert (
+        printed.err == f"lsq {words.split()[0]}: error: {option} {output}: {reason}\n"
+        and not printed.out
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -131,7 +175,10 @@ def test_types_without_a_name_are_not_named(capsys):
     parser.add_argument("--lr", type=lambda text: float(text))
     with pytest.raises(SystemExit):
         parser.parse_args(["--lr", "x"])
-    assert capsys.readouterr().err == "lsq thing: error: argument --lr: invalid value: 'x' (see lsq thing --help)\n"
+    assert (
+        capsys.readouterr().err
+        == "lsq thing: error: argument --lr: invalid value: 'x' (see lsq thing --help)\n"
+    )
 
 
 def test_help_shows_defaults_that_say_something():

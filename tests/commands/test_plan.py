@@ -27,7 +27,13 @@ def test_report(file, capsys):
     assert "lower bound  6 bytes" in lines and "gap          0.0000%" in lines
     assert "method       portfolio" in lines and "segments     1, together 6 bytes" in lines
     assert "alive at operation 2, where most bytes are: 2 buffers" in lines
-    assert lines[-2].split() == ["4", "a", "(0", "to", "2)"] and lines[-1].split() == ["2", "b", "(2", "to", "4)"]
+    assert lines[-2].split() == ["4", "a", "(0", "to", "2)"] and lines[-1].split() == [
+        "2",
+        "b",
+        "(2",
+        "to",
+        "4)",
+    ]
     assert not printed.err
 
 
@@ -35,7 +41,9 @@ def test_output(file, tmp_path):
     output = tmp_path / "plan.csv"
     assert cli.main(["plan", str(file), "--output", str(output), "--method", "greedy_by_size"]) == 0
     assert output.read_text() == "id,offset,segment\na,0,0\nb,4,0\nc,0,0\n"
-    assert cli.main(["plan", str(file), "--output", str(tmp_path / "plan.json"), "--align", "16"]) == 0
+    assert (
+        cli.main(["plan", str(file), "--output", str(tmp_path / "plan.json"), "--align", "16"]) == 0
+    )
     assert json.loads((tmp_path / "plan.json").read_text())["offsets"] == {"a": 0, "b": 16, "c": 0}
 
 
@@ -101,7 +109,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, text, options, message)
 
 
 TINY_STEP = (
-    "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
+    "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1"
+    " --encoder-embed-dim 32 "
     "--encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48 --share-all-embeddings"
 ).split()
 
@@ -128,19 +137,33 @@ def test_a_step_on_a_gpu_that_is_not_here(capsys):
         output = capsys.readouterr().out
         wide = where in ("cpu", "emulator") or where.endswith("float32")
         name = "cuda" if where == "emulator" else where.split()[0]
-        assert output.startswith(f"planned for  {name}, activations in {'float32' if wide else 'bfloat16'}\n")
+        assert output.startswith(
+            f"planned for  {name}, activations in {'float32' if wide else 'bfloat16'}\n"
+        )
         peaks[where] = int(re.search(r"peak +(\d+) bytes", output)[1])
     assert peaks["cuda"] < peaks["cuda --lsq-activations float32"] == peaks["emulator"]
     with pytest.raises(ValueError, match="--lsq-activations bfloat16 is for cuda and the emulator"):
         run([*TINY_STEP, *limits, "--lsq-device", "cpu", "--lsq-activations", "bfloat16"])
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--arch", "transformer", "--max-tokens", "64"], "arch is 'transformer'; allowed: lsq_transformer,"),
-    (["--arch", "lsq_transformr", "--max-tokens", "64"], "arch is 'lsq_transformr'; allowed: lsq_transformer,"),
-    (["--arch", "lsq_transformer"], "--max-tokens or --batch-size"),
-    (["--arch", "lsq_transformer", "--criterion", "cross_entropy"], "--criterion lsq_label_smoothed_cross_entropy"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["--arch", "transformer", "--max-tokens", "64"],
+            "arch is 'transformer'; allowed: lsq_transformer,",
+        ),
+        (
+            ["--arch", "lsq_transformr", "--max-tokens", "64"],
+            "arch is 'lsq_transformr'; allowed: lsq_transformer,",
+        ),
+        (["--arch", "lsq_transformer"], "--max-tokens or --batch-size"),
+        (
+            ["--arch", "lsq_transformer", "--criterion", "cross_entropy"],
+            "--criterion lsq_label_smoothed_cross_entropy",
+        ),
+    ],
+)
 def test_a_step_that_cannot_be_planned(arguments, message):
     with pytest.raises(ValueError, match=message):
         run(arguments)
@@ -150,7 +173,11 @@ def test_an_unknown_option_of_training(capsys):
     with pytest.raises(SystemExit) as stopped:
         run([*TINY_STEP, "--max-tokens", "64", "--colour", "red"])
     error = capsys.readouterr().err
-    assert stopped.value.code == 2 and "unrecognized arguments: --colour " in error and error.count("\n") == 1
+    assert (
+        stopped.value.code == 2
+        and "unrecognized arguments: --colour " in error
+        and error.count("\n") == 1
+    )
 
 
 MEMORY = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
@@ -171,7 +198,12 @@ def test_the_documentation_has_todays_figures(tiled):
     command = re.search(r"\*`lsq plan ([^`]+) --plot memory.png`", MEMORY)[1].split()
     _, buffers = _buffers(command)
     made = plan(buffers)
-    said = f"{len(buffers)} tensors of a training step in {made.peak / 2**20:.1f} MiB, {made.gap:.2%} above the lower"
-    assert f"memory (planned): {said} bound, bounded by 16 sentences of 256 and 256 tokens" in MEMORY
+    said = (
+        f"{len(buffers)} tensors of a training step in {made.peak / 2**20:.1f} MiB,"
+        f" {made.gap:.2%} above the lower"
+    )
+    assert (
+        f"memory (planned): {said} bound, bounded by 16 sentences of 256 and 256 tokens" in MEMORY
+    )
     counts = re.findall(r"^\| (?:base|big), [\d,]+ \| ([\d,]+) \|", MEMORY, re.MULTILINE)
     assert counts == [f"{len(buffers):,}"] * 4

@@ -26,8 +26,12 @@ def names(folder: Path) -> set[str]:
 
 
 def test_makes_what_fairseq_reads(prepared):
-    expected = {f"{split}.src-tgt.{side}.{end}" for split in ("train", "valid", "test")
-                for side in ("src", "tgt") for end in ("bin", "idx")}  # fmt: skip
+    expected = {
+        f"{split}.src-tgt.{side}.{end}"
+        for split in ("train", "valid", "test")
+        for side in ("src", "tgt")
+        for end in ("bin", "idx")
+    }
     assert expected | {"dict.src.txt", "dict.tgt.txt"} <= names(prepared.data)
     assert len(prepared.lines("test", "src")) == 9
     assert prepared.lines("test", "tgt")[0].isupper()
@@ -69,7 +73,10 @@ def test_holds_out_lines_itself(tmp_path, capsys):
 
 
 def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"pairs of test have a sentence of more than 25 pieces.*raise --max-length"):
+    with pytest.raises(
+        ValueError,
+        match=r"pairs of test have a sentence of more than 25 pieces.*raise --max-length",
+    ):
         prepare(files, tmp_path, max_length=25)
     assert "left out:" in capsys.readouterr().out
     assert names(tmp_path) == {"text", "vocabulary"}  # nothing half-made
@@ -79,7 +86,9 @@ def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, c
 
 def test_half_done_data_are_not_taken_for_done(files, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("lsq.text.binary.binarize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "lsq.text.binary.binarize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             prepare(files, tmp_path)
     assert (prepare(files, tmp_path).data / "test.src-tgt.tgt.idx").exists()
@@ -109,12 +118,16 @@ def test_nul_bytes_are_counted(files, tmp_path, capsys):
     assert f"text: {source} has 2 NUL bytes; spaces take their place" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", ["data/dict.src.txt", "text/train.src", "vocabulary/sentencepiece.model"])
+@pytest.mark.parametrize(
+    "path", ["data/dict.src.txt", "text/train.src", "vocabulary/sentencepiece.model"]
+)
 def test_files_of_somebody_else_stay(files, tmp_path, path):
     theirs = tmp_path / path
     theirs.parent.mkdir()
     theirs.write_text("precious")
-    with pytest.raises(ValueError, match=f"{theirs.parent} holds {theirs.name}, which this command did not make"):
+    with pytest.raises(
+        ValueError, match=f"{theirs.parent} holds {theirs.name}, which this command did not make"
+    ):
         prepare(files, tmp_path)
     assert theirs.read_text() == "precious"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [theirs]

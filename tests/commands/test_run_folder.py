@@ -20,7 +20,10 @@ def begin(folder: RunFolder, key: dict, updates: int = 5) -> None:
     key = {**folder.prepared.settings, **key}
     folder.claim(key, 5)
     folder.model.mark({**key, "--max-update": 5}, finished=False)
-    torch.save({"optimizer_history": [{"num_updates": updates}]}, folder.model.folder / "checkpoint_last.pt")
+    torch.save(
+        {"optimizer_history": [{"num_updates": updates}]},
+        folder.model.folder / "checkpoint_last.pt",
+    )
 
 
 @pytest.mark.parametrize("name", ["mine", "int8", "a.b-c_1", "größe=2,x"])
@@ -29,7 +32,8 @@ def test_names(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../home", "/etc", "a/b", "a\0b", "-x", ".hidden", "a b", "x" * 201, "a\n"]
+    "name",
+    ["", ".", "..", "../home", "/etc", "a/b", "a\0b", "-x", ".hidden", "a b", "x" * 201, "a\n"],
 )
 def test_names_that_leave_the_folder(name):
     with pytest.raises(ValueError, match="is not a plain folder name"):
@@ -64,7 +68,9 @@ def test_what_the_run_did_not_make_stays(folder):
     assert not (folder.model.folder / "checkpoint_last.pt").exists()
 
 
-@pytest.mark.parametrize("name", ["results.json", "model/checkpoint_best.pt", "translation/hypotheses.txt"])
+@pytest.mark.parametrize(
+    "name", ["results.json", "model/checkpoint_best.pt", "translation/hypotheses.txt"]
+)
 def test_files_of_somebody_else_are_refused(folder, name):
     theirs = folder.path / name
     theirs.parent.mkdir(parents=True)
@@ -78,7 +84,9 @@ def test_fewer_updates_than_there_are(folder):
     begin(folder, KEY, updates=20)
     key = {**folder.prepared.settings, **KEY}
     folder.check(key, 20, overwrite=False)
-    with pytest.raises(ValueError, match=r"--updates is 10, but .*mine has made 20 already; give at least 20"):
+    with pytest.raises(
+        ValueError, match=r"--updates is 10, but .*mine has made 20 already; give at least 20"
+    ):
         folder.check(key, 10, overwrite=False)
     folder.check(key, 10, overwrite=True)
     folder.claim(key, 10)
@@ -101,7 +109,9 @@ def test_a_run_without_a_checkpoint_binds_nobody(folder):
 def test_what_a_run_starts_from_is_not_removed(folder):
     begin(folder, KEY)
     source = str(folder.model.folder / "checkpoint_last.pt")
-    with pytest.raises(ValueError, match=f"--lsq-from {source} is of the run that --overwrite removes"):
+    with pytest.raises(
+        ValueError, match=f"--lsq-from {source} is of the run that --overwrite removes"
+    ):
         folder.check({**folder.prepared.settings, **KEY, "--lsq-from": source}, 5, overwrite=True)
 
 
@@ -109,7 +119,12 @@ def test_copies_that_the_user_made_stay(folder):
     begin(folder, KEY)
     for name in ("checkpoint_paper.pt", "checkpoint_last.pt.bak", "checkpoint_12_x.pt"):
         (folder.model.folder / name).write_text("x")
-    for name in ("checkpoint3.pt", "checkpoint_3_20.pt", "checkpoint.best_loss_3.10.pt", "checkpoint_best.pt"):
+    for name in (
+        "checkpoint3.pt",
+        "checkpoint_3_20.pt",
+        "checkpoint.best_loss_3.10.pt",
+        "checkpoint_best.pt",
+    ):
         (folder.model.folder / name).write_text("x")
     folder.claim({**folder.prepared.settings, "--lr": "2"}, 5)
     left = {path.name for path in folder.model.folder.iterdir()}
@@ -120,10 +135,15 @@ def test_data_of_other_runs_stay(folder, files):
     begin(folder, KEY)
     check_data(folder.prepared)
     other = dataclasses.replace(folder.prepared, files=files | {"train": files["valid"]})
-    message = r"holds the data of the run mine, which were made with other options \(--src: .*train\.en .*--tgt: "
+    message = (
+        r"holds the data of the run mine, which were made with other options \(--src:"
+        r" .*train\.en .*--tgt: "
+    )
     for act in (
         lambda: check_data(other),
-        lambda: RunFolder(prepared=other, name="new").check({**other.settings, **KEY}, 5, overwrite=True),
+        lambda: RunFolder(prepared=other, name="new").check(
+            {**other.settings, **KEY}, 5, overwrite=True
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             act()

@@ -1,4 +1,5 @@
-"""Whole trainings, in a child process, under AddressSanitizer, UndefinedBehaviorSanitizer and LeakSanitizer."""
+"""Whole trainings, in a child process, under AddressSanitizer, UndefinedBehaviorSanitizer and
+LeakSanitizer."""
 
 import json
 import os
@@ -16,13 +17,24 @@ from tests.commands.conftest import TRAINING
 from tests.csrc.sanitizers import sanitizer_environment
 from tests.test_setup import ROOT, build  # noqa: F401
 
-pytestmark = [pytest.mark.thorough, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
-FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+FLAGS = [
+    "-O1",
+    "-g1",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+]
 OURS = re.compile(r"lsq/csrc/|/lsq/emulator/|libcpu_|libruntime")
-"""In a line of a stack, where it is a function of ours: Python and PyTorch keep some memory for good."""
+"""In a line of a stack, where it is a function of ours: Python and PyTorch keep some memory for
+good."""
 
 KEPT = re.compile(r" in cuModule(LoadData|GetFunction) ")
-"""Modules stay loaded; Python has their functions as numbers, in which LeakSanitizer sees no pointers."""
+"""Modules stay loaded; Python has their functions as numbers, in which LeakSanitizer sees no
+pointers."""
 
 
 @pytest.fixture
@@ -31,7 +43,10 @@ def libraries(build, tmp_path) -> Path:  # noqa: F811
     for name in (Path(loader.library()._name).stem, "libruntime"):
         folder, flags = build.LIBRARIES[name]
         build.build_library(
-            tmp_path / "libraries" / f"{name}.so", [*flags, *FLAGS], tmp_path / name, build.sources(folder),
+            tmp_path / "libraries" / f"{name}.so",
+            [*flags, *FLAGS],
+            tmp_path / name,
+            build.sources(folder),
             build.checksum(folder),
         )
     return tmp_path / "libraries"
@@ -40,27 +55,46 @@ def libraries(build, tmp_path) -> Path:  # noqa: F811
 def leaks(said: str) -> list[str]:
     """Those parts of LeakSanitizer's report that name a function of ours."""
     parts = said.split("\n\n")
-    return [part for part in parts if " leak of " in part and OURS.search(part) and not KEPT.search(part)]
+    return [
+        part
+        for part in parts
+        if " leak of " in part and OURS.search(part) and not KEPT.search(part)
+    ]
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("device", ["cpu", "emulator"])
 def test_a_training_touches_no_memory_but_its_own(libraries, prepared, tmp_path, device):
     """Three updates and a validation, two more after it was resumed, and a translation."""
-    command = ["train", str(prepared.data), "--save-dir", str(tmp_path), "--lsq-device", device, *TRAINING]
+    command = [
+        "train",
+        str(prepared.data),
+        "--save-dir",
+        str(tmp_path),
+        "--lsq-device",
+        device,
+        *TRAINING,
+    ]
     command += ["--optimizer", "lsq_adam", "--update-freq", "2"]
     translation = ["generate", str(prepared.data), "--path", str(tmp_path / "checkpoint_best.pt")]
     translation += ["--lsq-device", device, "--beam", "2", "--max-len-a", "0", "--max-len-b", "3"]
     commands = [[*command, "--max-update", "3"], [*command, "--max-update", "5"], translation]
-    environment = os.environ | sanitizer_environment() | {
-        "ASAN_OPTIONS": "detect_leaks=1:leak_check_at_exit=0:detect_stack_use_after_return=0",
-        "OMP_NUM_THREADS": "2",
-        "PYTHONMALLOC": "malloc",  # LeakSanitizer looks for pointers in no other memory
-    }  # fmt: skip
+    environment = (
+        os.environ
+        | sanitizer_environment()
+        | {
+            "ASAN_OPTIONS": "detect_leaks=1:leak_check_at_exit=0:detect_stack_use_after_return=0",
+            "OMP_NUM_THREADS": "2",
+            "PYTHONMALLOC": "malloc",  # LeakSanitizer looks for pointers in no other memory
+        }
+    )
     done = subprocess.run(
         [sys.executable, "-m", "tests.commands.sanitized", str(libraries), json.dumps(commands)],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-6000:])
     assert torch.load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 5
     assert "Translated 9 sentences" in done.stdout + done.stderr

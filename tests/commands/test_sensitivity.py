@@ -24,7 +24,9 @@ FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
 def lsq_sensitivity(capsys, tmp_path, monkeypatch):
     """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
 
-    monkeypatch.setattr("lsq.errors.costs_picture.Figure.savefig", lambda figure, file, **_: file.write(b""))
+    monkeypatch.setattr(
+        "lsq.errors.costs_picture.Figure.savefig", lambda figure, file, **_: file.write(b"")
+    )
 
     def lsq_sensitivity(model, *options) -> tuple[int, str, str]:
         given = ["--model", model, "--output", tmp_path / "out", "--quiet", *options]
@@ -44,7 +46,8 @@ def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
     costs = read_costs(written / sensitivity.JSON)
     results = json.loads((output / "int8" / "results.json").read_text())
     bits = costs.loss / math.log(2)
-    assert bits == pytest.approx(results["best_validation_loss"], abs=2e-3)  # which fairseq rounds to three digits
+    # which fairseq rounds to three digits
+    assert bits == pytest.approx(results["best_validation_loss"], abs=2e-3)
     assert costs.finished and costs.samples == 12 and len(costs.tensors) > 8
     assert costs.about["loss"] == "nats per word" and costs.about["model"] == str(output)
     found = [tensor.formats["int2/row"].cost for tensor in costs.tensors]
@@ -54,14 +57,18 @@ def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
 
 def test_a_folder_of_transformers(lsq_sensitivity, folder, texts, tmp_path):  # noqa: F811
     """GPT-2's weights lie as [inputs, outputs]."""
-    config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    config = transformers.GPT2Config(
+        vocab_size=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
+    )
     model = folder(transformers.GPT2LMHeadModel(config))
     given = ["--text", texts[0], "--words", "40", *FORMATS, "--tensors", "*mlp*", "*wte*"]
     status, said, _ = lsq_sensitivity(model, *given)
     assert status == 0 and f"words of {texts[0]}" in said
     tensors = read_costs(tmp_path / "out" / sensitivity.JSON).tensors
     assert [(one.name.split(".")[-2], one.kind, one.transposed) for one in tensors] == [
-        (name, kind, name != "wte") for kind in ("weight", "activation") for name in ("wte", "c_fc", "c_proj")
+        (name, kind, name != "wte")
+        for kind in ("weight", "activation")
+        for name in ("wte", "c_fc", "c_proj")
     ]
 
 
@@ -80,7 +87,12 @@ def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatc
     assert read_costs(path) == whole
 
 
-def test_beginning_anew_loses_nothing_before_something_is_measured(lsq_sensitivity, output, tmp_path, monkeypatch):  # noqa: F811
+def test_beginning_anew_loses_nothing_before_something_is_measured(
+    lsq_sensitivity,
+    output,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     path = tmp_path / "out" / sensitivity.JSON
     assert lsq_sensitivity(output, *FEW)[0] == 0
     content = path.read_bytes()
@@ -89,7 +101,10 @@ def test_beginning_anew_loses_nothing_before_something_is_measured(lsq_sensitivi
         assert path.read_bytes() == content
     with monkeypatch.context() as patch:
         patch.setattr(sensitivity, "_progress", _stopping(signal.SIGTERM))
-        assert "; the same command without --overwrite goes on" in lsq_sensitivity(output, *FEW, "--overwrite")[2]
+        assert (
+            "; the same command without --overwrite goes on"
+            in lsq_sensitivity(output, *FEW, "--overwrite")[2]
+        )
     assert len(read_costs(path).tensors) == 1
     assert lsq_sensitivity(output, *FEW)[0] == 0
     assert path.read_bytes() == content
@@ -97,6 +112,7 @@ def test_beginning_anew_loses_nothing_before_something_is_measured(lsq_sensitivi
 
 def _stopping(number: int):
     """`_progress` under which a signal comes after the first tensor."""
+
     @contextlib.contextmanager
     def progress(quiet):
         yield lambda done, wanted, name: os.kill(os.getpid(), number)

@@ -23,7 +23,9 @@ def test_every_limit_is_an_option(capsys):
     with pytest.raises(SystemExit):
         serve.run(["--help"])
     shown = capsys.readouterr().out
-    assert all(f"--limit-{name}" in shown for name in ("queue", "request-bytes", "translate-seconds")), shown
+    assert all(
+        f"--limit-{name}" in shown for name in ("queue", "request-bytes", "translate-seconds")
+    ), shown
 
 
 def test_limits_are_no_options_of_the_search():
@@ -33,10 +35,13 @@ def test_limits_are_no_options_of_the_search():
     assert search_options(given, defaults) == SearchOptions(beam=3, nbest=2, max_len_b=40)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--port", "65536"], "--port is 65536; it must be from 0 to 65535"),
-    (["--limit-queue", "0"], "--limit-queue is 0; it must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "65536"], "--port is 65536; it must be from 0 to 65535"),
+        (["--limit-queue", "0"], "--limit-queue is 0; it must be"),
+    ],
+)
 def test_mistakes_in_options(options, message):
     with pytest.raises(ValueError, match=message):
         serve.run(["--model", "missing", *options])
@@ -49,7 +54,9 @@ def test_a_missing_model_is_named(tmp_path):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(serve, "PACKAGES", ("uvicorn", "no_such_package"))
-    with pytest.raises(ValueError, match=r"needs no_such_package; install them with: pip install .*\[serve\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs no_such_package; install them with: pip install .*\[serve\]'"
+    ):
         serve.run(["--model", "m"])
 
 
@@ -66,7 +73,8 @@ translator = translate.translator_of(serve.parser().parse_args(["--model", {str(
 service = application.Service(translator, translator.options, Limits())
 server.server_of(service.application(), Limits(), print)
 assert translator.translate(["encoder5\u2581 encoder6\u2581"])[0][0].text
-late = ("fairseq", "omegaconf", "matplotlib", "scipy", "sympy", "torch._dynamo", "torch._inductor", "numpy.f2py")
+late = ("fairseq", "omegaconf", "matplotlib", "scipy", "sympy", "numpy.f2py")
+late += ("torch._dynamo", "torch._inductor")
 found = [name for name in sys.modules if name.startswith(late)]
 assert not found, found
 """
@@ -76,11 +84,28 @@ assert not found, found
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_service_from_beginning_to_end(output, translator, number):  # noqa: F811
-    command = [sys.executable, "-m", "lsq.cli", "serve", "--model", str(output), "--port", "0", "--beam", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "lsq.cli",
+        "serve",
+        "--model",
+        str(output),
+        "--port",
+        "0",
+        "--beam",
+        "2",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     said = process.stderr.readline()
-    address = re.fullmatch(r"serving .*/int8/model/checkpoint_best.pt at (http://127.0.0.1:\d+)\n", said)[1]
+    address = re.fullmatch(
+        r"serving .*/int8/model/checkpoint_best.pt at (http://127.0.0.1:\d+)\n", said
+    )[1]
     request = json.dumps({"text": ["red cat", ""]}).encode()
     with urllib.request.urlopen(f"{address}/translate", request) as answer:
         found = json.load(answer)["translations"]

@@ -46,7 +46,12 @@ def test_a_stage_that_fails_leaves_what_was_there(stage):
 def test_a_killed_stage_runs_again(stage):
     """A killed process removes nothing."""
     left = stage.folder.with_name(".stage.partial")
-    run_stage(Stage(name="stage", folder=left, makes=(re.compile("result.*"),)), {}, lambda folder: None, print)
+    run_stage(
+        Stage(name="stage", folder=left, makes=(re.compile("result.*"),)),
+        {},
+        lambda folder: None,
+        print,
+    )
     (left / "result-half").write_text("x")
     run_stage(stage, {}, lambda folder: (folder / "result").write_text("whole"), print)
     assert names(stage.folder) == [MARKER, "result"] and not left.exists()
@@ -73,7 +78,12 @@ def test_files_of_somebody_else_are_refused(stage):
     (stage.folder / "notes.txt").write_text("mine")
     stage.check_own()
     (stage.folder / "result.txt").write_text("mine, too")
-    for act in (stage.check_own, stage.remove, lambda: stage.mark({}, finished=True), lambda: stage.empty({})):
+    for act in (
+        stage.check_own,
+        stage.remove,
+        lambda: stage.mark({}, finished=True),
+        lambda: stage.empty({}),
+    ):
         with pytest.raises(ValueError, match="holds result.txt, which this command did not make"):
             act()
     assert names(stage.folder) == ["notes.txt", "result.txt"]
@@ -93,12 +103,21 @@ def test_a_file_in_place_of_the_folder_is_refused(stage):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[1]", b"\xff", b'{"stage": "stage"}', b'{"stage": 1, "key": {}, "finished": true, "files": {}}'],
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"\xff",
+        b'{"stage": "stage"}',
+        b'{"stage": 1, "key": {}, "finished": true, "files": {}}',
+    ],
 )
 def test_a_damaged_marker_is_named(stage, content):
     stage.folder.mkdir()
     (stage.folder / MARKER).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{stage.folder / MARKER}: .*delete {stage.folder}, or choose another"):
+    with pytest.raises(
+        ValueError, match=rf"{stage.folder / MARKER}: .*delete {stage.folder}, or choose another"
+    ):
         stage.is_done({})
 
 
@@ -113,5 +132,6 @@ def test_differences_name_both_values():
     before, now = ({"file": name, "sha256": name * 20} for name in "ab")
     assert differences({"--src": before}, {"--src": {**before, "file": "moved"}}) == []
     assert differences({"--src": before}, {"--src": now}) == [
-        "--src: a (its text has the checksum aaaaaaaa) before, b (its text has the checksum bbbbbbbb) now"
+        "--src: a (its text has the checksum aaaaaaaa) before, b (its text has the checksum"
+        " bbbbbbbb) now"
     ]

@@ -70,19 +70,32 @@ def test_a_process_for_each_gpu(prepared, monkeypatch):
     with pytest.raises(SystemExit):
         train.run(options)
     assert started[0][1:] == [
-        *"-m torch.distributed.run".split(), *ONE_MACHINE, *"--nproc-per-node 8 -m lsq.cli train".split(),
+        *"-m torch.distributed.run".split(),
+        *ONE_MACHINE,
+        *"--nproc-per-node 8 -m lsq.cli train".split(),
         *options,
     ]
     monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: None)
-    assert train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size == 8
+    assert (
+        train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size
+        == 8
+    )
     monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: "it is too old")
-    assert train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size == 1  # on the CPU
+    # on the CPU
+    assert (
+        train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size
+        == 1
+    )
 
 
 def test_fairseqs_architectures_keep_fairseqs_criterion_and_optimizer(prepared):
-    args = train.parse_training([str(prepared.data), "--max-tokens", "100", "--arch", "transformer"])
+    args = train.parse_training(
+        [str(prepared.data), "--max-tokens", "100", "--arch", "transformer"]
+    )
     assert args.criterion == "cross_entropy" and args.optimizer is None
-    args = train.parse_training([str(prepared.data), "--max-tokens", "100", "--adam-betas", "(0.8, 0.9)"])
+    args = train.parse_training(
+        [str(prepared.data), "--max-tokens", "100", "--adam-betas", "(0.8, 0.9)"]
+    )
     assert args.optimizer == "lsq_adam" and args.adam_betas == "(0.8, 0.9)"
 
 
@@ -97,7 +110,14 @@ def test_help_shows_the_options_of_model_task_and_optimizer(capsys):
         train.run(["--help"])
     printed = capsys.readouterr().out
     assert stopped.value.code == 0
-    shown = ("--lsq-backward", "--encoder-layers", "--label-smoothing", "--source-lang", "--max-tokens", "--adam-betas")
+    shown = (
+        "--lsq-backward",
+        "--encoder-layers",
+        "--label-smoothing",
+        "--source-lang",
+        "--max-tokens",
+        "--adam-betas",
+    )
     for option in shown:
         assert option in printed
 
@@ -107,7 +127,10 @@ def test_help_shows_the_options_of_model_task_and_optimizer(capsys):
     [
         (["--max-tokens", "100", "--fo", "1"], "unrecognized arguments: --fo"),
         (["--max-tokens", "many"], "--max-tokens"),
-        (["--max-tokens", "100", "--arch", "--cpu"], "lsq train: error: argument --arch/-a: expected one argument"),
+        (
+            ["--max-tokens", "100", "--arch", "--cpu"],
+            "lsq train: error: argument --arch/-a: expected one argument",
+        ),
         (["--max-tokens", "100", "--arch", "lsq_transformr"], "did you mean lsq_transformer"),
     ],
 )
@@ -135,7 +158,9 @@ def test_no_training_begins_anew_over_checkpoints(lsq_train, tmp_path):
     lsq_train(folder, "--max-update", "1")
     (folder / "checkpoint_last.pt").unlink()
     best = (folder / "checkpoint_best.pt").read_bytes()
-    with pytest.raises(ValueError, match=f"holds checkpoint_best.pt, but no .* give --restore-file {folder}/checkp"):
+    with pytest.raises(
+        ValueError, match=f"holds checkpoint_best.pt, but no .* give --restore-file {folder}/checkp"
+    ):
         lsq_train(folder, "--max-update", "2")
     assert (folder / "checkpoint_best.pt").read_bytes() == best
     lsq_train(folder, "--max-update", "2", "--restore-file", str(folder / "checkpoint_best.pt"))
@@ -143,14 +168,18 @@ def test_no_training_begins_anew_over_checkpoints(lsq_train, tmp_path):
 
 
 def test_the_folder_above_the_data(prepared):
-    with pytest.raises(ValueError, match=f"no binarised data in {prepared.output}; give {prepared.data}"):
+    with pytest.raises(
+        ValueError, match=f"no binarised data in {prepared.output}; give {prepared.data}"
+    ):
         train.parse_training([str(prepared.output), "--max-tokens", "100"])
 
 
 def test_a_file_as_the_folder_of_checkpoints(prepared, tmp_path):
     (tmp_path / "model").touch()
     with pytest.raises(ValueError, match="--save-dir .*model is a file; give a folder"):
-        train.parse_training([str(prepared.data), "--max-tokens", "100", "--save-dir", str(tmp_path / "model")])
+        train.parse_training(
+            [str(prepared.data), "--max-tokens", "100", "--save-dir", str(tmp_path / "model")]
+        )
 
 
 def test_no_data_folder(tmp_path):
@@ -165,14 +194,26 @@ def test_sizes_that_do_not_fit(lsq_train, tmp_path):
 
 def test_sentence_beyond_max_tokens_of_validation(lsq_train, tmp_path):
     with pytest.raises(
-        ValueError, match=r"sentence \d+ has \d+ tokens, but a batch has at most 12; raise --max-tokens"
+        ValueError,
+        match=r"sentence \d+ has \d+ tokens, but a batch has at most 12; raise --max-tokens",
     ):
         lsq_train(tmp_path, "--max-tokens", "12", "--max-update", "1")
 
 
 def test_sentences_beyond_max_tokens_of_training_are_counted(lsq_train, tmp_path):
-    lsq_train(tmp_path, "--max-tokens", "12", "--disable-validation", "--arch", "transformer", "--max-update", "1")
-    assert re.search(r"\d+ samples have invalid sizes and will be skipped", (tmp_path / "train.log").read_text())
+    lsq_train(
+        tmp_path,
+        "--max-tokens",
+        "12",
+        "--disable-validation",
+        "--arch",
+        "transformer",
+        "--max-update",
+        "1",
+    )
+    assert re.search(
+        r"\d+ samples have invalid sizes and will be skipped", (tmp_path / "train.log").read_text()
+    )
 
 
 def test_all_sentences_beyond_max_tokens(lsq_train, tmp_path):
@@ -183,7 +224,10 @@ def test_all_sentences_beyond_max_tokens(lsq_train, tmp_path):
 def test_two_trainings_in_one_folder(lsq_train, tmp_path):
     folder = tmp_path / "model"
     with locked_folder(folder, "x"):
-        with pytest.raises(Busy, match=rf"process {os.getpid()} on .* is writing into {folder}; .*another --save-dir"):
+        with pytest.raises(
+            Busy,
+            match=rf"process {os.getpid()} on .* is writing into {folder}; .*another --save-dir",
+        ):
             lsq_train(folder, "--max-update", "1")
         lsq_train(folder, "--max-update", "1", "--no-save")
     lsq_train(folder, "--max-update", "1")
@@ -192,7 +236,9 @@ def test_two_trainings_in_one_folder(lsq_train, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_training_continues_bit_exactly(lsq_train, tmp_path, signal_after, monkeypatch, number):
+def test_interrupted_training_continues_bit_exactly(
+    lsq_train, tmp_path, signal_after, monkeypatch, number
+):
     options = ["--max-update", "5"]
     lsq_train(tmp_path / "whole", *options)
     signal_after(number, 3)
@@ -202,7 +248,12 @@ def test_interrupted_training_continues_bit_exactly(lsq_train, tmp_path, signal_
     assert signal.getsignal(number) == handler
     assert stopped.value.code == 128 + number
     assert f"stopped by {name_of(number)} after 3 updates; wrote " in stopped.value.message
-    assert torch.load(tmp_path / "parts" / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 3
+    assert (
+        torch.load(tmp_path / "parts" / "checkpoint_last.pt")["optimizer_history"][-1][
+            "num_updates"
+        ]
+        == 3
+    )
     monkeypatch.undo()
     lsq_train(tmp_path / "parts", *options)
     assert equal(model(tmp_path / "whole"), model(tmp_path / "parts"))
@@ -217,7 +268,9 @@ def test_interrupted_in_validation(lsq_train, tmp_path, monkeypatch):
 
 
 def test_interrupted_before_the_first_update(lsq_train, tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "get_train_iterator", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(
+        Trainer, "get_train_iterator", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+    )
     with pytest.raises(Interrupted) as stopped:
         lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "2")
     assert stopped.value.message == "stopped by Ctrl-C (SIGINT) before the first update"
@@ -242,11 +295,15 @@ def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, monkeypatc
         full = {f".{name}.partial": Path("/dev/full")}
         patch.setattr(files, "open_partial", lambda path: opened(full.get(path.name, path)))
         with pytest.raises(
-            CheckpointNotWritten, match=f"could not write .*{name} .No space left on device.; the checkpoints"
+            CheckpointNotWritten,
+            match=f"could not write .*{name} .No space left on device.; the checkpoints",
         ):
             lsq_train(folder, "--arch", "transformer", "--max-update", "4")
     assert (folder / name).read_bytes() == before
-    assert {path.name for path in folder.glob("*.pt*")} == {"checkpoint_best.pt", "checkpoint_last.pt"}
+    assert {path.name for path in folder.glob("*.pt*")} == {
+        "checkpoint_best.pt",
+        "checkpoint_last.pt",
+    }
     lsq_train(folder, "--arch", "transformer", "--max-update", "4")
     assert (folder / name).read_bytes() != before
 
@@ -254,10 +311,29 @@ def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, monkeypatc
 @pytest.mark.thorough
 def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tmp_path):
     lsq_train(tmp_path, "--arch", "transformer", "--max-update", "2", "--disable-validation")
-    launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2", "--no-python"]
-    command = [sys.executable, "-m", "lsq.cli", "train", str(prepared.data), "--save-dir", str(tmp_path), "--cpu"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *ONE_MACHINE,
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "lsq.cli",
+        "train",
+        str(prepared.data),
+        "--save-dir",
+        str(tmp_path),
+        "--cpu",
+    ]
     options = [*TRAINING, "--arch", "transformer", "--max-update", "3", "--disable-validation"]
-    done = subprocess.run([*launcher, *command, *options], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [*launcher, *command, *options], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     assert "training on 2 devices" in done.stdout
     assert "Loaded checkpoint" in done.stdout
@@ -265,8 +341,18 @@ def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tm
 
 
 def test_a_best_checkpoint_by_what_is_not_computed(lsq_train, tmp_path):
-    with pytest.raises(ValueError, match="--best-checkpoint-metric is bleu, which this training does not compute"):
-        lsq_train(tmp_path, "--arch", "transformer", "--best-checkpoint-metric", "bleu", "--max-update", "1")
+    with pytest.raises(
+        ValueError, match="--best-checkpoint-metric is bleu, which this training does not compute"
+    ):
+        lsq_train(
+            tmp_path,
+            "--arch",
+            "transformer",
+            "--best-checkpoint-metric",
+            "bleu",
+            "--max-update",
+            "1",
+        )
 
 
 def test_moving_averages_of_quantised_models_are_refused(lsq_train, tmp_path):

@@ -16,9 +16,14 @@ from tests.commands.small_runs import results_of
 @pytest.mark.parametrize(
     ("options", "criterion"),
     [
-        pytest.param(["--mode", "float"], "label_smoothed_cross_entropy", marks=pytest.mark.thorough),
+        pytest.param(
+            ["--mode", "float"], "label_smoothed_cross_entropy", marks=pytest.mark.thorough
+        ),
         (["--mode", "int8", "--lsq-backward", "int8"], "lsq_label_smoothed_cross_entropy"),
-        (["--mode", "float", "--arch", "lsq_transformer", "--name", "other"], "lsq_label_smoothed_cross_entropy"),
+        (
+            ["--mode", "float", "--arch", "lsq_transformer", "--name", "other"],
+            "lsq_label_smoothed_cross_entropy",
+        ),
     ],
 )
 def test_from_text_to_scores(command, tmp_path, capsys, options, criterion):
@@ -84,15 +89,25 @@ def test_time_of_all_sittings_counts(command, tmp_path, stop_at):
     losses = tmp_path / "out" / "float" / "model" / "losses.jsonl"
     stop_at(2, arguments)
     lines = [json.loads(line) for line in losses.read_text().splitlines()]
-    losses.write_text("".join(json.dumps(line | {"seconds": line["seconds"] + 1000}) + "\n" for line in lines))
+    losses.write_text(
+        "".join(json.dumps(line | {"seconds": line["seconds"] + 1000}) + "\n" for line in lines)
+    )
     assert train_text.run(arguments) == 0
     seconds = [json.loads(line)["seconds"] for line in losses.read_text().splitlines()]
-    assert 1000 < seconds[-1] < 1100 and seconds == sorted(seconds) and seconds[-1] > seconds[len(lines) - 1]
+    assert (
+        1000 < seconds[-1] < 1100
+        and seconds == sorted(seconds)
+        and seconds[-1] > seconds[len(lines) - 1]
+    )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("updates", "place"), [(4, "validation"), (4, "update"), (5, "validation")])
-def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, monkeypatch, updates, place):
+@pytest.mark.parametrize(
+    ("updates", "place"), [(4, "validation"), (4, "update"), (5, "validation")]
+)
+def test_a_validation_that_was_interrupted_is_made_up_for(
+    command, tmp_path, monkeypatch, updates, place
+):
     """At the last update, too: none is made beyond --updates."""
     arguments = command("--updates", str(updates), "--mode", "float")
     train_text.run([*arguments, "--name", "whole"])
@@ -116,18 +131,27 @@ def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, mon
         with pytest.raises(Interrupted) as stopped:
             train_text.run([*arguments, "--name", "parts"])
         said = stopped.value.message
-        assert f"after {last} updates" in said and said.endswith("the same command goes on from there")
+        assert f"after {last} updates" in said and said.endswith(
+            "the same command goes on from there"
+        )
     train_text.run([*arguments, "--name", "parts"])
     whole, parts = tmp_path / "out" / "whole", tmp_path / "out" / "parts"
     for name in ("updates", "best_update", "best_validation_loss", "bleu", "chrf"):
         assert results_of(parts)[name] == results_of(whole)[name], name
-    curves = [read_losses(folder / "model" / "losses.jsonl").validation for folder in (whole, parts)]
+    curves = [
+        read_losses(folder / "model" / "losses.jsonl").validation for folder in (whole, parts)
+    ]
     assert curves[0] == curves[1]
     for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
         states = [torch.load(folder / "model" / name) for folder in (whole, parts)]
-        assert all(torch.equal(states[0]["model"][key], states[1]["model"][key]) for key in states[0]["model"])
+        assert all(
+            torch.equal(states[0]["model"][key], states[1]["model"][key])
+            for key in states[0]["model"]
+        )
         assert states[0]["extra_state"]["best"] == states[1]["extra_state"]["best"]
-        assert states[0]["extra_state"]["train_iterator"] == states[1]["extra_state"]["train_iterator"]
+        assert (
+            states[0]["extra_state"]["train_iterator"] == states[1]["extra_state"]["train_iterator"]
+        )
 
 
 @pytest.mark.thorough
@@ -156,7 +180,9 @@ def test_progress_without_a_terminal(command, capsys):
     arguments = [word for word in command("--updates", "2", "--mode", "float") if word != "--quiet"]
     train_text.run(arguments)
     printed = capsys.readouterr().out
-    assert "float: training; the log is " in printed and "update 2 of 2: validation loss " in printed
+    assert (
+        "float: training; the log is " in printed and "update 2 of 2: validation loss " in printed
+    )
     train_text.run([*arguments, "--updates", "3"])
     assert "float: going on from update 2; the log is " in capsys.readouterr().out
 
@@ -165,7 +191,9 @@ def test_progress_without_a_terminal(command, capsys):
 def test_more_updates_go_on_from_a_finished_run(command, tmp_path, capsys):
     arguments = command("--mode", "int8")
     train_text.run([*arguments, "--updates", "2"])
-    train_text.run([*arguments, "--updates", "5", "--beam", "1", "--log-every", "2", "--validate-every", "3"])
+    train_text.run(
+        [*arguments, "--updates", "5", "--beam", "1", "--log-every", "2", "--validate-every", "3"]
+    )
     folder = tmp_path / "out" / "int8"
     assert "(epoch 1 @ 2 updates)" in (folder / "model" / "train.log").read_text()
     assert results_of(folder)["updates"] == results_of(folder)["best_update"] == 5
@@ -174,7 +202,8 @@ def test_more_updates_go_on_from_a_finished_run(command, tmp_path, capsys):
 
     train_text.run([*arguments, "--updates", "5", "--name", "at-once"])
     resumed, at_once = (
-        torch.load(tmp_path / "out" / name / "model" / "checkpoint_last.pt")["model"] for name in ("int8", "at-once")
+        torch.load(tmp_path / "out" / name / "model" / "checkpoint_last.pt")["model"]
+        for name in ("int8", "at-once")
     )
     assert resumed.keys() == at_once.keys()
     assert all(torch.equal(resumed[name], at_once[name]) for name in resumed)
@@ -185,5 +214,13 @@ def test_help_is_complete(capsys):
         train_text.run(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    for option in ("--src", "--test-tgt", "--vocabulary-size", "--mode", "--lsq-backward", "--lsq-from", "--seed"):
+    for option in (
+        "--src",
+        "--test-tgt",
+        "--vocabulary-size",
+        "--mode",
+        "--lsq-backward",
+        "--lsq-from",
+        "--seed",
+    ):
         assert option in printed

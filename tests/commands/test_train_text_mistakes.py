@@ -47,17 +47,27 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_written(command,
     message = r"holds a run with other options \(--vocabulary-size: 60 before, 70 now\)"
     with pytest.raises(ValueError, match=message):
         train_text.run(command("--updates", "1", "--mode", "float", "--vocabulary-size", "70"))
-    for options in (["--mode", "int8", "--updates", "1"], ["--updates", "1", "--overwrite"], ["--prepare-only"]):
-        with pytest.raises(ValueError, match=r"the data of the run float, .*--vocabulary-size: 60 before, 70 now"):
+    for options in (
+        ["--mode", "int8", "--updates", "1"],
+        ["--updates", "1", "--overwrite"],
+        ["--prepare-only"],
+    ):
+        with pytest.raises(
+            ValueError, match=r"the data of the run float, .*--vocabulary-size: 60 before, 70 now"
+        ):
             train_text.run(command(*options, "--vocabulary-size", "70"))
     assert files_in(tmp_path / "out") == before
-    train_text.run(command("--updates", "1", "--mode", "float", "--vocabulary-size", "70", "--overwrite"))
+    train_text.run(
+        command("--updates", "1", "--mode", "float", "--vocabulary-size", "70", "--overwrite")
+    )
     assert results_of(tmp_path / "out" / "float")["options"]["--vocabulary-size"] == 70
 
 
 def test_a_second_writer_is_refused(command, tmp_path):
     with locked_folder(tmp_path / "out" / "float", "x"):
-        with pytest.raises(Busy, match=rf"process {os.getpid()} on .* is writing into .*float; .*another --name"):
+        with pytest.raises(
+            Busy, match=rf"process {os.getpid()} on .* is writing into .*float; .*another --name"
+        ):
             train_text.run(command("--updates", "1", "--mode", "float"))
     with locked_folder(tmp_path / "out", "x"):
         with pytest.raises(Busy, match=r"is writing into .*out; .*another --output"):
@@ -69,7 +79,9 @@ def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
     arguments = command("--updates", "2", "--mode", "float")
     assert train_text.run(arguments) == 0
     changed = [*arguments, "--lr", "0.01"]
-    with pytest.raises(ValueError, match=r"other options \(--lr: 0.001 before, 0.01 now\); choose another --name"):
+    with pytest.raises(
+        ValueError, match=r"other options \(--lr: 0.001 before, 0.01 now\); choose another --name"
+    ):
         train_text.run(changed)
     assert train_text.run([*changed, "--overwrite"]) == 0
     assert results_of(tmp_path / "out" / "float")["options"]["--lr"] == "0.01"
@@ -83,10 +95,16 @@ def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
     [
         (["--mode", "int8", "--arch", "transformer"], "--arch transformer has no quantisers"),
         (["--mode", "float", "--lsq-bits", "4"], "--arch transformer has no quantisers"),
-        (["--max-tokens", "40"], "--max-tokens 40 is too small for sentences of --max-length 40 .* at least 41"),
+        (
+            ["--max-tokens", "40"],
+            "--max-tokens 40 is too small for sentences of --max-length 40 .* at least 41",
+        ),
         (["--output", "a:b"], "--output a:b has a name that fairseq takes for"),
         (["--output", "${x}"], "has a name that fairseq takes for"),
-        (["--", "--max-update", "9"], "--max-update after -- is set by lsq train-text itself; .* give --updates"),
+        (
+            ["--", "--max-update", "9"],
+            "--max-update after -- is set by lsq train-text itself; .* give --updates",
+        ),
         (["--", "--save-dir=x"], "--save-dir after -- .* give --output and --name"),
         (["--mode", "int8", "--lsq-bits", "9"], "bits is 9"),
         (["--hidden", "24"], "hidden is 24, but int8 products need a multiple of 16; use 32"),
@@ -109,13 +127,23 @@ def test_empty_files_are_called_empty(command, tmp_path, option):
 
 
 def test_half_a_pair_of_files(files, tmp_path):
-    given = ["--src", str(files["train"][0]), "--tgt", str(files["train"][1]), "--output", str(tmp_path)]
+    given = [
+        "--src",
+        str(files["train"][0]),
+        "--tgt",
+        str(files["train"][1]),
+        "--output",
+        str(tmp_path),
+    ]
     with pytest.raises(ValueError, match="--test-src and --test-tgt go together"):
         train_text.run([*given, "--test-src", str(files["test"][0])])
 
 
 def test_unknown_options(command, capsys):
-    for arguments in (command("--learning-rate", "1"), command("--updates", "1", "--", "--no-such-option")):
+    for arguments in (
+        command("--learning-rate", "1"),
+        command("--updates", "1", "--", "--no-such-option"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             train_text.run(arguments)
         assert stopped.value.code == 2

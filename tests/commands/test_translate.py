@@ -28,7 +28,8 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def lsq_translate(output, capsysbinary, monkeypatch):  # noqa: F811
-    """lsq_translate(*options) runs the command in this process on a small model; returns the lines that it writes."""
+    """lsq_translate(*options) runs the command in this process on a small model; returns the lines
+    that it writes."""
 
     def lsq_translate(*options: object, given: bytes = b"") -> list[str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
@@ -42,7 +43,10 @@ def test_standard_input(lsq_translate, output):  # noqa: F811
     sources = "".join(f"{line}\n" for line in read_items(output / "data" / "test.src"))
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
     assert lsq_translate(given=sources.encode()) == hypotheses
-    assert lsq_translate("--threads", 1, "--batch-tokens", 30, "--buffer", 2, given=sources.encode()) == hypotheses
+    assert (
+        lsq_translate("--threads", 1, "--batch-tokens", 30, "--buffer", 2, given=sources.encode())
+        == hypotheses
+    )
     assert lsq_translate() == []
 
 
@@ -70,7 +74,9 @@ def test_options_reach_the_search(lsq_translate, text):
     assert lsq_translate(text, "--scores", "--unnormalized") != plain
     assert lsq_translate(text, "--scores", "--length-penalty", 2) != plain
     assert all(len(line.split()) <= 3 for line in lsq_translate(text, "--max-len-b", 3))
-    drawn = [lsq_translate(text, "--sampling", "--temperature", 20, "--seed", seed) for seed in (1, 1, 2)]
+    drawn = [
+        lsq_translate(text, "--sampling", "--temperature", 20, "--seed", seed) for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -78,7 +84,11 @@ def test_prefixes(lsq_translate, text, tmp_path):
     prefixes = tmp_path / "prefixes.txt"
     prefixes.write_text("GREEN\n\n\nBLUE CAT\n")
     found = lsq_translate(text, "--prefix", prefixes)
-    assert found[0].startswith("GREEN") and found[1] == found[2] == "" and found[3].startswith("BLUE CAT")
+    assert (
+        found[0].startswith("GREEN")
+        and found[1] == found[2] == ""
+        and found[3].startswith("BLUE CAT")
+    )
     for content, message in (
         ("GREEN\n", rf"{prefixes} has 1 lines, and there are more to translate \({text}, line 2\)"),
         ("\n" * 5, f"{prefixes} has more lines than the 4 that are to be translated"),
@@ -101,10 +111,17 @@ def test_output_is_written_whole_or_not_at_all(lsq_translate, text, tmp_path):
 
 def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):  # noqa: F811
     before = files_in(output)
-    for written in ("int8/model/checkpoint_best.pt", "vocabulary/sentencepiece.model", "data/dict.src.txt"):
+    for written in (
+        "int8/model/checkpoint_best.pt",
+        "vocabulary/sentencepiece.model",
+        "data/dict.src.txt",
+    ):
         with pytest.raises(ValueError, match="is what is read, or part of it; choose another"):
             lsq_translate(text, "--output", output / written)
-    checkpoint, subwords = output / "int8/model/checkpoint_best.pt", output / "vocabulary/sentencepiece.model"
+    checkpoint, subwords = (
+        output / "int8/model/checkpoint_best.pt",
+        output / "vocabulary/sentencepiece.model",
+    )
     given = ("--model", checkpoint, "--data", output / "data", "--sentencepiece-model", subwords)
     (tmp_path / "link").symlink_to(output / "data")
     for written in (subwords, tmp_path / "link" / "dict.src.txt"):
@@ -115,15 +132,21 @@ def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path): 
 
 def test_output_has_one_writer_at_a_time(lsq_translate, text, tmp_path):
     written = tmp_path / "out.txt"
-    with locked_file(written, ""), pytest.raises(Busy, match="is writing into .*out.txt; wait for it, or choose"):
+    with (
+        locked_file(written, ""),
+        pytest.raises(Busy, match="is writing into .*out.txt; wait for it, or choose"),
+    ):
         lsq_translate(text, "--output", written)
     assert list(tmp_path.iterdir()) == [text]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"red\nred\0cat\n", "in.txt, line 2: a NUL byte is no text"),
-    (b"red\ncat\xe4\n", "in.txt, line 2: byte 0xe4 is not valid UTF-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"red\nred\0cat\n", "in.txt, line 2: a NUL byte is no text"),
+        (b"red\ncat\xe4\n", "in.txt, line 2: byte 0xe4 is not valid UTF-8"),
+    ],
+)
 def test_a_line_that_is_refused_is_named(lsq_translate, text, content, message):
     text.write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -140,14 +163,19 @@ def test_long_lines(lsq_translate, text, caplog):
         ("copy", "are copied as they are", line.strip()),
     ):
         caplog.clear()
-        found = lsq_translate(text, "--buffer", 1, *([] if choice == "cut" else ["--long-lines", choice]))
+        found = lsq_translate(
+            text, "--buffer", 1, *([] if choice == "cut" else ["--long-lines", choice])
+        )
         assert found[:2] == [short, expected] and len(found) == 4 and found[3] == short
         (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert said == (
-            f"lines of more than 40 subwords are too long for the model: 2 such lines {done} (see --long-lines), the"
+            f"lines of more than 40 subwords are too long for the model: 2 such lines {done} (see"
+            " --long-lines), the"
             f" first of them {text}, line 2"
         )
-    with pytest.raises(ValueError, match="in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"):
+    with pytest.raises(
+        ValueError, match="in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"
+    ):
         lsq_translate(text, "--long-lines", "refuse")
 
 
@@ -155,7 +183,9 @@ def test_empty_files_are_called_empty(lsq_translate, text, tmp_path, caplog):
     empty = tmp_path / "empty.txt"
     empty.touch()
     for given in ([empty], [text, empty], ["--prefix", empty, text]):
-        with pytest.raises(ValueError, match="empty.txt is empty; it must hold one sentence a line"):
+        with pytest.raises(
+            ValueError, match="empty.txt is empty; it must hold one sentence a line"
+        ):
             lsq_translate(*given)
     for option in ("--model", "--sentencepiece-model"):
         with pytest.raises(ValueError, match="empty.txt is empty; it was not written whole"):
@@ -193,27 +223,51 @@ def test_text_and_prefixes_are_not_both_standard_input(monkeypatch):
             translate.run(["--model", "m", "--prefix", "-", *files])
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--nbest", "3"], "nbest is 3 and beam 2"),
-    (["--sampling-topk", "3"], "they need sampling"),
-    (["--temperature", "0"], "temperature is 0.0"),
-    (["--length-penalty", "1e300"], r"length_penalty is 1e\+300; it must be from -10 to 10"),
-    (["--threads", "100000"], "--threads is 100000, and this machine has [0-9]+ cores"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nbest", "3"], "nbest is 3 and beam 2"),
+        (["--sampling-topk", "3"], "they need sampling"),
+        (["--temperature", "0"], "temperature is 0.0"),
+        (["--length-penalty", "1e300"], r"length_penalty is 1e\+300; it must be from -10 to 10"),
+        (["--threads", "100000"], "--threads is 100000, and this machine has [0-9]+ cores"),
+    ],
+)
 def test_mistakes_in_options(lsq_translate, text, options, message):
     with pytest.raises(ValueError, match=message):
         lsq_translate(text, *options)
 
 
 def start(output: Path, *options: str, **streams) -> subprocess.Popen:  # noqa: F811
-    command = [sys.executable, "-m", "lsq.cli", "translate", "--model", str(output), "--beam", "1", *options]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "lsq.cli",
+        "translate",
+        "--model",
+        str(output),
+        "--beam",
+        "1",
+        *options,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(command, env=environment, **streams)
 
 
 @pytest.mark.thorough
 def test_whoever_reads_may_go(output):  # noqa: F811
-    found = start(output, "--buffer", "1", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    found = start(
+        output,
+        "--buffer",
+        "1",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     found.stdin.write(b"red\n")
     found.stdin.flush()
     assert found.stdout.readline()
@@ -223,12 +277,25 @@ def test_whoever_reads_may_go(output):  # noqa: F811
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("sent", "name"), [
-    (signal.SIGINT, b"Ctrl-C (SIGINT)"), (signal.SIGTERM, b"SIGTERM"), (signal.SIGHUP, b"SIGHUP"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        (signal.SIGINT, b"Ctrl-C (SIGINT)"),
+        (signal.SIGTERM, b"SIGTERM"),
+        (signal.SIGHUP, b"SIGHUP"),
+    ],
+)
 def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # noqa: F811
     written = tmp_path / "out.txt"
-    found = start(output, "--output", str(written), "--buffer", "1", stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    found = start(
+        output,
+        "--output",
+        str(written),
+        "--buffer",
+        "1",
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     found.stdin.write(b"red\n")
     found.stdin.flush()
     while not list(tmp_path.iterdir()):
@@ -242,7 +309,14 @@ def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # no
 @pytest.mark.thorough
 def test_a_line_at_a_time_at_a_terminal(output):  # noqa: F811
     ours, theirs = pty.openpty()
-    found = start(output, "--long-lines", "refuse", stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    found = start(
+        output,
+        "--long-lines",
+        "refuse",
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert found.stderr.readline() == b"one sentence a line; Ctrl-D ends\n"
     os.write(ours, b"red cat\n")
     first = found.stdout.readline()
@@ -257,5 +331,7 @@ def test_mistakes_are_one_line(output, tmp_path, capsys):  # noqa: F811
     text.write_bytes(b"red\n\xff")
     assert cli.main(["translate", "--model", str(output), str(text)]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(f"lsq translate: error: {text}, line 2: byte 0xff")
+    assert printed.out == "" and printed.err.startswith(
+        f"lsq translate: error: {text}, line 2: byte 0xff"
+    )
     assert printed.err.count("\n") == 1

@@ -21,7 +21,8 @@ from tests.tune.fakes import FakeBackend
 
 KEYS = [asked("project", 20, 48, 64), asked("project_weight_gradient", 48, 32, 41)]
 TINY = (
-    "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
+    "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1"
+    " --encoder-embed-dim 32 "
     "--encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48 --share-all-embeddings"
 ).split()
 
@@ -52,21 +53,37 @@ def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys, m
     printed = capsys.readouterr()
     assert f"file       {output}\ntuned      2 products\n" in printed.out
     assert printed.out.startswith("to tune    2 products, which take a minute or less\n")
-    assert "tuning: 100%" in printed.err and "2/2 products" in printed.err and "times as fast" in printed.err
+    assert (
+        "tuning: 100%" in printed.err
+        and "2/2 products" in printed.err
+        and "times as fast" in printed.err
+    )
     found = configuration_file.read(output)
-    assert found.validators == device.here("cpu") and {one.key for one in found.entries} == set(KEYS)
+    assert found.validators == device.here("cpu") and {one.key for one in found.entries} == set(
+        KEYS
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main("--shapes", shapes, "--output", output, "--quiet") == 0
     printed = capsys.readouterr()
-    assert "2 had an entry already; --again" in printed.out and not printed.err and "to tune" not in printed.out
+    assert (
+        "2 had an entry already; --again" in printed.out
+        and not printed.err
+        and "to tune" not in printed.out
+    )
     assert main("--shapes", shapes, "--output", output, "--quiet", "--again") == 0
     assert "tuned      2 products" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("seconds", "said"), [
-    (0, "a minute or less"), (89, "a minute or less"), (91, "about 2 minutes"), (7000, "about 117 minutes"),
-    (7300, "about 2 hours"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "a minute or less"),
+        (89, "a minute or less"),
+        (91, "about 2 minutes"),
+        (7000, "about 117 minutes"),
+        (7300, "about 2 hours"),
+    ],
+)
 def test_durations(seconds, said):
     assert tune.duration(seconds) == said
 
@@ -76,7 +93,9 @@ def test_the_default_file_is_the_users_and_is_found(shapes, tmp_path, monkeypatc
     assert main("--shapes", shapes, "--quiet") == 0
     here = device.here("cpu")
     found, *_ = configuration_file.find(here)
-    assert found.path == tmp_path / "lsq" / "gemm" / device.file_name(here) and found.refusal is None
+    assert (
+        found.path == tmp_path / "lsq" / "gemm" / device.file_name(here) and found.refusal is None
+    )
 
 
 def test_a_list_is_of_one_kind_of_device(tmp_path, capsys):
@@ -109,22 +128,31 @@ def test_products_of_an_architecture(capsys):
     assert "project,8,32,32" in lines and "project,4,32,32" in lines
     assert "project_weight_gradient,48,32,1024" in lines
     assert len(lines) == len(set(lines))
-    assert main(*TINY, "--max-tokens", "1024", "--step", "512", "--backward", "float", "--list") == 0
+    assert (
+        main(*TINY, "--max-tokens", "1024", "--step", "512", "--backward", "float", "--list") == 0
+    )
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert {line.split(",")[1] for line in lines if line.startswith("vocabulary")} == {"512", "1024"}
+    assert {line.split(",")[1] for line in lines if line.startswith("vocabulary")} == {
+        "512",
+        "1024",
+    }
     assert not any(line.startswith("project_") for line in lines)
 
 
 def test_the_package_holds_what_the_cpu_is_asked_for():
     """What nothing asks for is not in it. What came later waits for a processor of that kind."""
-    command = "--arch lsq_transformer --device cpu --max-tokens 4096 --backward int8 --step 1024".split()
+    command = (
+        "--arch lsq_transformer --device cpu --max-tokens 4096 --backward int8 --step 1024".split()
+    )
     keys, kind = tune.products(*tune.parser().parse_known_args(command))
     (path,) = configuration_file.PACKAGE_FOLDER.glob("*.json")
     held = {each.key for each in configuration_file.read(path).entries}
     missing = set(keys) - held
     assert kind == "cpu" and held <= set(keys)
     assert {(each.op, each.n, each.k) for each in missing} == {
-        ("project", 512, 2048), ("project", 32000, 512), ("vocabulary_loss_gradient", 32000, 512)
+        ("project", 512, 2048),
+        ("project", 32000, 512),
+        ("vocabulary_loss_gradient", 32000, 512),
     }
 
 
@@ -135,15 +163,24 @@ def test_products_of_a_gpu_are_listed_without_one(capsys):
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading == "op,m,n,k,dtype,out,layout"
     assert "project,64,96,32,,," in lines and "matmul,48,32,64,float32,float32,tn" in lines
-    assert len(lines) == len(set(lines)) and {line.split(",")[0] for line in lines} >= {"matmul", "project"}
+    assert len(lines) == len(set(lines)) and {line.split(",")[0] for line in lines} >= {
+        "matmul",
+        "project",
+    }
 
 
 def test_the_list_can_be_tuned(tmp_path, capsys):
     assert main(*TINY, "--max-tokens", "32", "--sentences", "1", "--list") == 0
     listed = tmp_path / "list.csv"
     listed.write_text(capsys.readouterr().out)
-    assert main("--shapes", listed, "--output", tmp_path / "file.json", "--quiet", "--seconds", "60") == 0
-    assert len(configuration_file.read(tmp_path / "file.json").entries) == len(listed.read_text().splitlines()) - 1
+    assert (
+        main("--shapes", listed, "--output", tmp_path / "file.json", "--quiet", "--seconds", "60")
+        == 0
+    )
+    assert (
+        len(configuration_file.read(tmp_path / "file.json").entries)
+        == len(listed.read_text().splitlines()) - 1
+    )
 
 
 def test_a_picture_alone(tmp_path, monkeypatch):
@@ -187,7 +224,10 @@ def test_mistaken_options(capsys, options, message):
 )
 def test_mistakes_are_told_in_one_line(tmp_path, capsys, options, message):
     configuration_file.write(tmp_path / "FILE", file(entry(64)))
-    options = [str(tmp_path / option) if option in ("FILE", "missing.csv", "a.doc") else option for option in options]
+    options = [
+        str(tmp_path / option) if option in ("FILE", "missing.csv", "a.doc") else option
+        for option in options
+    ]
     assert main(*options) == 2
     printed = capsys.readouterr().err
     assert message in printed and printed.count("\n") == 1
@@ -199,7 +239,9 @@ def test_files_of_others_and_files_that_are_being_written(shapes, tmp_path, caps
         assert main("--shapes", shapes, "--output", output, "--quiet") == 1
     printed = capsys.readouterr().err
     assert f"process {os.getpid()} on " in printed and f"is writing into {output}" in printed
-    configuration_file.write(output, file(entry(64), validators=dataclasses.replace(CPU, device="Other CPU")))
+    configuration_file.write(
+        output, file(entry(64), validators=dataclasses.replace(CPU, device="Other CPU"))
+    )
     assert main("--shapes", shapes, "--output", output, "--quiet") == 2
     assert "device differs: the file says 'Other CPU', here" in capsys.readouterr().err
 
@@ -214,8 +256,14 @@ def test_interruption_and_failures_are_told(shapes, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(tune, "trials", lambda *_, **__: FakeBackend(times, before=stop).trial)
     assert main("--shapes", shapes, "--output", output, "--quiet") == 130
     printed = capsys.readouterr().out
-    assert "1 were not reached" in printed and "stopped    by Ctrl-C" in printed and "2.000 times as fast" in printed
-    monkeypatch.setattr(tune, "trials", lambda *_, **__: FakeBackend(times, faults={512: "row 1"}).trial)
+    assert (
+        "1 were not reached" in printed
+        and "stopped    by Ctrl-C" in printed
+        and "2.000 times as fast" in printed
+    )
+    monkeypatch.setattr(
+        tune, "trials", lambda *_, **__: FakeBackend(times, faults={512: "row 1"}).trial
+    )
     assert main("--shapes", shapes, "--output", output, "--quiet") == 1
     assert f"failed     {KEYS[1]}: the product is wrong" in capsys.readouterr().out
 
@@ -237,7 +285,17 @@ def test_it_is_said_how_much_faster_the_chosen_way_of_a_gpu_is(tmp_path):
 
 @pytest.mark.thorough
 def test_the_number_of_threads_is_chosen(shapes, tmp_path):
-    command = [sys.executable, "-m", "lsq.cli", "tune", "--device", "cpu", "--quiet", "--threads", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "lsq.cli",
+        "tune",
+        "--device",
+        "cpu",
+        "--quiet",
+        "--threads",
+        "2",
+    ]
     command += ["--shapes", str(shapes), "--output", str(tmp_path / "file.json")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(command, check=True, capture_output=True, env=environment)
@@ -248,7 +306,18 @@ def test_the_number_of_threads_is_chosen(shapes, tmp_path):
 def test_ctrl_c_on_the_command_line(tmp_path):
     """On real products: what is done is in the file, and the next command goes on."""
     output = tmp_path / "file.json"
-    command = [sys.executable, "-m", "lsq.cli", "tune", "--device", "cpu", *TINY, "--max-tokens", "2048", "--output"]
+    command = [
+        sys.executable,
+        "-m",
+        "lsq.cli",
+        "tune",
+        "--device",
+        "cpu",
+        *TINY,
+        "--max-tokens",
+        "2048",
+        "--output",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*command, str(output)], env=environment, **pipes) as run:
@@ -266,7 +335,9 @@ def test_a_gpu_is_asked_for_where_there_is_none(shapes, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["tune", "--shapes", str(shapes), "--device", "cuda"]) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("lsq tune: error: products are to be tuned on cuda, and torch sees no GPU here; install")
+    assert printed.startswith(
+        "lsq tune: error: products are to be tuned on cuda, and torch sees no GPU here; install"
+    )
     assert printed.count("\n") == 1
 
 

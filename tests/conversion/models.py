@@ -16,7 +16,9 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.randn(nf) * 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x.reshape(-1, self.nx), self.weight).view(*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.reshape(-1, self.nx), self.weight).view(
+            *x.shape[:-1], self.nf
+        )
 
 
 class Block(nn.Module):

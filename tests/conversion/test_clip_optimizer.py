@@ -30,7 +30,9 @@ def test_an_optimizer_that_was_made_before(quant, warnings, caplog):
     with caplog.at_level(logging.WARNING):
         train(converted, optimizer)
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == warnings and all("made before lsq.convert; make the optimizer, or" in text for text in said)
+    assert len(said) == warnings and all(
+        "made before lsq.convert; make the optimizer, or" in text for text in said
+    )
     assert not torch.equal(before, converted.blocks[0].up.weight)
 
 
@@ -44,7 +46,10 @@ def test_clips_that_an_optimizer_has(apart, caplog):
     train(converted, torch.optim.SGD(other.parameters(), lr=0.1))  # says nothing about this model
     assert len(upkeep.agreements) == watched + 1
     named = dict(converted.named_parameters())
-    parts = [[one for name, one in named.items() if name.endswith("_clip") is clips] for clips in (False, True)]
+    parts = [
+        [one for name, one in named.items() if name.endswith("_clip") is clips]
+        for clips in (False, True)
+    ]
     groups = parts if apart else [sum(parts, [])]
     train(converted, *(torch.optim.SGD(group, lr=0.01) for group in groups))
     assert not caplog.records and len(upkeep.agreements) == watched

@@ -45,7 +45,11 @@ def test_names_and_values():
 def test_what_is_saved_goes_on(clips):
     """Clips of weights that do not learn are those of the weights that are there."""
     first, second = made(clips=clips), made(clips=clips)
-    weights = {name: value.clone() for name, value in second.named_parameters() if name not in clip_names(second)}
+    weights = {
+        name: value.clone()
+        for name, value in second.named_parameters()
+        if name not in clip_names(second)
+    }
     load_clip_state(second, clip_state(first))
     wanted, loaded = clip_state(first), clip_state(second)
     for name, value in wanted.items():
@@ -58,7 +62,9 @@ def test_what_is_saved_goes_on(clips):
 def test_the_mean_of_clips_is_loaded():
     first, second, third = made(), made(), made()
     states = clip_state(first), clip_state(second)
-    load_clip_state(third, {name: (value + states[1][name]) / 2 for name, value in states[0].items()})
+    load_clip_state(
+        third, {name: (value + states[1][name]) / 2 for name, value in states[0].items()}
+    )
     for name, clip in third.layers[0].clips().items():
         one, other = (model.layers[0].clips()[name] for model in (first, second))
         torch.testing.assert_close(clip, (one + other) / 2)
@@ -81,7 +87,9 @@ def test_an_average_of_models_has_the_mean_of_weights_and_clips(use_buffers):
         torch.testing.assert_close(parameter.detach(), torch.stack(values).mean(0))
     clips = {name: value.clone() for name, value in clip_state(averaged.module).items()}
     found = averaged.eval().module.layers(x)
-    assert all(torch.equal(value, clips[name]) for name, value in clip_state(averaged.module).items())
+    assert all(
+        torch.equal(value, clips[name]) for name, value in clip_state(averaged.module).items()
+    )
     expected = lsq.revert(averaged.module).layers(x)
     assert (found - expected).norm() < 0.05 * expected.norm()
 
@@ -93,7 +101,9 @@ def test_masks_go_with_the_clips():
     first, second = models
     state = clip_state(first)
     assert {"layers.0.weight_kept", "layers.2.weight_kept"} < state.keys()
-    assert first.saved() == {f"layers.{layer}.{name}" for layer in range(3) for name in ("weight", "bias")}
+    assert first.saved() == {
+        f"layers.{layer}.{name}" for layer in range(3) for name in ("weight", "bias")
+    }
     load_clip_state(second, state)
     assert torch.equal(second.layers[0].weight_kept, first.layers[0].weight_kept)
 
@@ -101,9 +111,16 @@ def test_masks_go_with_the_clips():
 def test_other_clips_are_refused():
     model, state = made(), clip_state(made())
     kept = clip_state(model)
-    with pytest.raises(ValueError, match=r"1 of this model are missing, first layers\.0\.weight_clip, and 1 are of"):
-        load_clip_state(model, {name.replace("0.weight_clip", "7.weight_clip"): one for name, one in state.items()})
-    with pytest.raises(ValueError, match="weight_granularity='tensor', but .* weight_granularity='channel'"):
+    with pytest.raises(
+        ValueError, match=r"1 of this model are missing, first layers\.0\.weight_clip, and 1 are of"
+    ):
+        load_clip_state(
+            model,
+            {name.replace("0.weight_clip", "7.weight_clip"): one for name, one in state.items()},
+        )
+    with pytest.raises(
+        ValueError, match="weight_granularity='tensor', but .* weight_granularity='channel'"
+    ):
         load_clip_state(model, clip_state(made(weight_granularity="tensor")))
     with pytest.raises(ValueError, match="not a number|finite|above 0"):
         load_clip_state(model, {**state, "layers.2.input_clip": torch.tensor([float("nan")])})
@@ -116,7 +133,9 @@ def test_clips_of_earlier_versions_are_integers():
     load_clip_state(made(), state)
     model = made(weight_format="int8,layers.2.*=nvfp4")
     kept = clip_state(model)
-    with pytest.raises(ValueError, match=r"layers\.2\.\*\) was trained with weight_format='int8', but .*'nvfp4'"):
+    with pytest.raises(
+        ValueError, match=r"layers\.2\.\*\) was trained with weight_format='int8', but .*'nvfp4'"
+    ):
         load_clip_state(model, state)
     assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
 

@@ -34,7 +34,9 @@ def trained(model: nn.Module, steps: int = 3) -> nn.Module:
 
 
 def same(first: dict, second: dict) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def test_a_converted_model_computes_nearly_the_same():
@@ -50,7 +52,10 @@ def test_layers_are_what_others_take_them_for():
     assert isinstance(made.blocks[0].mix, Conv1D) and not isinstance(made.blocks[0].mix, nn.Linear)
     for name in ("up", "mix", "down"):
         ours, theirs = getattr(made.blocks[0], name), getattr(plain.blocks[0], name)
-        assert torch.equal(ours.weight, theirs.weight) and ours.weight.stride() == theirs.weight.stride()
+        assert (
+            torch.equal(ours.weight, theirs.weight)
+            and ours.weight.stride() == theirs.weight.stride()
+        )
         assert repr(ours).rstrip(")").endswith(repr(theirs).partition("(")[2].rstrip(")"))
     assert (made.blocks[0].up.in_features, made.blocks[0].up.out_features) == (64, 128)
     assert (made.blocks[0].mix.nx, made.blocks[0].mix.nf) == (128, 128)
@@ -89,7 +94,9 @@ def test_converting_twice_changes_nothing_more():
     report = lsq.convert(made)
     assert report.converted == ("blocks.0.mix", "blocks.1.mix")
     assert report.left["blocks.0.up"] == "is lsq's already"
-    with pytest.raises(ValueError, match="Model is converted already; .*lsq.revert.model. first. 0 of 8 linear"):
+    with pytest.raises(
+        ValueError, match="Model is converted already; .*lsq.revert.model. first. 0 of 8 linear"
+    ):
         lsq.convert(made)
 
 
@@ -105,7 +112,10 @@ def test_after_an_exception_half_way_the_model_is_as_it_was(failing, monkeypatch
     made, called = model(), []
     handle = made.blocks[0].up.register_forward_hook(lambda *_: called.append(1))
     made.blocks[0].mix.bias.requires_grad_(False)
-    before = [(type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers)) for one in made.modules()]
+    before = [
+        (type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers))
+        for one in made.modules()
+    ]
     places = [one.data_ptr() for one in made.parameters()]
     take_place = Projection.take_place
 
@@ -117,11 +127,16 @@ def test_after_an_exception_half_way_the_model_is_as_it_was(failing, monkeypatch
     monkeypatch.setattr(Projection, "take_place", fail)
     with pytest.raises(MemoryError, match="half way"):
         lsq.convert(made, tied=True, fused=False)
-    after = [(type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers)) for one in made.modules()]
+    after = [
+        (type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers))
+        for one in made.modules()
+    ]
     assert [kind for kind, *_ in after] == [kind for kind, *_ in before]
     for (_, *first), (_, *second) in zip(before, after, strict=True):
         for one, other in zip(first, second, strict=True):
-            assert one.keys() == other.keys() and all(other[name] is value for name, value in one.items())
+            assert one.keys() == other.keys() and all(
+                other[name] is value for name, value in one.items()
+            )
     assert places == [one.data_ptr() for one in made.parameters()]
     assert torch.equal(made(tokens()), model()(tokens())) and called
     handle.remove()
@@ -135,14 +150,20 @@ def test_after_an_exception_half_way_the_model_is_as_it_was(failing, monkeypatch
 
 def test_reverting_gives_the_float_model_with_the_weights_of_now():
     made = trained(converted())
-    parameters = {name: value.detach().clone() for name, value in made.named_parameters() if "clip" not in name}
+    parameters = {
+        name: value.detach().clone()
+        for name, value in made.named_parameters()
+        if "clip" not in name
+    }
     assert lsq.revert(made) is made
     assert not any(isinstance(module, ProgramModule) for module in made.modules())
     plain = model(5)
     plain.load_state_dict(made.state_dict())
     assert same(dict(plain.named_parameters()), parameters)
     assert torch.equal(plain(tokens()), made(tokens()))
-    assert [vars(one).keys() for one in made.modules()] == [vars(one).keys() for one in plain.modules()]
+    assert [vars(one).keys() for one in made.modules()] == [
+        vars(one).keys() for one in plain.modules()
+    ]
 
 
 def test_a_reverted_model_is_converted_again():

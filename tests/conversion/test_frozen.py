@@ -40,7 +40,9 @@ def adapted(model: torch.nn.Module, targets=ALL, **options) -> torch.nn.Module:
     return found
 
 
-def llama(*, first: str = "peft", fused: bool = True, dtype=torch.float32, **quant) -> torch.nn.Module:
+def llama(
+    *, first: str = "peft", fused: bool = True, dtype=torch.float32, **quant
+) -> torch.nn.Module:
     model = made(MAKERS["llama"]).to(dtype)
     if first == "peft":
         model = adapted(model)
@@ -72,7 +74,9 @@ def assert_same(first: torch.nn.Module, second: torch.nn.Module, batch=BATCH) ->
 
 
 def weight_of(model: torch.nn.Module, name: str = "q_proj") -> torch.nn.Parameter:
-    return next(one for path, one in model.named_parameters() if path.endswith(f"{name}.base_layer.weight"))
+    return next(
+        one for path, one in model.named_parameters() if path.endswith(f"{name}.base_layer.weight")
+    )
 
 
 @pytest.mark.parametrize("first", ["peft", "convert"])
@@ -93,23 +97,36 @@ def test_bytes_are_those_of_codes(fused):
         model = llama(fused=fused, dtype=torch.bfloat16, **quant)
         step(model)
         report = lsq.freeze(model)
-        weights = {path: one for path, one in model.named_parameters() if isinstance(one, CodedWeight)}
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in weights.values()}
+        weights = {
+            path: one for path, one in model.named_parameters() if isinstance(one, CodedWeight)
+        }
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in weights.values()
+        }
         rows = sum(len(one) for one in weights.values())
-        assert len(weights) == report.weights and report.floats == 2 * sum(map(torch.numel, weights.values()))
+        assert len(weights) == report.weights and report.floats == 2 * sum(
+            map(torch.numel, weights.values())
+        )
         assert report.codes == sum(storages.values()) + 4 * rows
-        assert sum(storages.values()) <= share * report.floats / 2 * 1.2  # of 80 inputs, int4 stores 96
+        # of 80 inputs, int4 stores 96
+        assert sum(storages.values()) <= share * report.floats / 2 * 1.2
         assert len(str(report).splitlines()) == 1
         step(model)
         for layer in model.modules():
             assert not (isinstance(layer, ProgramModule) and layer.codes.kept)
-            assert not (isinstance(layer, FusedLayer) and any(one is not None for one in layer.joined.values()))
+            assert not (
+                isinstance(layer, FusedLayer)
+                and any(one is not None for one in layer.joined.values())
+            )
 
 
 def test_floats_go_one_by_one(monkeypatch):
     model = llama()
     step(model)
-    floats = [weakref.ref(one) for path, one in model.named_parameters() if "_proj.base_layer" in path]
+    floats = [
+        weakref.ref(one) for path, one in model.named_parameters() if "_proj.base_layer" in path
+    ]
     there, original = [], frozen.encoded
 
     def encoded(*given, **options):
@@ -118,7 +135,20 @@ def test_floats_go_one_by_one(monkeypatch):
 
     monkeypatch.setattr(frozen, "encoded", encoded)
     lsq.freeze(model)
-    assert there == [14, 11, 10, 9, 8, 7, 4, 3, 2, 1, 0]  # queries, keys and values are one, and the head is last
+    # queries, keys and values are one, and the head is last
+    assert there == [
+        14,
+        11,
+        10,
+        9,
+        8,
+        7,
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
     assert not any(one() is not None for one in floats)
 
 
@@ -149,7 +179,12 @@ def test_generation_reads_what_products_see(fused, dtype):
         step(model)
     lsq.freeze(models[1])
     words = {name: BATCH[name][:1] for name in ("input_ids", "attention_mask")}
-    options = {"max_new_tokens": 5, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    options = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
     wanted, found = (model.eval().generate(**words, **options).scores for model in models)
     assert len(found) == 5 and all(map(torch.equal, found, wanted))
 
@@ -175,7 +210,8 @@ def test_weights_by_inputs(fused):
     for model in models:
         lsq.convert(model, fused=fused)
     report = lsq.freeze(models[1])
-    assert report.weights == 8 and list(report.left.values()) == ([1] if fused else [])  # the head is the embedding's
+    # the head is the embedding's
+    assert report.weights == 8 and list(report.left.values()) == ([1] if fused else [])
     assert_same(*models)
 
 
@@ -183,12 +219,17 @@ def test_parameters_are_what_they_were():
     model = llama(dtype=torch.bfloat16)
 
     def seen() -> tuple:
-        parameters = {name: (one.shape, one.dtype, one.requires_grad) for name, one in model.named_parameters()}
+        parameters = {
+            name: (one.shape, one.dtype, one.requires_grad)
+            for name, one in model.named_parameters()
+        }
         return parameters, str(model), model.num_parameters(), model.state_dict().keys()
 
     before = seen()
     lsq.freeze(model)
-    assert seen() == before and all(isinstance(one, torch.nn.Parameter) for one in model.parameters())
+    assert seen() == before and all(
+        isinstance(one, torch.nn.Parameter) for one in model.parameters()
+    )
     weight = weight_of(model)
     assert "int8" in repr(weight) and weight.detach().float().abs().max() > 0
 
@@ -197,7 +238,10 @@ def test_parameters_are_what_they_were():
 def test_what_is_frozen_is_not_trained(fused):
     model = llama(fused=fused)
     lsq.freeze(model)
-    for train in (weight_of(model).requires_grad_, lambda: setattr(weight_of(model), "requires_grad", True)):
+    for train in (
+        weight_of(model).requires_grad_,
+        lambda: setattr(weight_of(model), "requires_grad", True),
+    ):
         with pytest.raises(RuntimeError, match=r"cannot require a gradient: .*lsq.revert\(model\)"):
             train()
     model.requires_grad_(False)
@@ -208,17 +252,30 @@ def test_merging_and_saving_come_after_revert(fused, tmp_path):
     model = llama(fused=fused)
     step(model)
     lsq.freeze(model)
-    seen = {name: one + 0.0 for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
-    for merge in (model.merge_and_unload, lambda: model.merge_and_unload(safe_merge=True), model.merge_adapter):
+    seen = {
+        name: one + 0.0 for name, one in model.named_parameters() if isinstance(one, CodedWeight)
+    }
+    for merge in (
+        model.merge_and_unload,
+        lambda: model.merge_and_unload(safe_merge=True),
+        model.merge_adapter,
+    ):
         with pytest.raises(RuntimeError, match=r"lsq.revert\(model\)"):
             merge()
     with pytest.raises(RuntimeError, match="float_state_dict"):
         save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = float_state_dict(model)
-    assert all(torch.equal(found[name], one) and type(found[name]) is torch.Tensor for name, one in seen.items())
+    assert all(
+        torch.equal(found[name], one) and type(found[name]) is torch.Tensor
+        for name, one in seen.items()
+    )
     model.save_pretrained(tmp_path / "adapters")
-    saved = peft.PeftModel.from_pretrained(made(MAKERS["llama"]), tmp_path / "adapters").state_dict()
-    assert all(torch.equal(saved[name], one) for name, one in model.state_dict().items() if "lora_" in name)
+    saved = peft.PeftModel.from_pretrained(
+        made(MAKERS["llama"]), tmp_path / "adapters"
+    ).state_dict()
+    assert all(
+        torch.equal(saved[name], one) for name, one in model.state_dict().items() if "lora_" in name
+    )
     with torch.no_grad():
         wanted = lsq.revert(model).eval()(**BATCH).logits
     assert all(type(one) is torch.nn.Parameter for one in model.parameters())
@@ -238,8 +295,14 @@ def test_a_checkpoint_of_the_whole_model_has_decoded_values(dtype, tmp_path):
     lsq.freeze(model)
     model.save_pretrained(tmp_path)
     again, information = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert again.state_dict().keys() == names and not any(information.values()) and again.dtype == dtype
-    assert all(torch.equal(one, float_state_dict(model)[name]) for name, one in again.state_dict().items())
+    assert (
+        again.state_dict().keys() == names
+        and not any(information.values())
+        and again.dtype == dtype
+    )
+    assert all(
+        torch.equal(one, float_state_dict(model)[name]) for name, one in again.state_dict().items()
+    )
 
 
 def test_copies_and_other_dtypes(tmp_path):
@@ -250,10 +313,14 @@ def test_copies_and_other_dtypes(tmp_path):
     with torch.no_grad():
         wanted = model.eval()(**BATCH).logits
         for one in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
-            assert isinstance(weight_of(one), CodedWeight) and torch.equal(one.eval()(**BATCH).logits, wanted)
+            assert isinstance(weight_of(one), CodedWeight) and torch.equal(
+                one.eval()(**BATCH).logits, wanted
+            )
         codes = weight_of(model).codes
         model.to(torch.bfloat16)
-        assert weight_of(model).dtype == torch.bfloat16 and weight_of(model, "v_proj").codes is codes
+        assert (
+            weight_of(model).dtype == torch.bfloat16 and weight_of(model, "v_proj").codes is codes
+        )
         torch.testing.assert_close(model(**BATCH).logits.float(), wanted, rtol=0, atol=0.1)
 
 
@@ -290,13 +357,16 @@ def converted(**quant) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("make", "reason"), [
-    (lambda: made(MAKERS["llama"]), r"call lsq.convert\(model\) first"),
-    (converted, "15 are trained"),
-    (lambda: converted(mode="float").requires_grad_(False), "14 are read as floats"),
-    (lambda: llama(weight_format="nvfp4"), "15 are read as floats"),
-    (lambda: converted().requires_grad_(False).to("meta"), "15 are on meta"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: made(MAKERS["llama"]), r"call lsq.convert\(model\) first"),
+        (converted, "15 are trained"),
+        (lambda: converted(mode="float").requires_grad_(False), "14 are read as floats"),
+        (lambda: llama(weight_format="nvfp4"), "15 are read as floats"),
+        (lambda: converted().requires_grad_(False).to("meta"), "15 are on meta"),
+    ],
+)
 def test_nothing_to_freeze(make, reason):
     with pytest.raises(ValueError, match=reason):
         lsq.freeze(make())
@@ -306,7 +376,11 @@ def test_freezing_again_takes_what_is_new():
     model = converted()
     model.model.layers[0].requires_grad_(False)
     report = lsq.freeze(model)
-    assert report.weights == 7 and list(report.left.values()) == [8] and "left: 8 trained" in str(report)
+    assert (
+        report.weights == 7
+        and list(report.left.values()) == [8]
+        and "left: 8 trained" in str(report)
+    )
     step(model)
     model.requires_grad_(False)
     report = lsq.freeze(model)
@@ -325,9 +399,13 @@ def test_sparse_weights_stay():
 def test_one_of_queries_keys_and_values_that_others_replace_is_named():
     model = llama(fused=True)
     lsq.freeze(model)
-    attention = model.get_submodule(next(name for name, _ in model.named_modules() if name.endswith("self_attn")))
+    attention = model.get_submodule(
+        next(name for name, _ in model.named_modules() if name.endswith("self_attn"))
+    )
     projection = base_of(attention.q_proj)
-    projection._parameters["weight"] = torch.nn.Parameter(projection.weight.detach() + 0.0, requires_grad=False)
+    projection._parameters["weight"] = torch.nn.Parameter(
+        projection.weight.detach() + 0.0, requires_grad=False
+    )
     with pytest.raises(ValueError, match="are no longer those that were frozen"):
         step(model)
 

@@ -24,7 +24,9 @@ def made(**options) -> nn.Module:
 def ours(**options) -> nn.Module:
     torch.manual_seed(3)
     quant = QuantConfig(**options)
-    model = nn.Sequential(QuantizedLinear(64, 32, quant=quant), QuantizedLinear(32, 64, quant=quant))
+    model = nn.Sequential(
+        QuantizedLinear(64, 32, quant=quant), QuantizedLinear(32, 64, quant=quant)
+    )
     model(torch.randn(5, 64)).sum().backward()
     return model
 
@@ -70,9 +72,15 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
     before = {name: value.clone() for name, value in second.state_dict().items()}
     state = clip_state(first)
     wanted = clip_names(second)
-    with pytest.raises(ValueError, match=r"1 tensors, first 2\.passes: nothing in the checkpoint, \[\] here"):
-        load_other_format(second, {name: one for name, one in state.items() if name != "2.passes"}, wanted)
-    with pytest.raises(ValueError, match=r"first 7\.input_clip: \[1\] in the checkpoint, nothing here"):
+    with pytest.raises(
+        ValueError, match=r"1 tensors, first 2\.passes: nothing in the checkpoint, \[\] here"
+    ):
+        load_other_format(
+            second, {name: one for name, one in state.items() if name != "2.passes"}, wanted
+        )
+    with pytest.raises(
+        ValueError, match=r"first 7\.input_clip: \[1\] in the checkpoint, nothing here"
+    ):
         load_other_format(second, {**state, "7.input_clip": torch.ones(1)}, wanted)
     third = made(weight_granularity="tensor")
     with pytest.raises(ValueError, match=r"2\.input_clip is nan"):
@@ -92,7 +100,9 @@ def test_clips_that_are_fixed_are_not_lost_in_silence(field):
     """Nothing would measure them for the new format, and what was learned would be gone."""
     first, second = made(), made(bits=3, **{field: "fixed"})
     before = {name: value.clone() for name, value in second.state_dict().items()}
-    with pytest.raises(ValueError, match=rf"0\.\w+_clip must be measured .* {field} is 'fixed'.* --\w+-init mse"):
+    with pytest.raises(
+        ValueError, match=rf"0\.\w+_clip must be measured .* {field} is 'fixed'.* --\w+-init mse"
+    ):
         load_other_format(second, clip_state(first), clip_names(second))
     assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
     kept = made(gradient_format="float32", weight_granularity="tensor", activation_init="fixed")

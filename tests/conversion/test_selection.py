@@ -9,7 +9,9 @@ from lsq.conversion.selection import choose
 from tests.conversion.models import Model, model
 
 
-def reasons(model: nn.Module, quant: QuantConfig | None = None, *, skip=(), minimum_width=64, tied=False):
+def reasons(
+    model: nn.Module, quant: QuantConfig | None = None, *, skip=(), minimum_width=64, tied=False
+):
     choices = choose(model, quant or QuantConfig(), skip, minimum_width=minimum_width, tied=tied)
     return {choice.layer.name: choice.layer.reason for choice in choices}
 
@@ -38,7 +40,10 @@ def test_every_linear_layer_is_named_and_the_usual_ones_are_chosen():
         ("blocks.1", {name for name in BLOCKS if "1" in name}),
         (["*.mix", "0.down"], {"blocks.0.mix", "blocks.1.mix", "blocks.0.down"}),
         ("blocks.?.d*", {"blocks.0.down", "blocks.1.down"}),
-        (lambda layer, name: isinstance(layer, nn.Linear) and layer.bias is None, {"blocks.0.down", "blocks.1.down"}),
+        (
+            lambda layer, name: isinstance(layer, nn.Linear) and layer.bias is None,
+            {"blocks.0.down", "blocks.1.down"},
+        ),
     ],
 )
 def test_what_is_skipped(skip, left):
@@ -58,12 +63,16 @@ def test_what_peft_puts_beside_a_layer_is_an_adapter():
 
     choices = choose(nn.Sequential(Wrapped()), QuantConfig(), (), minimum_width=64, tied=False)
     assert {choice.layer.name: choice.layer.adapter for choice in choices} == {
-        "0.base_layer": False, "0.lora_A.default": True
+        "0.base_layer": False,
+        "0.lora_A.default": True,
     }
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_what_is_near():
-    with pytest.raises(ValueError, match="skip names 'blocks.0.upp', but no module of this model is called so; near"):
+    with pytest.raises(
+        ValueError,
+        match="skip names 'blocks.0.upp', but no module of this model is called so; near",
+    ):
         reasons(model(), skip=["head", "blocks.0.upp"])
 
 
@@ -103,7 +112,10 @@ def test_shapes_and_dtypes_that_no_program_has():
     precise.bias.data = precise.bias.data.double()
     found = reasons(nn.Sequential(wide, high, precise))
     assert found["0"] == "has a weight [64, 64] in the place of [64, 80]"
-    assert (found["1"], found["2"]) == ("has a bias of torch.float32 [1]", "has a bias of torch.float64 [64]")
+    assert (found["1"], found["2"]) == (
+        "has a bias of torch.float32 [1]",
+        "has a bias of torch.float64 [64]",
+    )
 
 
 def test_a_class_that_was_patched(monkeypatch):

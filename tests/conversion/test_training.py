@@ -1,4 +1,5 @@
-"""Converted models under what trainings do: other dtypes, checkpointing, frozen weights, torch.compile, no batch."""
+"""Converted models under what trainings do: other dtypes, checkpointing, frozen weights,
+torch.compile, no batch."""
 
 import copy
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ def linear(dtype: torch.dtype = torch.float32) -> nn.Module:
 # Shapes
 
 
-@pytest.mark.parametrize("rows, inputs, outputs", first([(5, 133_200, 64), (133_200, 64, 64), (5, 64, 133_200)], 1))
+@pytest.mark.parametrize(
+    "rows, inputs, outputs", first([(5, 133_200, 64), (133_200, 64, 64), (5, 64, 133_200)], 1)
+)
 def test_dimensions_longer_than_one_int32_sum(rows, inputs, outputs):
     torch.manual_seed(1)
     plain = nn.Linear(inputs, outputs)
@@ -144,7 +147,9 @@ def test_autocast():
 def test_what_is_wanted_is_what_it_always_was(name, frozen):
     torch.manual_seed(1)
     whole = model()
-    lsq.convert(whole, QuantConfig(calibration_passes=0, activation_init="absmax", weight_init="absmax"))
+    lsq.convert(
+        whole, QuantConfig(calibration_passes=0, activation_init="absmax", weight_init="absmax")
+    )
     layer = getattr(whole.blocks[0], name)
     x = torch.randn(11, layer.sizes[0], requires_grad=True)
     layer(x)
@@ -154,7 +159,10 @@ def test_what_is_wanted_is_what_it_always_was(name, frozen):
         x.grad = None
         torch.manual_seed(3)
         layer(1.5 * x if "x" not in frozen else (1.5 * x).detach()).square().sum().backward()
-        return {"x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
+        return {
+            "x": x.grad,
+            **{name: parameter.grad for name, parameter in layer.named_parameters()},
+        }
 
     expected = gradients()
     for one in frozen:

@@ -16,11 +16,20 @@ transformers = pytest.importorskip("transformers")
 
 WORDS = 512
 GPT = {"n_layer": 2, "n_embd": 64, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
-SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+}
 MAKERS = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=WORDS, **GPT)),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SHAPE)),
-    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, **SHAPE)),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=WORDS, **SHAPE)
+    ),
+    "bert": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(vocab_size=WORDS, **SHAPE)
+    ),
 }
 LAYERS = {"gpt2": (9, 0), "llama": (15, 0), "bert": (13, 1)}
 """Converted, and left."""
@@ -62,15 +71,19 @@ def test_a_model_trains_and_comes_back(name, tmp_path):
 
 
 def test_experts_are_reported():
-    """Whose weights are one parameter of three dimensions; no whole layer of such models is known."""
+    """Whose weights are one parameter of three dimensions; no whole layer of such models is
+    known."""
     torch.manual_seed(1)
-    config = transformers.MixtralConfig(vocab_size=WORDS, num_local_experts=4, num_key_value_heads=2, **SHAPE)
+    config = transformers.MixtralConfig(
+        vocab_size=WORDS, num_local_experts=4, num_key_value_heads=2, **SHAPE
+    )
     model = transformers.MixtralForCausalLM(config)
     report = lsq.convert(model)
     assert len(report.converted) == 9 and report.unknown == "MixtralForCausalLM"
     assert {one.name.rpartition(".")[2]: one.shape for one in report.stacks} == {
-        "gate_up_proj": (4, 256, 64), "down_proj": (4, 64, 128)
-    }  # fmt: skip
+        "gate_up_proj": (4, 256, 64),
+        "down_proj": (4, 64, 128),
+    }
     assert len(report.stacks) == 4
     model(**batch()).loss.backward()
     llama = made("llama")
@@ -90,10 +103,14 @@ def test_checkpointing_of_transformers(reentrant):
         torch.manual_seed(3)
         one(**batch()).loss.backward()
     for (name, first), second in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(first.grad, second.grad, rtol=1e-4, atol=1e-5, msg=lambda text, at=name: at + text)
+        torch.testing.assert_close(
+            first.grad, second.grad, rtol=1e-4, atol=1e-5, msg=lambda text, at=name: at + text
+        )
 
 
-@pytest.mark.parametrize(("name", "targets"), [("gpt2", ["c_attn"]), ("llama", ["q_proj", "v_proj"])])
+@pytest.mark.parametrize(
+    ("name", "targets"), [("gpt2", ["c_attn"]), ("llama", ["q_proj", "v_proj"])]
+)
 @pytest.mark.parametrize("first", ["convert", "peft"])
 def test_low_rank_adapters_on_a_frozen_base(name, targets, first):
     peft = pytest.importorskip("peft")
@@ -108,7 +125,11 @@ def test_low_rank_adapters_on_a_frozen_base(name, targets, first):
         assert len(report.converted) == LAYERS[name][0]
         assert all("lora_" in layer or layer.endswith("lm_head") for layer in report.left)
     adapted(**batch()).loss.backward()
-    assert all("lora_" in key for key, parameter in adapted.named_parameters() if parameter.grad is not None)
+    assert all(
+        "lora_" in key
+        for key, parameter in adapted.named_parameters()
+        if parameter.grad is not None
+    )
     adapted.eval()
     with torch.no_grad():
         before = adapted(**batch()).logits
@@ -126,7 +147,12 @@ def test_the_vocabulary_of_qwen_trains():
     """151,936 words: more than one int32 sum of the head's backward product has room for."""
     torch.manual_seed(1)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 151_936}
+    shape = {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 151_936,
+    }
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, **heads)).train()
     words = torch.randint(151_936, (2, 7))
     hidden = model.model.norm.weight

@@ -1,4 +1,5 @@
-"""Converted models in several processes: DistributedDataParallel, and FSDP2 with checkpoints of its shards."""
+"""Converted models in several processes: DistributedDataParallel, and FSDP2 with checkpoints of its
+shards."""
 
 import tempfile
 from collections.abc import Callable
@@ -8,7 +9,11 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +51,9 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def alike(found: dict, expected: dict) -> None:
     assert found.keys() == expected.keys()
     for name, one in expected.items():
-        torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
+        torch.testing.assert_close(
+            found[name], one, rtol=1e-4, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}"
+        )
 
 
 def parallel(rank: int) -> dict[str, torch.Tensor]:
@@ -70,8 +77,11 @@ def shard(model: nn.Module, **options) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def saved_and_loaded(made: nn.Module, other: nn.Module, train: Callable, folder: str) -> list[dict[str, torch.Tensor]]:
-    """States of a sharded model that has trained, of another that loads its checkpoint, and of both a step later."""
+def saved_and_loaded(
+    made: nn.Module, other: nn.Module, train: Callable, folder: str
+) -> list[dict[str, torch.Tensor]]:
+    """States of a sharded model that has trained, of another that loads its checkpoint, and of both
+    a step later."""
     train(made)
     checkpoint.save(get_model_state_dict(made), checkpoint_id=folder)
     state = get_model_state_dict(other)
@@ -90,12 +100,15 @@ def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
 
 
 def assert_shards_go_on(function: Callable, expected: nn.Module, train: Callable) -> None:
-    """What two processes of `saved_and_loaded` find is what `expected` is in one, without shards."""
+    """What two processes of `saved_and_loaded` find is what `expected` is in one, without
+    shards."""
     train(expected)
     before = whole(expected)
     train(expected, 1)
     with tempfile.TemporaryDirectory() as folder:
-        for first, loaded, after, after_loaded in run(function, 2, str(Path(folder) / "checkpoint")):
+        for first, loaded, after, after_loaded in run(
+            function, 2, str(Path(folder) / "checkpoint")
+        ):
             alike(first, before)
             alike(loaded, first)
             alike(after, whole(expected))
@@ -110,7 +123,8 @@ def from_meta(rank: int) -> list[dict[str, torch.Tensor]]:
     with torch.device("meta"):
         made = Model()
         lsq.convert(made, QUANT)
-        made.head.weight = nn.Parameter(torch.empty_like(made.head.weight))  # `to_empty` unties it in any case
+        # `to_empty` unties it in any case
+        made.head.weight = nn.Parameter(torch.empty_like(made.head.weight))
     shard(made)
     made.to_empty(device="cpu")
     set_model_state_dict(
@@ -154,6 +168,8 @@ def refused(rank: int) -> list[str]:
 
 def test_wrapped_models_are_refused():
     (messages,) = run(refused, 1)
-    assert messages[0].startswith("the model is wrapped in DistributedDataParallel; convert what is inside")
+    assert messages[0].startswith(
+        "the model is wrapped in DistributedDataParallel; convert what is inside"
+    )
     assert messages[1].endswith("revert what is inside, before it is wrapped")
     assert all("are shards of FSDP2" in message for message in messages[2:])

@@ -1,4 +1,7 @@
-"""Launches kernels of tests/csrc/kernels through the emulated driver. Imports no torch: children start fast."""
+"""Launches kernels of tests/csrc/kernels through the emulated driver.
+
+Imports no torch: children start fast.
+"""
 
 import ctypes
 from pathlib import Path
@@ -14,7 +17,8 @@ libc.malloc.argtypes = [ctypes.c_size_t]
 
 
 def memory(count, kind=ctypes.c_float):
-    """An array of zeros on the heap, with nothing after it, so that AddressSanitizer sees accesses beyond its end."""
+    """An array of zeros on the heap, with nothing after it, so that AddressSanitizer sees accesses
+    beyond its end."""
     array = (kind * count).from_address(libc.malloc(ctypes.sizeof(kind) * count))
     ctypes.memset(array, 0, ctypes.sizeof(array))
     return array
@@ -61,12 +65,18 @@ class Module:
         return found
 
     def launch(self, name, grid, block, *arguments, shared=0, stream=None):
-        """Arrays go as pointers, whole numbers as int64 (addresses too), floats as float32; stream: its handle."""
+        """Arrays go as pointers, whole numbers as int64 (addresses too), floats as float32; stream:
+        its handle."""
         values = [
-            ctypes.c_float(value) if isinstance(value, float)
+            ctypes.c_float(value)
+            if isinstance(value, float)
             else ctypes.c_int64(value if isinstance(value, int) else ctypes.addressof(value))
             for value in arguments
-        ]  # fmt: skip
+        ]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        grid, block = ((*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block))
-        self.driver("cuLaunchKernel", self.function(name), *grid, *block, shared, stream, pointers, None)
+        grid, block = (
+            (*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)
+        )
+        self.driver(
+            "cuLaunchKernel", self.function(name), *grid, *block, shared, stream, pointers, None
+        )

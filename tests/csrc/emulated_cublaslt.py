@@ -20,7 +20,9 @@ class Emulated:
 
     def fail(self, name: str, status: int, times: int = 1) -> None:
         """Let the next calls of cublasLt<name> fail."""
-        self._library.emulated_fail(f"cublasLt{name}".encode(), ctypes.c_int64(status), ctypes.c_int64(times))
+        self._library.emulated_fail(
+            f"cublasLt{name}".encode(), ctypes.c_int64(status), ctypes.c_int64(times)
+        )
 
 
 @functools.cache

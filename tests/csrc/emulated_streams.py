@@ -87,7 +87,9 @@ def captured(stream, mode=THREAD_LOCAL):
         yield made
     finally:
         driver("cuStreamEndCapture", stream.handle, ctypes.byref(graph))
-    driver("cuGraphInstantiateWithFlags", ctypes.byref(made.executable), graph, ctypes.c_ulonglong(0))
+    driver(
+        "cuGraphInstantiateWithFlags", ctypes.byref(made.executable), graph, ctypes.c_ulonglong(0)
+    )
     driver("cuGraphDestroy", graph)
 
 

@@ -1,7 +1,9 @@
-"""PyTorch on the CPU as if it were on the emulated device: tensors begin and end, and operations run, on streams.
+"""PyTorch on the CPU as if it were on the emulated device: tensors begin and end, and operations
+run, on streams.
 
-Kernels of lsq's emulated backend report what they touch by themselves; here PyTorch's own operations do. Tensors that
-are made under `OnStreams` end as those of PyTorch's caching allocator: on the stream that they were made on.
+Kernels of lsq's emulated backend report what they touch by themselves; here PyTorch's own
+operations do. Tensors that are made under `OnStreams` end as those of PyTorch's caching allocator:
+on the stream that they were made on.
 """
 
 import contextlib
@@ -25,7 +27,8 @@ UNTOUCHED = ("aten.empty", "aten.set_")
 
 
 class OnStreams(TorchDispatchMode):
-    """Within it the driver watches, and all runs on the `current` stream; `faults` are those of memory's ends."""
+    """Within it the driver watches, and all runs on the `current` stream; `faults` are those of
+    memory's ends."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -34,10 +37,13 @@ class OnStreams(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
         self._known = weakref.WeakValueDictionary()  # storages by their address in C++
         self._recorded = weakref.WeakKeyDictionary()  # storage -> streams that it was recorded for
-        self._ends = weakref.WeakKeyDictionary()  # storage -> what ends its memory, when it does or is resized
+        # storage -> what ends its memory, when it does or is resized
+        self._ends = weakref.WeakKeyDictionary()
         self.backend = CUDA(cuda.emulated_device())
         monkeypatch.setattr(self.backend.device, "stream", self._handle)
-        monkeypatch.setattr(self.backend.device, "record", lambda tensor: tensor.record_stream(self.current))
+        monkeypatch.setattr(
+            self.backend.device, "record", lambda tensor: tensor.record_stream(self.current)
+        )
         monkeypatch.setattr(backends, "for_device", lambda device, activations=None: self.backend)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -102,19 +108,25 @@ class OnStreams(TorchDispatchMode):
     def _use(self, tensor, name, writes):
         if tensor.numel() and tensor.device.type == "cpu":
             self._begin(tensor, "of the host", HOST)
-            count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            count = 1 + sum(
+                (size - 1) * stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             place = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(count * tensor.itemsize)
             self.driver("lsq_emulator_use", handle_of(self.current), name.encode(), *place, writes)
 
     def _begin(self, tensor, name, owner):
-        """Its memory begins where it is not known; what others than PyTorch's operations made is of the host."""
+        """Its memory begins where it is not known; what others than PyTorch's operations made is of
+        the host."""
         storage = tensor.untyped_storage()
         if storage.device.type == "cpu" and self._known.get(storage._cdata) is not storage:
             self._begin_storage(storage, name, owner)
 
     def _begin_storage(self, storage, name, owner):
         first = storage.data_ptr()
-        if any(arena.data_ptr() <= first < arena.data_ptr() + arena.nbytes for arena in self.arenas):
+        if any(
+            arena.data_ptr() <= first < arena.data_ptr() + arena.nbytes for arena in self.arenas
+        ):
             return
         if storage.nbytes():
             self._known[storage._cdata] = storage
@@ -139,7 +151,9 @@ class OnStreams(TorchDispatchMode):
         return ends_and_begins
 
     def _recorder(self):
-        return lambda tensor, stream: self._recorded.get(tensor.untyped_storage(), []).append(stream)
+        return lambda tensor, stream: self._recorded.get(tensor.untyped_storage(), []).append(
+            stream
+        )
 
     def _end(self, owner, place, recorded):
         others = (ctypes.c_void_p * len(recorded))(*(handle_of(other) for other in recorded))
@@ -168,7 +182,8 @@ class CurrentStream(Stream):
 
 
 class StreamFuture:
-    """As torch.futures.Future with devices: complete once the stream has got there; who waits lets its stream wait."""
+    """As torch.futures.Future with devices: complete once the stream has got there; who waits lets
+    its stream wait."""
 
     def __init__(self, streams):
         self._streams = streams

@@ -1,4 +1,5 @@
-"""How to start a process that loads libraries built with AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""How to start a process that loads libraries built with AddressSanitizer and
+UndefinedBehaviorSanitizer."""
 
 import os
 from pathlib import Path
@@ -7,7 +8,8 @@ from lsq.csrc import emulator
 
 
 def sanitizer_environment() -> dict[str, str]:
-    """The variables with which a child process must be started that loads libraries built with `sanitize=True`.
+    """The variables with which a child process must be started that loads libraries built with
+    `sanitize=True`.
 
     Raises:
         RuntimeError: no compiler, or it has no sanitizer libraries.
@@ -16,7 +18,9 @@ def sanitizer_environment() -> dict[str, str]:
     for name in ("libasan.so", "libubsan.so"):
         path = Path(emulator._run([*emulator._compiler(), f"-print-file-name={name}"]).strip())
         if not path.is_absolute():
-            raise RuntimeError(f"{emulator._compiler()[0]} has no {name}; install g++ with its sanitizer libraries")
+            raise RuntimeError(
+                f"{emulator._compiler()[0]} has no {name}; install g++ with its sanitizer libraries"
+            )
         libraries.append(os.fspath(path.resolve()))
     return {
         "LD_PRELOAD": " ".join(libraries),

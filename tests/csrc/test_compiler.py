@@ -1,4 +1,5 @@
-"""NVRTC: what it makes of kernels, what it reports, what is kept, and what is said when it is not there."""
+"""NVRTC: what it makes of kernels, what it reports, what is kept, and what is said when it is not
+there."""
 
 import functools
 import logging
@@ -37,9 +38,11 @@ def test_what_spills_is_reported(tmp_path):
     source = tmp_path / "hungry.cu"
     source.write_text(
         'extern "C" __global__ void __launch_bounds__(1024) hungry(float* x) {\n'
-        "    float held[96];\n#pragma unroll\n    for (int i = 0; i < 96; ++i) held[i] = x[i * 1024 + threadIdx.x];\n"
+        "    float held[96];\n#pragma unroll\n    for (int i = 0; i < 96; ++i) held[i] = x[i * 1024"
+        " + threadIdx.x];\n"
         "    __syncthreads();\n#pragma unroll\n"
-        "    for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = held[i] * held[(i * 7) % 96];\n}\n"
+        "    for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = held[i] * held[(i * 7) %"
+        " 96];\n}\n"
     )
     taken = compiler.compile_kernels(str(source), (), "sm_90a").resources["hungry"]
     assert taken.registers <= 64 and taken.spill_bytes > 0
@@ -93,20 +96,25 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capability, target", [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100")]
+    "capability, target",
+    [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100")],
 )
 def test_targets(capability, target):
     assert compiler.architecture(capability) == target
 
 
 def test_an_old_gpu_is_refused():
-    with pytest.raises(ValueError, match=r"compute capability 7.5; lsq's CUDA kernels need 8.0 \(Ampere\) or newer"):
+    with pytest.raises(
+        ValueError, match=r"compute capability 7.5; lsq's CUDA kernels need 8.0 \(Ampere\) or newer"
+    ):
         compiler.architecture((7, 5))
 
 
 def test_a_driver_older_than_the_compiler_is_refused():
     compiler.check_driver((13, 0))
-    with pytest.raises(RuntimeError, match="driver supports CUDA 12.4, but kernels are compiled by NVRTC 13"):
+    with pytest.raises(
+        RuntimeError, match="driver supports CUDA 12.4, but kernels are compiled by NVRTC 13"
+    ):
         compiler.check_driver((12, 4))
 
 
@@ -125,6 +133,11 @@ def test_every_kernel_of_base_and_big_compiles_without_spills(target, monkeypatc
     compile_kernels = import_module("compile_kernels")
     wanted = needed_kernels()
     names = {kernel.name for kernel in wanted}
-    assert names >= {"lsq_round_weight", "lsq_start_scales", "lsq_finish_sums", "lsq_adam_codes_table"}
+    assert names >= {
+        "lsq_round_weight",
+        "lsq_start_scales",
+        "lsq_finish_sums",
+        "lsq_adam_codes_table",
+    }
     found = compile_kernels.report(wanted, [target])
     assert found and not compile_kernels.spills(found)

@@ -1,4 +1,5 @@
-"""Kernels run in the emulator: right results in every order of threads, and words about every planted fault."""
+"""Kernels run in the emulator: right results in every order of threads, and words about every
+planted fault."""
 
 import ctypes
 import os
@@ -22,7 +23,9 @@ def centred(order=0, rows=5, columns=300, threads=256):
     """(found, expected) of the kernel that takes the mean off each row."""
     x = torch.arange(rows * columns, dtype=torch.float32).remainder(17).reshape(rows, columns)
     out = torch.zeros_like(x)
-    Module("sound.cu", order).launch("centre", rows, threads, x.data_ptr(), out.data_ptr(), columns, 0.5)
+    Module("sound.cu", order).launch(
+        "centre", rows, threads, x.data_ptr(), out.data_ptr(), columns, 0.5
+    )
     return out, x - x.mean(1, keepdim=True) + 0.5
 
 
@@ -77,12 +80,19 @@ def test_the_last_block_sees_what_all_left(order):
 
 
 def test_floats_of_16_bits():
-    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    halves = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .float()
+    )
     between = (halves[1:] + halves[:-1]) / 2  # ties
     wild = torch.randint(-(2**31), 2**31 - 1, (50_000,), dtype=torch.int32).view(torch.float32)
     x = torch.cat([halves, between, between * (1 + 2**-20), between * (1 - 2**-20), wild])
     found, expected = torch.empty_like(x, dtype=torch.bfloat16), x.bfloat16()
-    Module("sound.cu").launch("narrow", -(-x.numel() // 256), 256, x.data_ptr(), found.data_ptr(), x.numel())
+    Module("sound.cu").launch(
+        "narrow", -(-x.numel() // 256), 256, x.data_ptr(), found.data_ptr(), x.numel()
+    )
     missing = expected.isnan()
     assert torch.equal(found.isnan(), missing)
     assert torch.equal(found[~missing], expected[~missing])
@@ -92,7 +102,10 @@ def test_floats_of_16_bits():
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_missing_barrier_is_a_race(order):
     assert reverses(order, barrier=1)
-    with pytest.raises(CudaError, match=r"kernel reverse, .* (reads|writes) shared memory that warp \d (wrote|read) "):
+    with pytest.raises(
+        CudaError,
+        match=r"kernel reverse, .* (reads|writes) shared memory that warp \d (wrote|read) ",
+    ):
         reverses(order, barrier=0)
 
 
@@ -100,13 +113,18 @@ def test_a_missing_barrier_is_a_race(order):
 def test_a_barrier_that_is_missing_from_the_second_turn_on(order):
     module = Module("faulty.cu", order)
     module.launch("race", 1, 64, memory(64), 1)
-    message = r"thread \(\d+, 0, 0\) (reads|writes) shared memory that .*, after it waited at faulty.cu:\d+"
+    message = (
+        r"thread \(\d+, 0, 0\) (reads|writes) shared memory that .*, after it waited at"
+        r" faulty.cu:\d+"
+    )
     with pytest.raises(CudaError, match=rf"kernel race, block \(0, 0, 0\): {message}"):
         module.launch("race", 1, 64, memory(64), 0)
 
 
 def test_warps_that_write_the_same_value_race():
-    with pytest.raises(CudaError, match=r"thread \(32, 0, 0\) writes shared memory that warp 0 wrote"):
+    with pytest.raises(
+        CudaError, match=r"thread \(32, 0, 0\) writes shared memory that warp 0 wrote"
+    ):
         Module("faulty.cu").launch("equal_values", 1, 64, memory(64))
 
 
@@ -122,23 +140,36 @@ def test_shared_memory_starts_as_nan_in_every_block():
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("divergent_barrier", r"\(0, 0, 0\) and 39 more: wait at __syncthreads \(.*\(40, 0, 0\) and 23 more finished"),
-        ("two_barriers", r"not all threads reach the same __syncthreads: .*\(32, 0, 0\) and 31 more: wait"),
+        (
+            "divergent_barrier",
+            r"\(0, 0, 0\) and 39 more: wait at __syncthreads \(.*\(40, 0, 0\) and 23 more finished",
+        ),
+        (
+            "two_barriers",
+            r"not all threads reach the same __syncthreads: .*\(32, 0, 0\) and 31 more: wait",
+        ),
         ("finished_lane", r"thread .* wait at __ballot_sync \(faulty.cu:\d+, mask 0xffffffff\)"),
         (
             "different_masks",
-            r"thread \(\d+, 0, 0\) calls __shfl_sync \(.*\) with mask 0x.*, but is itself lane \d+, which the mask",
+            r"thread \(\d+, 0, 0\) calls __shfl_sync \(.*\) with mask 0x.*, but is itself lane \d+,"
+            r" which the mask",
         ),
-        ("other_lanes_mask", r"thread \(\d+, 0, 0\) calls __any_sync \(.*\) with mask 0xff, but is itself lane"),
+        (
+            "other_lanes_mask",
+            r"thread \(\d+, 0, 0\) calls __any_sync \(.*\) with mask 0xff, but is itself lane",
+        ),
         ("different_functions", r"the same mask and function: thread .* __all_sync .* __syncwarp"),
         (
             "source_not_named",
-            r"thread \(\d+, 0, 0\) reads lane 20 by __shfl_sync \(.*\), which its mask 0xffff does not name",
+            r"thread \(\d+, 0, 0\) reads lane 20 by __shfl_sync \(.*\), which its mask 0xffff does"
+            r" not name",
         ),
     ],
 )
 def test_faults_of_synchronization(kernel, message, order):
-    with pytest.raises(CudaError, match=rf"kernel {kernel}, block \(0, 0, 0\): .*{message}") as caught:
+    with pytest.raises(
+        CudaError, match=rf"kernel {kernel}, block \(0, 0, 0\): .*{message}"
+    ) as caught:
         Module("faulty.cu", order).launch(kernel, 1, 64, memory(64))
     assert caught.value.result == LAUNCH_FAILED
 
@@ -151,7 +182,11 @@ def test_masks_name_lanes_that_exist():
 def test_a_misaligned_vector():
     x, out = memory(1024), memory(64)
     module = Module("faulty.cu")
-    message = r"kernel misaligned_vector, block .* thread \(3, 0, 0\) accesses 0x\w+4 .*not aligned to 16 bytes"
+    message = (
+        r"kernel misaligned_vector, block .* thread \(3, 0, 0\) accesses 0x\w+4 .*not"
+        r" aligned"
+        r" to 16 bytes"
+    )
     with pytest.raises(CudaError, match=message) as caught:
         module.launch("misaligned_vector", 1, 64, x, out, 4)
     assert caught.value.result == LAUNCH_FAILED
@@ -172,7 +207,13 @@ def test_a_fault_does_not_outlast_its_launch():
         (1, (1, 1, 65), 0, "blocks of 1 x 1 x 65 threads"),
         (0, 32, 0, "a grid of 0 x 1 x 1 blocks"),
         ((1, 65536), 32, 0, "a grid of 1 x 65536 x 1 blocks"),
-        (1, 32, 49153, r"49153 bytes of dynamic shared memory; the function, which has \d+ static bytes, allows \d+"),
+        (
+            1,
+            32,
+            49153,
+            r"49153 bytes of dynamic shared memory; the function, which has \d+ static bytes,"
+            r" allows \d+",
+        ),
     ],
 )
 def test_launches_that_a_gpu_refuses(grid, block, shared, message):
@@ -186,7 +227,9 @@ def test_much_shared_memory_must_be_asked_for():
     function, attribute, static = module.function("many_barriers"), 8, ctypes.c_int()
     module.driver("cuFuncGetAttribute", ctypes.byref(static), 1, function)
     usual, most = 48 * 1024 - static.value, 227 * 1024 - static.value
-    with pytest.raises(CudaError, match=f"{most + 1} bytes of dynamic shared memory; allowed are 0 to {most}"):
+    with pytest.raises(
+        CudaError, match=f"{most + 1} bytes of dynamic shared memory; allowed are 0 to {most}"
+    ):
         module.driver("cuFuncSetAttribute", function, attribute, most + 1)
     out = memory(64)
     with pytest.raises(CudaError, match=f"{static.value} static bytes, allows {usual} "):
@@ -227,9 +270,14 @@ def test_other_processors_switch_by_ucontext(monkeypatch):
 
 def sanitized(source, launch):
     """The finished child process that makes one launch under the sanitizers."""
-    code = f"from tests.csrc.emulated import *\nModule({source!r}, sanitize=True).launch({launch})\nprint('finished')"
+    code = (
+        f"from tests.csrc.emulated import *\nModule({source!r},"
+        f" sanitize=True).launch({launch})\nprint('finished')"
+    )
     environment = os.environ | sanitizer_environment() | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
 
 
 @pytest.mark.thorough
@@ -237,7 +285,10 @@ def sanitized(source, launch):
     ("launch", "message"),
     [
         ("'write_beyond', 1, 64, memory(64), 1", "heap-buffer-overflow"),
-        ("'write_beyond_shared', 1, 32, memory(32), 1", "insufficient space|global-buffer-overflow"),
+        (
+            "'write_beyond_shared', 1, 32, memory(32), 1",
+            "insufficient space|global-buffer-overflow",
+        ),
         ("'write_beyond_dynamic', 1, 64, memory(64), 1, shared=256", "use-after-poison"),
         ("'misaligned_load', 1, 8, memory(64), memory(64)", "load of misaligned address"),
         ("'copies', 1, 32, memory(380), memory(384), 128, 0", "heap-buffer-overflow"),

@@ -1,4 +1,5 @@
-"""The emulator's compiler: what is cached, what is built again, and what is said when building fails."""
+"""The emulator's compiler: what is cached, what is built again, and what is said when building
+fails."""
 
 import os
 import subprocess
@@ -61,7 +62,9 @@ def test_what_cannot_be_compiled(source, tmp_path):
 
 def test_arguments_that_kernels_do_not_take(source):
     held = "struct Held { ~Held() {} };\n"
-    source.write_text(SOURCE.replace("extern", held + "extern", 1).replace("float* out", "float* out, Held wrong"))
+    source.write_text(
+        SOURCE.replace("extern", held + "extern", 1).replace("float* out", "float* out, Held wrong")
+    )
     with pytest.raises(RuntimeError, match="arguments are copied byte by byte"):
         emulator.compile_kernels(str(source), (("VALUE", 1),))
 
@@ -82,7 +85,9 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(emulator, "DRIVER_SOURCES", SHORT)
-    with pytest.raises(RuntimeError, match=f"{tmp_path}/file/lsq/emulator cannot be written .*XDG_CACHE_HOME"):
+    with pytest.raises(
+        RuntimeError, match=f"{tmp_path}/file/lsq/emulator cannot be written .*XDG_CACHE_HOME"
+    ):
         emulator.build_driver()
 
 
@@ -91,12 +96,16 @@ def test_several_processes_build_at_once(source, tmp_path):
     code += f"print(emulator.compile_kernels({str(source)!r}, (('VALUE', 1),)))"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     children = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     images = {child.communicate()[0] for child in children}
     assert [child.returncode for child in children] == [0, 0] and len(images) == 1
-    kept = [path.stem.partition("-")[0] for path in (tmp_path / "cache" / "lsq" / "emulator").iterdir()]
+    kept = [
+        path.stem.partition("-")[0] for path in (tmp_path / "cache" / "lsq" / "emulator").iterdir()
+    ]
     assert sorted(kept) == ["fill", "libemulated_cuda", "operations"]
 
 
@@ -106,6 +115,12 @@ def test_shared_memory_is_declared():
         "__shared__ float a[2], b;\n"
         "extern __shared__ alignas(16) const float c[ ];"
     )
-    assert "unsigned char * const bytes = reinterpret_cast<unsigned char *>(emulator_dynamic_shared);" in declared
+    assert (
+        "unsigned char * const bytes = reinterpret_cast<unsigned char *>(emulator_dynamic_shared);"
+        in declared
+    )
     assert "static __attribute__((used)) float a[2], b;" in declared
-    assert "const float * const c = reinterpret_cast<const float *>(emulator_dynamic_shared);" in declared
+    assert (
+        "const float * const c = reinterpret_cast<const float *>(emulator_dynamic_shared);"
+        in declared
+    )

@@ -1,4 +1,5 @@
-"""Contexts of the emulated devices: each thread has a stack of its own, and nothing runs without one."""
+"""Contexts of the emulated devices: each thread has a stack of its own, and nothing runs without
+one."""
 
 import ctypes
 import shutil
@@ -20,7 +21,10 @@ def in_a_fresh_thread(work):
 def test_a_fresh_thread_has_no_context():
     module, out = Module("sound.cu"), memory(1)
     module.function("places")
-    for call in (lambda: module.launch("places", 1, 32, out), lambda: module.driver("cuModuleLoadData", None, b"")):
+    for call in (
+        lambda: module.launch("places", 1, 32, out),
+        lambda: module.driver("cuModuleLoadData", None, b""),
+    ):
         with pytest.raises(CudaError, match="no context is current in this thread") as caught:
             in_a_fresh_thread(call)
         assert caught.value.result == 201

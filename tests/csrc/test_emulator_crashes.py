@@ -12,13 +12,19 @@ import pytest
 from lsq.csrc import emulator
 from tests.csrc.emulated import CudaError, Module, memory
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors raise other signals")
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="other processors raise other signals"
+)
 ROOT = Path(__file__).parents[2]
 LAUNCH_FAILED = 719
 CRASHES = (
-    r"reads or writes what is not its memory \(SIGSEGV\), at 0x10", r"divides by zero \(SIGFPE\)",
-    r"illegal instruction.*SIGILL", r"calls abort.*SIGABRT", r"calls abort.*SIGABRT", "needs more stack than it has",
-)  # fmt: skip
+    r"reads or writes what is not its memory \(SIGSEGV\), at 0x10",
+    r"divides by zero \(SIGFPE\)",
+    r"illegal instruction.*SIGILL",
+    r"calls abort.*SIGABRT",
+    r"calls abort.*SIGABRT",
+    "needs more stack than it has",
+)
 
 
 @pytest.mark.parametrize("switch", ["own", pytest.param("ucontext", marks=pytest.mark.thorough)])

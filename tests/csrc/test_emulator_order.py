@@ -1,4 +1,5 @@
-"""The emulated driver reports uses of memory that no event orders, and memory that is used after its end."""
+"""The emulated driver reports uses of memory that no event orders, and memory that is used after
+its end."""
 
 import ctypes
 
@@ -50,8 +51,10 @@ def test_a_use_before_the_event_that_orders_it_is_reported(work, pair):
     (x, y), (first, second) = pair, work.streams()
     work.fill(x, first)
     message = (
-        rf"kernel copy, block \(0, 0, 0\): thread \(0, 0, 0\) reads 4 bytes at {x.address:#x} \(byte 0 of 256 of the "
-        rf"memory of 256 bytes\) on stream \d+, which kernel fill wrote on stream \d+; nothing orders the two"
+        rf"kernel copy, block \(0, 0, 0\): thread \(0, 0, 0\) reads 4 bytes at {x.address:#x}"
+        r" \(byte 0 of 256 of the "
+        r"memory of 256 bytes\) on stream \d+, which kernel fill wrote on stream \d+; nothing"
+        r" orders the two"
     )
     with pytest.raises(CudaError, match=message) as caught:
         work.copy(x, y, second)
@@ -61,7 +64,9 @@ def test_a_use_before_the_event_that_orders_it_is_reported(work, pair):
     assert list(y.values) == [7] * COUNT
 
 
-@pytest.mark.parametrize("done, message", [("fill", "kernel fill wrote"), ("copy", "kernel copy read")])
+@pytest.mark.parametrize(
+    "done, message", [("fill", "kernel fill wrote"), ("copy", "kernel copy read")]
+)
 def test_a_write_is_ordered_behind_writes_and_reads(work, pair, done, message):
     (x, y), (first, second) = pair, work.streams()
     work.fill(x, first) if done == "fill" else work.copy(x, y, first)
@@ -112,9 +117,15 @@ def test_what_the_host_has_waited_for_is_over(work, pair, wait):
     (x, y), (first, second) = pair, work.streams()
     work.fill(x, first)
     event = Event(work.driver).record(first)
-    with pytest.raises(CudaError, match=r"the host's look reads 256 bytes .* on the host, which kernel fill wrote"):
+    with pytest.raises(
+        CudaError, match=r"the host's look reads 256 bytes .* on the host, which kernel fill wrote"
+    ):
         work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
-    {"stream": first.synchronize, "event": event.synchronize, "device": lambda: work.driver("cuCtxSynchronize")}[wait]()
+    {
+        "stream": first.synchronize,
+        "event": event.synchronize,
+        "device": lambda: work.driver("cuCtxSynchronize"),
+    }[wait]()
     work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
     work.copy(x, y, second)
 
@@ -137,7 +148,9 @@ def test_pinned_memory_is_written_again_only_after_its_copy(work, pair):
 def test_atomic_operations_are_ordered_as_writes(work, pair):
     (ticket, out), (first, second) = pair, work.streams()
     work.module.launch("take_ticket", 4, 1, ticket.address, out.address, stream=first.handle)
-    with pytest.raises(CudaError, match="take_ticket, .* writes 4 bytes .*, which kernel take_ticket wrote"):
+    with pytest.raises(
+        CudaError, match="take_ticket, .* writes 4 bytes .*, which kernel take_ticket wrote"
+    ):
         work.module.launch("take_ticket", 4, 1, ticket.address, out.address, stream=second.handle)
 
 
@@ -151,7 +164,9 @@ def test_the_stacks_of_threads_belong_to_each_launch(work, pair):
 def test_memory_begins_in_the_order_of_its_stream(work):
     first, second = work.streams()
     x = work.memory(first)
-    with pytest.raises(CudaError, match=r"writes 4 bytes .*, which begins on stream \d+; nothing orders the two"):
+    with pytest.raises(
+        CudaError, match=r"writes 4 bytes .*, which begins on stream \d+; nothing orders the two"
+    ):
         work.fill(x, second)
 
 
@@ -165,7 +180,9 @@ def test_memory_that_has_ended_is_used_by_nobody(work, pair):
 def test_memory_ends_after_all_that_uses_it(work, pair):
     (x, y), (stream,) = pair, work.streams(1)
     work.copy(x, y, stream)
-    with pytest.raises(CudaError, match=r"ends on stream 0, but kernel copy on stream \d+ reads it; nothing orders"):
+    with pytest.raises(
+        CudaError, match=r"ends on stream 0, but kernel copy on stream \d+ reads it; nothing orders"
+    ):
         x.free()
     work.driver("cuMemFree_v2", y.handle)  # which waits for the device
     z = work.memory(stream)
@@ -179,7 +196,9 @@ def test_memory_of_others_is_registered(work):
     work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
     second.wait_stream(first)
     work.copy(x, y, second)
-    with pytest.raises(CudaError, match=r"the memory x ends on stream \d+, but kernel copy on .* reads it"):
+    with pytest.raises(
+        CudaError, match=r"the memory x ends on stream \d+, but kernel copy on .* reads it"
+    ):
         work.driver("lsq_emulator_memory_end", first.handle, x, None, ctypes.c_size_t(0))
     work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
     second.wait_stream(first)
@@ -191,8 +210,13 @@ def test_memory_of_others_is_registered(work):
 
 
 def test_memory_used_again_orders_nothing_else(work, pair):
-    """An allocator that gives one stream what another gave back promises nothing about other memory."""
-    (first, second), x, size = work.streams(), memory(COUNT, ctypes.c_int), ctypes.c_size_t(4 * COUNT)
+    """An allocator that gives one stream what another gave back promises nothing about other
+    memory."""
+    (first, second), x, size = (
+        work.streams(),
+        memory(COUNT, ctypes.c_int),
+        ctypes.c_size_t(4 * COUNT),
+    )
     work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
     work.fill(pair[0], first)
     work.driver("lsq_emulator_memory_end", first.handle, x, None, ctypes.c_size_t(0))
@@ -204,7 +228,9 @@ def test_memory_used_again_orders_nothing_else(work, pair):
 def test_memory_of_another_device_is_refused(work, pair):
     with device(work.driver, 1):
         other, y = Module("ordered.cu", device=1), Memory(work.driver, COUNT)
-        with pytest.raises(CudaError, match="on stream 0 of device 1, which lies on another device"):
+        with pytest.raises(
+            CudaError, match="on stream 0 of device 1, which lies on another device"
+        ):
             other.launch("copy", 2, 32, pair[0].address, y.address)
 
 

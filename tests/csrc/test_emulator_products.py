@@ -1,4 +1,5 @@
-"""Products of the emulated libcublasLt run on the driver's streams: ordered, captured, in a context of their own."""
+"""Products of the emulated libcublasLt run on the driver's streams: ordered, captured, in a context
+of their own."""
 
 import threading
 
@@ -30,9 +31,15 @@ class Work:
 
     def product(self, out, stream=None, split=1):
         made = self.library.product(**SPEC)
-        made.choose(self.library.configure(
-            made.start(21), tile=15, stages=13, split_k=split, reduction_scheme=2 if split > 1 else 0
-        ))  # fmt: skip
+        made.choose(
+            self.library.configure(
+                made.start(21),
+                tile=15,
+                stages=13,
+                split_k=split,
+                reduction_scheme=2 if split > 1 else 0,
+            )
+        )
         operands = [tensor.data_ptr() for tensor in (self.a, self.b, out)]
         place = {"workspace": self.workspace.data_ptr(), "workspace_bytes": WORKSPACE}
         handle = handle_of(stream)
@@ -56,7 +63,9 @@ def test_its_operands_and_results_are_ordered(work, operand):
     first, second = Stream(work.driver), Stream(work.driver)
     with watched(work.driver):
         work.product(work.out, first)
-        with pytest.raises(CudaError, match="kernel fill, .* writes 4 bytes .*, which a product (read|wrote) on"):
+        with pytest.raises(
+            CudaError, match="kernel fill, .* writes 4 bytes .*, which a product (read|wrote) on"
+        ):
             work.fill(getattr(work, operand), second)
         second.wait_stream(first)
         work.fill(getattr(work, operand), second)
@@ -70,7 +79,9 @@ def test_one_workspace_serves_one_stream(work):
     with watched(work.driver):
         work.product(work.out, first, split=4)
         work.product(work.other, second)  # which needs none
-        with pytest.raises(ProductError, match="a product writes .*, which a product wrote on stream"):
+        with pytest.raises(
+            ProductError, match="a product writes .*, which a product wrote on stream"
+        ):
             work.product(work.other, second, split=4)
 
 
@@ -89,15 +100,22 @@ def test_it_belongs_to_a_context(work):
     stream = Stream(work.driver)
     work.product(work.out, stream)
     with device(work.driver, 1):
-        with pytest.raises(ProductError, match=r"EXECUTION_FAILED, stream \d+ does not belong to the current context"):
+        with pytest.raises(
+            ProductError,
+            match=r"EXECUTION_FAILED, stream \d+ does not belong to the current context",
+        ):
             work.product(work.out, stream)
-        with pytest.raises(ProductError, match="EXECUTION_FAILED, a product belongs to another context"):
+        with pytest.raises(
+            ProductError, match="EXECUTION_FAILED, a product belongs to another context"
+        ):
             work.product(work.out)
 
 
 def test_a_thread_without_a_context_gets_that_of_the_first_device(work):
     work.product(work.other)
-    thread = threading.Thread(target=lambda: (work.product(work.out), work.driver("cuCtxSynchronize")))
+    thread = threading.Thread(
+        target=lambda: (work.product(work.out), work.driver("cuCtxSynchronize"))
+    )
     thread.start()
     thread.join()
     assert torch.equal(work.out, work.expected)

@@ -1,4 +1,5 @@
-"""Streams and events of the emulated driver belong to contexts, and captures hold what a real one's would."""
+"""Streams and events of the emulated driver belong to contexts, and captures hold what a real one's
+would."""
 
 import ctypes
 import threading
@@ -6,7 +7,17 @@ import threading
 import pytest
 
 from tests.csrc.emulated import CudaError, Module, memory
-from tests.csrc.emulated_streams import GLOBAL, RELAXED, Event, Memory, Stream, captured, device, handle_of, watched
+from tests.csrc.emulated_streams import (
+    GLOBAL,
+    RELAXED,
+    Event,
+    Memory,
+    Stream,
+    captured,
+    device,
+    handle_of,
+    watched,
+)
 
 COUNT = 32
 
@@ -36,14 +47,18 @@ def work():
 
 def refused(result, message=""):
     """A failure with that number."""
-    return pytest.raises(CudaError, match=rf"(?s){message}", check=lambda error: error.result == result)
+    return pytest.raises(
+        CudaError, match=rf"(?s){message}", check=lambda error: error.result == result
+    )
 
 
 def test_a_stream_or_a_function_of_another_context_is_refused(work):
     (x,), stream = work.memory(), Stream(work.driver)
     event = Event(work.driver)
     with device(work.driver, 1):
-        with refused(400, r"stream \d+ does not belong to the current context, which is that of device 1"):
+        with refused(
+            400, r"stream \d+ does not belong to the current context, which is that of device 1"
+        ):
             work.fill(x, stream)
         with refused(400, "kernel fill was loaded into another context"):
             work.fill(x)
@@ -68,10 +83,16 @@ def test_a_fresh_thread_has_no_streams_events_or_memory(work):
     (x,), found = work.memory(), []
     stream, event = Stream(work.driver), Event(work.driver)
     calls = [
-        lambda: work.fill(x), lambda: event.record(stream), lambda: stream.wait(event), stream.synchronize,
-        event.synchronize, lambda: Stream(work.driver), lambda: Event(work.driver), lambda: work.memory(),
+        lambda: work.fill(x),
+        lambda: event.record(stream),
+        lambda: stream.wait(event),
+        stream.synchronize,
+        event.synchronize,
+        lambda: Stream(work.driver),
+        lambda: Event(work.driver),
+        lambda: work.memory(),
         lambda: work.driver("cuCtxSynchronize"),
-    ]  # fmt: skip
+    ]
 
     def fresh():
         for call in calls:
@@ -126,7 +147,10 @@ def test_branches_of_a_graph_that_nothing_orders_are_reported(work):
             second.wait(event)
             work.copy(x, y, second)
             first.wait_stream(second)
-        message = "reads 4 bytes .* on branch 1 of a graph, which kernel fill wrote on branch 0 of a graph"
+        message = (
+            "reads 4 bytes .* on branch 1 of a graph, which kernel fill wrote on branch 0 of"
+            " a graph"
+        )
         with refused(719, message):
             graph.launch(first)
 
@@ -152,12 +176,18 @@ FORBIDDEN = {
     "synchronize": (900, lambda work, stream: stream.synchronize()),
     "query": (900, lambda work, stream: work.driver("cuStreamQuery", stream.handle)),
     "synchronize all": (900, lambda work, stream: work.driver("cuCtxSynchronize")),
-    "synchronize an event": (907, lambda work, stream: Event(work.driver).record(stream).synchronize()),
+    "synchronize an event": (
+        907,
+        lambda work, stream: Event(work.driver).record(stream).synchronize(),
+    ),
     "allocate": (900, lambda work, stream: allocate(work)),
     "free": (900, lambda work, stream: work.driver("cuMemFree_v2", work.memory()[0].handle)),
     "load": (900, lambda work, stream: Module("sound.cu")),
     "allocate in order": (801, lambda work, stream: Memory(work.driver, 4, stream)),
-    "wait for an event from before": (905, lambda work, stream: stream.wait(Event(work.driver).record(None))),
+    "wait for an event from before": (
+        905,
+        lambda work, stream: stream.wait(Event(work.driver).record(None)),
+    ),
     "destroy": (900, lambda work, stream: work.driver("cuStreamDestroy_v2", stream.handle)),
 }
 
@@ -193,7 +223,10 @@ def test_the_null_stream_takes_no_part_in_captures(work):
 
 def test_a_stream_that_is_not_waited_for_is_named(work):
     (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
-    with refused(904, r"captured in stream \d+ for which stream \d+ has not waited"), captured(first):
+    with (
+        refused(904, r"captured in stream \d+ for which stream \d+ has not waited"),
+        captured(first),
+    ):
         work.fill(x, first)
         second.wait_stream(first)
         work.copy(x, y, second)
@@ -217,7 +250,12 @@ def test_an_event_of_a_capture_is_of_no_use_after_it(work):
 
 
 def test_a_capture_ends_where_it_began(work):
-    first, second, graph, status = Stream(work.driver), Stream(work.driver), ctypes.c_void_p(), ctypes.c_int(9)
+    first, second, graph, status = (
+        Stream(work.driver),
+        Stream(work.driver),
+        ctypes.c_void_p(),
+        ctypes.c_int(9),
+    )
     with refused(401, "is not captured"):
         work.driver("cuStreamEndCapture", first.handle, ctypes.byref(graph))
     with refused(901), captured(first):

@@ -1,4 +1,5 @@
-"""Tensor cores, matrices from shared memory and copies beside the threads in the emulator: layouts, order, faults."""
+"""Tensor cores, matrices from shared memory and copies beside the threads in the emulator: layouts,
+order, faults."""
 
 import shutil
 
@@ -20,7 +21,9 @@ def module(order=0, **defines):
 
 
 def codes(*shape):
-    return torch.randint(-128, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        -128, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(3)
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -44,10 +47,17 @@ def test_a_sparse_multiplication(order):
 
 
 def test_places_out_of_order_end_the_launch():
-    values, kept, b, sums = codes(16, 32), torch.full((16, 8), 0x44, dtype=torch.uint8), codes(8, 64), codes(16, 32)
+    values, kept, b, sums = (
+        codes(16, 32),
+        torch.full((16, 8), 0x44, dtype=torch.uint8),
+        codes(8, 64),
+        codes(16, 32),
+    )
     kept[3, 5] = 0x41
     with pytest.raises(CudaError, match="mma.sp.*places 1 and 0"):
-        module().launch("one_sparse_multiplication", 1, 32, *(one.data_ptr() for one in (values, kept, b, sums)))
+        module().launch(
+            "one_sparse_multiplication", 1, 32, *(one.data_ptr() for one in (values, kept, b, sums))
+        )
 
 
 def test_sums_wrap_around():
@@ -60,11 +70,16 @@ def test_sums_wrap_around():
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_multiplication_of_bfloat16(order):
     draw = torch.Generator().manual_seed(4)
-    a, b = torch.randn(16, 16, generator=draw).bfloat16(), torch.randn(8, 16, generator=draw).bfloat16()
+    a, b = (
+        torch.randn(16, 16, generator=draw).bfloat16(),
+        torch.randn(8, 16, generator=draw).bfloat16(),
+    )
     a[2, 3], b[5] = torch.nan, 1.0
     sums = torch.randn(16, 8, generator=draw)
     expected = (sums.double() + a.double() @ b.double().t()).float()
-    module(order).launch("one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr())
+    module(order).launch(
+        "one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr()
+    )
     torch.testing.assert_close(sums, expected, rtol=0, atol=2e-6, equal_nan=True)
     assert sums.isnan().sum() == 8
 
@@ -75,12 +90,17 @@ def test_codes_are_exact_as_bfloat16():
     sums = torch.full((16, 8), 2.0**24 - 2**19)
     expected = sums.int() + a.int() @ b.int().t()
     a, b = a.bfloat16(), b.bfloat16()
-    module().launch("one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr())
+    module().launch(
+        "one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr()
+    )
     assert torch.equal(sums.int(), expected)
 
 
 def test_pairs_of_bfloat16():
-    x, out = torch.randn(64, generator=torch.Generator().manual_seed(5)), torch.zeros(64, dtype=torch.bfloat16)
+    x, out = (
+        torch.randn(64, generator=torch.Generator().manual_seed(5)),
+        torch.zeros(64, dtype=torch.bfloat16),
+    )
     module().launch("pairs", 1, 32, x.data_ptr(), out.data_ptr())
     assert torch.equal(out, x.bfloat16())
 
@@ -100,16 +120,23 @@ def test_matrices(order, count, transposed):
 
 def test_rows_of_matrices_lie_in_shared_memory_and_are_aligned():
     x, out = memory(4096), memory(4096)
-    with pytest.raises(CudaError, match=r"thread \(\d+, 0, 0\) accesses 0x\w+4 .*not aligned to 16 bytes"):
+    with pytest.raises(
+        CudaError, match=r"thread \(\d+, 0, 0\) accesses 0x\w+4 .*not aligned to 16 bytes"
+    ):
         module().launch("matrices", 1, 32, x, out, 16, 4, 0)
-    with pytest.raises(CudaError, match=r"gives 0x\w+ to ldmatrix \(tensor_core.cuh:\d+\), which is not shared memory"):
+    with pytest.raises(
+        CudaError,
+        match=r"gives 0x\w+ to ldmatrix \(tensor_core.cuh:\d+\), which is not shared memory",
+    ):
         module().launch("matrices", 1, 32, memory(256), out, 16, 0, 1)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("fault", "words"), [(0, "mma.sync"), (1, "mma.sync .*ldmatrix")])
 def test_all_lanes_come_together(order, fault, words):
-    with pytest.raises(CudaError, match="some lanes of the mask of .* do not arrive .* function") as caught:
+    with pytest.raises(
+        CudaError, match="some lanes of the mask of .* do not arrive .* function"
+    ) as caught:
         module(order).launch("halves", 1, 64, memory(64), fault)
     assert all(word in str(caught.value) for word in words.split(" .*"))
 
@@ -121,7 +148,10 @@ def test_a_warp_of_fewer_lanes_multiplies_nothing():
 
 def copied(order, inside=128, size=16, fault=0):
     """What is found of three groups, and what was copied."""
-    x, out = torch.arange(3 * 128, dtype=torch.int32).reshape(3, 128), torch.zeros(3, 128, dtype=torch.int32)
+    x, out = (
+        torch.arange(3 * 128, dtype=torch.int32).reshape(3, 128),
+        torch.zeros(3, 128, dtype=torch.int32),
+    )
     addresses = x.data_ptr(), out.data_ptr()
     module(order, SIZE=size).launch("copies", 1, THREADS[size], *addresses, inside, fault)
     return out, x
@@ -140,11 +170,23 @@ def test_copies_arrive_in_groups(order, size):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (1, r"reads shared memory that a copy of thread \d+ still fills, which has not waited for it, after it waited"),
-        (2, r"shared memory that (a copy of thread \d+ still fills|warp \d (wrote|read) with no __syncthreads)"),
+        (
+            1,
+            r"reads shared memory that a copy of thread \d+ still fills, which has not waited for"
+            r" it, after it waited",
+        ),
+        (
+            2,
+            r"shared memory that (a copy of thread \d+ still fills|warp \d (wrote|read) with no"
+            r" __syncthreads)",
+        ),
         (3, r"writes shared memory that a copy of thread \d+ still fills"),
         (4, r"writes shared memory that a copy of thread \d+ still fills"),
-        (5, r"shared memory that (a copy of thread \d+ still fills|warp \d (wrote|read) with no __syncthreads)"),
+        (
+            5,
+            r"shared memory that (a copy of thread \d+ still fills|warp \d (wrote|read) with no"
+            r" __syncthreads)",
+        ),
         (6, r"accesses 0x\w+ as a vector .* not aligned to 8 bytes"),
         (7, r"gives 0x\w+ to cp.async \(.*\), which is not shared memory"),
     ],
@@ -169,20 +211,30 @@ def counted(name, *arguments, block=32, **defines):
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
 def test_counts():
-    found = counted("one_multiplication", codes(16, 32), codes(8, 32), torch.zeros(16, 8, dtype=torch.int32))
-    assert found.instructions["mma"] == 1 and sum(found.instructions.values()) < 1000  # not the emulator's own
+    found = counted(
+        "one_multiplication", codes(16, 32), codes(8, 32), torch.zeros(16, 8, dtype=torch.int32)
+    )
+    # not the emulator's own
+    assert found.instructions["mma"] == 1 and sum(found.instructions.values()) < 1000
     halves = torch.zeros(16, 16, dtype=torch.bfloat16)
     found = counted("one_bfloat16_multiplication", halves, halves[:8], torch.zeros(16, 8))
     assert found.instructions["mma"] == 1 and sum(found.instructions.values()) < 1000
     found = counted("pairs", torch.zeros(64), torch.zeros(32))
     assert found.instructions["convert"] == 1
-    for stride, conflicted in ((16, 12), (128, 28 + 124), (144, 12)):  # the rows are stored by words
+    # the rows are stored by words
+    for stride, conflicted in (
+        (16, 12),
+        (128, 28 + 124),
+        (144, 12),
+    ):
         x, out = torch.zeros(128), torch.zeros(128)
         found = counted("matrices", x, out, stride, 0, 0)
         conflicts = found.shared_passes - found.shared_least, found.shared_least
         assert conflicts == (conflicted, 4 + 4), stride
     x, out = torch.zeros(3, 128), torch.zeros(3, 128)
     found = counted("copies", x, out, 128, 0)
-    assert found.operands[0].reads == profile.Traffic(requests=3, bytes=1536, sectors=48, touched=48)
+    assert found.operands[0].reads == profile.Traffic(
+        requests=3, bytes=1536, sectors=48, touched=48
+    )
     found = counted("copies", x, out, 64, 0)
     assert found.operands[0].reads == profile.Traffic(requests=3, bytes=768, sectors=24, touched=24)

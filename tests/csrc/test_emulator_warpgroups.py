@@ -18,7 +18,9 @@ def module(order=0, columns=64):
 
 
 def codes(*shape):
-    return torch.randint(-128, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        -128, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(3)
+    )
 
 
 def multiplied(order=0, columns=64, fault=0):
@@ -40,9 +42,14 @@ def test_a_product(order, columns):
 
 
 def test_sums_wrap_around():
-    a, b = torch.full((64, 64), -128, dtype=torch.int8), torch.full((64, 64), -128, dtype=torch.int8)
+    a, b = (
+        torch.full((64, 64), -128, dtype=torch.int8),
+        torch.full((64, 64), -128, dtype=torch.int8),
+    )
     sums = torch.full((64, 64), 2**31 - 1, dtype=torch.int32)
-    module().launch("one_product", 1, 128, a.data_ptr(), b.data_ptr(), sums.data_ptr(), 0, shared=8192)
+    module().launch(
+        "one_product", 1, 128, a.data_ptr(), b.data_ptr(), sums.data_ptr(), 0, shared=8192
+    )
     assert sums.unique().tolist() == [-(2**31) - 1 + 128 * 128 * 64]
 
 
@@ -50,9 +57,21 @@ def test_sums_wrap_around():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (1, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async behind it"),
-        (2, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async behind it"),
-        (3, r"shared memory that (a copy|wgmma|warp \d|several warps) .*(still|with no __syncthreads)"),
+        (
+            1,
+            r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async behind"
+            r" it",
+        ),
+        (
+            2,
+            r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async behind"
+            r" it",
+        ),
+        (
+            3,
+            r"shared memory that (a copy|wgmma|warp \d|several warps) .*(still|with no"
+            r" __syncthreads)",
+        ),
         (4, r"gives the descriptor 0x\w+ to wgmma \(.*\), whose matrix is not swizzled"),
         (5, r"whose rows of 32 values do not begin within the first row of its swizzle"),
         (6, r"gives 0x\w+ to wgmma \(warpgroup.cuh:\d+\), which is not shared memory"),
@@ -61,7 +80,11 @@ def test_sums_wrap_around():
         (9, r"the warps of its warpgroup 0 do not begin the same wgmma"),
         (10, r"writes shared memory that wgmma still reads, which has not been waited for"),
         (11, r"writes shared memory that wgmma still reads, which has not been waited for"),
-        (13, r"writes shared memory that (wgmma still reads|(warp \d|several warps) read with no __syncthreads)"),
+        (
+            13,
+            r"writes shared memory that (wgmma still reads|(warp \d|several warps) read with no"
+            r" __syncthreads)",
+        ),
         (14, r"begins wgmma \(.*\) with no wgmma.fence"),
     ],
 )
@@ -80,7 +103,9 @@ def test_sums_that_nobody_waited_for_are_rubbish():
 @pytest.mark.parametrize("order", ORDERS)
 def test_groups_are_done_one_after_another(order):
     a, b, out = codes(64, 64), codes(64, 64), torch.zeros(3, 128, dtype=torch.int32)
-    module(order).launch("two_groups", 1, 128, a.data_ptr(), b.data_ptr(), out.data_ptr(), shared=8192)
+    module(order).launch(
+        "two_groups", 1, 128, a.data_ptr(), b.data_ptr(), out.data_ptr(), shared=8192
+    )
     rows = torch.arange(128) // 32 * 16 + torch.arange(128) % 32 // 4
     columns = torch.arange(128) % 4 * 2
     first, second = (a[:, half].int() @ b[:, half].int().t() for half in (slice(32), slice(32, 64)))
@@ -98,6 +123,8 @@ def test_all_lanes_come_together(order):
 def test_counts():
     """Two multiplications of each of four warps; copies meet in no bank."""
     given = codes(64, 64), codes(64, 64), torch.zeros(64, 64, dtype=torch.int32), 0
-    entry = launch(str(FOLDER / SOURCE), "one_product", *given, grid=1, block=128, shared=8192, COLUMNS=64)
+    entry = launch(
+        str(FOLDER / SOURCE), "one_product", *given, grid=1, block=128, shared=8192, COLUMNS=64
+    )
     (found,) = profile.profile([entry])
     assert found.instructions["wgmma"] == 8 and found.shared_passes == found.shared_least

@@ -1,4 +1,5 @@
-"""Lists on several streams: they follow each other, and share a ticket and a workspace with other lists of a stream."""
+"""Lists on several streams: they follow each other, and share a ticket and a workspace with other
+lists of a stream."""
 
 import shutil
 
@@ -23,7 +24,8 @@ def with_a_workspace(products, key, found):
 
 
 class Streams:
-    """A device whose current stream a test says; it notes who waits for whom and which tensors are recorded."""
+    """A device whose current stream a test says; it notes who waits for whom and which tensors are
+    recorded."""
 
     def __init__(self, monkeypatch):
         self.device = cuda.emulated_device.__wrapped__(choose=with_a_workspace)
@@ -31,10 +33,15 @@ class Streams:
         driver = Driver()
         self.handles = [0, *(Stream(driver).handle.value for _ in range(8))]
         for holder, name, value in (
-            (self.device, "stream", lambda: self.handles[self.current]), (self.device, "record", self.recorded.append),
-            (self.device.driver, "follow", lambda *streams: self.waits.append(tuple(map(self.handles.index, streams)))),
+            (self.device, "stream", lambda: self.handles[self.current]),
+            (self.device, "record", self.recorded.append),
+            (
+                self.device.driver,
+                "follow",
+                lambda *streams: self.waits.append(tuple(map(self.handles.index, streams))),
+            ),
             (self.device.driver, "is_capturing", lambda stream: self.capturing),
-        ):  # fmt: skip
+        ):
             monkeypatch.setattr(holder, name, value)
 
 
@@ -51,7 +58,12 @@ def product(rows: int) -> Product:
 def rounding() -> Launch:
     """A launch that takes tickets."""
     form = Format(name="activation", bits=8, grain=Grain.TENSOR)
-    rounded = Coded(format=form, codes=torch.empty(41, 48, dtype=torch.int8), scale=torch.empty(1), clip=torch.ones(1))
+    rounded = Coded(
+        format=form,
+        codes=torch.empty(41, 48, dtype=torch.int8),
+        scale=torch.empty(1),
+        clip=torch.ones(1),
+    )
     (entry,) = Round(x=torch.randn(41, 48), rounded=rounded).cuda()
     return entry
 

@@ -1,4 +1,5 @@
-"""Lists on several emulated streams and in captures share nothing, and graphs keep the addresses of their capture."""
+"""Lists on several emulated streams and in captures share nothing, and graphs keep the addresses of
+their capture."""
 
 import shutil
 
@@ -48,7 +49,9 @@ def rounding(scale: float = 1.0) -> Round:
     """Its kernel takes tickets."""
     x = scale * torch.randn(341, 512, generator=torch.Generator().manual_seed(0))
     codes, found = torch.empty(x.shape, dtype=torch.int8), torch.empty(1)
-    return Round(x=x, rounded=Coded(format=FORM, codes=codes, scale=found, clip=torch.tensor([2.5])))
+    return Round(
+        x=x, rounded=Coded(format=FORM, codes=codes, scale=found, clip=torch.tensor([2.5]))
+    )
 
 
 def codes_of(operation: Round) -> torch.Tensor:
@@ -105,5 +108,7 @@ def test_a_stream_of_another_device_is_refused(streams):
     run = streams.prepare(rounding())
     with device(streams.driver, 1):
         other = Stream(streams.driver)
-    with pytest.raises(RuntimeError, match="does not belong to the current context, which is that of device 0"):
+    with pytest.raises(
+        RuntimeError, match="does not belong to the current context, which is that of device 0"
+    ):
         run(other)

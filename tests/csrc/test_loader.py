@@ -1,4 +1,5 @@
-"""Which library is found, that each of them computes the same, and what happens where there is none."""
+"""Which library is found, that each of them computes the same, and what happens where there is
+none."""
 
 import ctypes
 import logging
@@ -62,7 +63,9 @@ def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
     assert loader._load() is not None, "without sources there is nothing to compare with"
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "later.cpp").write_text("// another signature")
-    with pytest.raises(RuntimeError, match=r"libcpu_v\d.so was built from other C\+\+ sources.*make library"):
+    with pytest.raises(
+        RuntimeError, match=r"libcpu_v\d.so was built from other C\+\+ sources.*make library"
+    ):
         loader._load()
 
 
@@ -71,11 +74,16 @@ def test_every_level_computes_what_the_references_do(use, level):
     if not runs_here(level):
         pytest.skip(f"the library for x86-64-{level} is not built, or does not run here")
     use(ctypes.CDLL(str(path_of(level))))
-    for options in ({"backward": "int8", "dropout": 0.2}, {"clip_gradient": "lsq", "activation": "gelu"}):
+    for options in (
+        {"backward": "int8", "dropout": 0.2},
+        {"clip_gradient": "lsq", "activation": "gelu"},
+    ):
         config = config_of(**options)
         for program in (
             programs.decoder_layer(config, SENTENCES, SOURCE, mode_on("cpu")),
-            programs.vocabulary_loss(config.quant, 41, WORDS, mode_on("cpu"), padding=1, smoothing=0.1),
+            programs.vocabulary_loss(
+                config.quant, 41, WORDS, mode_on("cpu"), padding=1, smoothing=0.1
+            ),
         ):
             drawn = Sampler()
             for operation in program.operations:
@@ -95,7 +103,12 @@ def run_layer(options):
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_without_a_library_the_references_run(use, caplog, backward):
-    options = {"dropout": 0.1, "backward": backward, "weight_init": "absmax", "activation_init": "fixed"}
+    options = {
+        "dropout": 0.1,
+        "backward": backward,
+        "weight_init": "absmax",
+        "activation_init": "fixed",
+    }
     codes, found = run_layer(options)
     use(None)
     with caplog.at_level(logging.WARNING):
@@ -120,14 +133,21 @@ def test_arguments_are_converted():
 
 
 def test_a_loop_that_nobody_wrote_is_named():
-    with pytest.raises(shared_library.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"):
+    with pytest.raises(
+        shared_library.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"
+    ):
         loader.call("lsq_round_pairs")
 
 
 @pytest.mark.skipif(not path_of("v1").exists(), reason="needs the C++ host library")
 def test_the_library_shares_pytorchs_openmp():
-    """A second runtime would have threads of its own. PyTorch's comes first, under the name that the library needs."""
+    """A second runtime would have threads of its own.
+
+    PyTorch's comes first, under the name that the library needs.
+    """
     code = "from lsq.csrc import loader; loader.library(); print(open('/proc/self/maps').read())"
-    maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    maps = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     [found] = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
     assert Path(found).is_relative_to(Path(torch.__file__).parent)

@@ -22,7 +22,10 @@ def test_nothing_is_said_of_a_tensor_that_fits():
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.zeros(4, device="meta"), "x: a tensor lies on meta, but this list runs on cpu; move it"),
+        (
+            torch.zeros(4, device="meta"),
+            "x: a tensor lies on meta, but this list runs on cpu; move it",
+        ),
         (torch.zeros(9)[1:], "x: a tensor begins 4 bytes after a multiple of 16; copy it"),
         (torch.zeros(4, 8).T, r"x: a tensor with strides \(1, 8\) is not contiguous"),
     ],

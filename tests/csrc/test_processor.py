@@ -5,7 +5,9 @@ from lsq.csrc import processor
 
 def test_cpu_model(tmp_path):
     path = tmp_path / "cpuinfo"
-    path.write_text("processor : 0\nmodel name : Example CPU: 9000\nflags : avx2\n\nmodel name : Other\n")
+    path.write_text(
+        "processor : 0\nmodel name : Example CPU: 9000\nflags : avx2\n\nmodel name : Other\n"
+    )
     assert processor.cpu_model(path) == "Example CPU: 9000"
 
 

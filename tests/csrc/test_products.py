@@ -1,4 +1,5 @@
-"""The C interface of matrix products: bytes of algorithms, searches over them, failures, finding the library."""
+"""The C interface of matrix products: bytes of algorithms, searches over them, failures, finding
+the library."""
 
 import itertools
 import shutil
@@ -10,14 +11,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lsq.csrc.products import ALPHAS, CONFIGURATION, DTYPES, ProductError, ProductLibrary, find_cublaslt
+from lsq.csrc.products import (
+    ALPHAS,
+    CONFIGURATION,
+    DTYPES,
+    ProductError,
+    ProductLibrary,
+    find_cublaslt,
+)
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SHAPE = {"m": 41, "n": 48, "k": 64, "leading_a": 64, "leading_b": 64, "leading_out": 48}
-INTEGERS = {**SHAPE, "dtype": DTYPES[torch.int8], "out_dtype": DTYPES[torch.int32], "alpha": ALPHAS["one"]}
-FLOATS = {**SHAPE, "dtype": DTYPES[torch.bfloat16], "out_dtype": DTYPES[torch.bfloat16], "alpha": ALPHAS["one"]}
+INTEGERS = {
+    **SHAPE,
+    "dtype": DTYPES[torch.int8],
+    "out_dtype": DTYPES[torch.int32],
+    "alpha": ALPHAS["one"],
+}
+FLOATS = {
+    **SHAPE,
+    "dtype": DTYPES[torch.bfloat16],
+    "out_dtype": DTYPES[torch.bfloat16],
+    "alpha": ALPHAS["one"],
+}
 
 
 @pytest.fixture
@@ -39,19 +57,31 @@ def test_decode_and_configure_are_inverse(library):
     data = library.product(**INTEGERS).start(21)
     decoded = library.decode(data)
     assert decoded == dict.fromkeys(CONFIGURATION, 0) | {"id": 21, "split_k": 1}
-    values = {"tile": 20, "stages": 14, "split_k": 2, "reduction_scheme": 2, "swizzle": 1, "custom_option": 1}
+    values = {
+        "tile": 20,
+        "stages": 14,
+        "split_k": 2,
+        "reduction_scheme": 2,
+        "swizzle": 1,
+        "custom_option": 1,
+    }
     values |= {"inner_shape": 3, "cluster_shape": 2}
     assert library.decode(library.configure(data, **values)) == decoded | values
     assert library.decode(data) == decoded
-    with pytest.raises(ProductError, match="attribute 0 = 7: cublasLtMatmulAlgoConfigSetAttribute.*INVALID_VALUE"):
+    with pytest.raises(
+        ProductError, match="attribute 0 = 7: cublasLtMatmulAlgoConfigSetAttribute.*INVALID_VALUE"
+    ):
         library.configure(data, id=7)
 
 
 @pytest.mark.parametrize("spec", [INTEGERS, FLOATS], ids=["int8", "bfloat16"])
 def test_every_configuration_is_checked_and_runs(library, spec):
-    """An exhaustive search, as a tuner does it: what passes the check runs, with the workspace that it says."""
+    """An exhaustive search, as a tuner does it: what passes the check runs, with the workspace that
+    it says."""
     product = library.product(**spec)
-    dtype, out_dtype = (torch.int8, torch.int32) if spec is INTEGERS else (torch.bfloat16, torch.bfloat16)
+    dtype, out_dtype = (
+        (torch.int8, torch.int32) if spec is INTEGERS else (torch.bfloat16, torch.bfloat16)
+    )
     a, b = codes(41, 64).to(dtype), codes(48, 64).to(dtype)
     wanted = (a.double() @ b.double().t()).to(out_dtype)
     workspace = torch.empty(2**23, dtype=torch.uint8)
@@ -64,11 +94,20 @@ def test_every_configuration_is_checked_and_runs(library, spec):
         can = library.capabilities(fresh)
         if can["alignment_a"] > 16:
             continue
-        splits = [(1, 0)] + [(parts, scheme) for parts in (2, 4, 3) for scheme in (1, 2, 4)] * bool(can["split_k"])
+        splits = [(1, 0)] + [(parts, scheme) for parts in (2, 4, 3) for scheme in (1, 2, 4)] * bool(
+            can["split_k"]
+        )
         options = range(can["custom_option_max"] + 1)
-        for tile, stages, (parts, scheme), custom in itertools.product(can["tiles"], can["stages"], splits, options):
+        for tile, stages, (parts, scheme), custom in itertools.product(
+            can["tiles"], can["stages"], splits, options
+        ):
             data = library.configure(
-                fresh, tile=tile, stages=stages, split_k=parts, reduction_scheme=scheme, custom_option=custom
+                fresh,
+                tile=tile,
+                stages=stages,
+                split_k=parts,
+                reduction_scheme=scheme,
+                custom_option=custom,
             )
             try:
                 checked = product.check(data)
@@ -83,14 +122,23 @@ def test_every_configuration_is_checked_and_runs(library, spec):
             assert torch.equal(out, wanted)
             if checked.workspace_bytes:
                 with pytest.raises(ProductError, match=f"at least {checked.workspace_bytes} bytes"):
-                    product.run(addresses(a, b, out), **run | {"workspace_bytes": checked.workspace_bytes - 1})
+                    product.run(
+                        addresses(a, b, out),
+                        **run | {"workspace_bytes": checked.workspace_bytes - 1},
+                    )
     assert passed > 20 and refused > 10
 
 
 @pytest.mark.parametrize("size", [0, 63, 65])
 def test_an_algorithm_is_64_bytes(library, size):
     product = library.product(**INTEGERS)
-    for use in (product.check, product.choose, library.decode, library.capabilities, library.configure):
+    for use in (
+        product.check,
+        product.choose,
+        library.decode,
+        library.capabilities,
+        library.configure,
+    ):
         with pytest.raises(ValueError, match=f"64 bytes, these are {size}"):
             use(bytes(size))
 
@@ -149,7 +197,9 @@ def test_bad_addresses_are_refused(library, which, wrong):
 
 
 def test_a_vector_alpha_needs_its_address(library):
-    product = library.product(**INTEGERS | {"out_dtype": DTYPES[torch.int8], "alpha": ALPHAS["vector"]})
+    product = library.product(
+        **INTEGERS | {"out_dtype": DTYPES[torch.int8], "alpha": ALPHAS["vector"]}
+    )
     product.choose(product.candidates(0, 1)[0].data)
     before = emulated().calls("Matmul")
     with pytest.raises(ProductError, match="INVALID_VALUE"):
@@ -185,7 +235,9 @@ def test_without_a_context_the_message_says_what_to_do():
     library = ProductLibrary(emulated().path)
     product = library.product(**INTEGERS)  # describing needs no context
     emulated().fail("Create", 1)
-    with pytest.raises(ProductError, match="cublasLtCreate: .*NOT_INITIALIZED.*CUDA context must be current"):
+    with pytest.raises(
+        ProductError, match="cublasLtCreate: .*NOT_INITIALIZED.*CUDA context must be current"
+    ):
         product.candidates(2**25, 8)
     assert product.candidates(2**25, 8)
     library.close()
@@ -196,7 +248,11 @@ def test_one_handle_for_many_threads():
     before = emulated().calls("Create")
     found, workers = [], []
     for _ in range(8):
-        workers.append(threading.Thread(target=lambda: found.append(library.product(**INTEGERS).candidates(0, 4))))
+        workers.append(
+            threading.Thread(
+                target=lambda: found.append(library.product(**INTEGERS).candidates(0, 4))
+            )
+        )
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -208,7 +264,9 @@ def test_one_handle_for_many_threads():
 
 def test_everything_created_is_destroyed():
     kinds = ["MatmulDesc", "MatrixLayout", "MatmulPreference", ""]
-    alive = [emulated().calls(f"{kind}Create") - emulated().calls(f"{kind}Destroy") for kind in kinds]
+    alive = [
+        emulated().calls(f"{kind}Create") - emulated().calls(f"{kind}Destroy") for kind in kinds
+    ]
     library = ProductLibrary(emulated().path)
     product = library.product(**INTEGERS)
     library.close()
@@ -217,7 +275,9 @@ def test_everything_created_is_destroyed():
     product.run(addresses(a, b, out))
     assert torch.equal(out, (a.double() @ b.double().t()).int())
     product.close()
-    assert alive == [emulated().calls(f"{kind}Create") - emulated().calls(f"{kind}Destroy") for kind in kinds]
+    assert alive == [
+        emulated().calls(f"{kind}Create") - emulated().calls(f"{kind}Destroy") for kind in kinds
+    ]
 
 
 def test_libraries_that_are_not_cublaslt(tmp_path):
@@ -247,19 +307,25 @@ FINDS_NOTHING = SimpleNamespace(load_nvidia_dynamic_lib=no_library)
 @pytest.mark.parametrize("cuda", [None, SimpleNamespace(pathfinder=FINDS_NOTHING)])
 def test_without_any_library_the_message_names_the_extra(monkeypatch, cuda):
     monkeypatch.setitem(sys.modules, "cuda", cuda)
-    with pytest.raises(RuntimeError, match=r"no libcublasLt was found \(.*\): install .*pip install .*\[cuda13\]'"):
+    with pytest.raises(
+        RuntimeError, match=r"no libcublasLt was found \(.*\): install .*pip install .*\[cuda13\]'"
+    ):
         find_cublaslt()
 
 
 def test_the_real_library_takes_our_descriptions():
-    """Without a GPU as well: every function exists, and descriptors, layouts and their attributes are accepted."""
+    """Without a GPU as well: every function exists, and descriptors, layouts and their attributes
+    are accepted."""
     try:
         path = find_cublaslt()
     except RuntimeError as error:
         pytest.skip(f"libcublasLt is not installed: {error}")
     library = ProductLibrary(path)
     assert int(library.version().partition(".")[0]) >= 12
-    int8, floats = INTEGERS | {"out_dtype": DTYPES[torch.int8]}, FLOATS | {"out_dtype": DTYPES[torch.float32]}
+    int8, floats = (
+        INTEGERS | {"out_dtype": DTYPES[torch.int8]},
+        FLOATS | {"out_dtype": DTYPES[torch.float32]},
+    )
     for spec in [INTEGERS, FLOATS, floats, *(int8 | {"alpha": alpha} for alpha in ALPHAS.values())]:
         product = library.product(**spec)
         if not torch.cuda.is_available():

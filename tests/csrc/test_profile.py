@@ -13,7 +13,9 @@ from lsq.csrc.profile import Limits, fitting_blocks
 COUNTED = str(Path(__file__).parent / "kernels/counted.cu")
 HOPPER = Limits(warps=64, blocks=32, shared=228 * 1024)
 
-needs_objdump = pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
+needs_objdump = pytest.mark.skipif(
+    shutil.which("objdump") is None, reason="instructions are counted by objdump"
+)
 pytestmark = needs_objdump
 
 
@@ -36,8 +38,12 @@ def test_sectors_of_a_request(stride, sectors):
 
 def test_a_vector_is_one_access():
     found = counted("vectors", torch.ones(256), torch.zeros(256))
-    assert found.operands[0].reads == profile.Traffic(requests=2, bytes=1024, sectors=64, touched=32)
-    assert found.operands[1].writes == profile.Traffic(requests=2, bytes=1024, sectors=64, touched=32)
+    assert found.operands[0].reads == profile.Traffic(
+        requests=2, bytes=1024, sectors=64, touched=32
+    )
+    assert found.operands[1].writes == profile.Traffic(
+        requests=2, bytes=1024, sectors=64, touched=32
+    )
 
 
 def test_lanes_that_leave_a_loop_early_are_paired_from_its_beginning():
@@ -59,10 +65,14 @@ def test_vectors_in_shared_memory_take_four_passes():
 
 
 def test_instructions():
-    found = counted("special", torch.ones(64), torch.zeros(64), torch.zeros(1, dtype=torch.int32), block=64)
+    found = counted(
+        "special", torch.ones(64), torch.zeros(64), torch.zeros(1, dtype=torch.int32), block=64
+    )
     assert {kind: found.instructions[kind] for kind in ("root", "division", "logarithm")} == {
-        "root": 2, "division": 4, "logarithm": 2
-    }  # fmt: skip
+        "root": 2,
+        "division": 4,
+        "logarithm": 2,
+    }
     assert found.operands[2].atomics.requests == 1 and found.operands[2].atomics.bytes == 4
     assert all(not traffic.requests for traffic in found.elsewhere)
 
@@ -97,7 +107,9 @@ def test_occupancy(threads, registers, shared, blocks):
 
 
 def test_no_objdump(monkeypatch):
-    monkeypatch.setattr(profile.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError("absent")))
+    monkeypatch.setattr(
+        profile.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError("absent"))
+    )
     profile._code.cache_clear()
     with pytest.raises(RuntimeError, match="install binutils"):
         counted("vectors", torch.ones(256), torch.zeros(256))

@@ -1,4 +1,5 @@
-"""The launcher: what it launches, in which order, with which arguments, and what it says when something fails."""
+"""The launcher: what it launches, in which order, with which arguments, and what it says when
+something fails."""
 
 import ctypes
 import shutil
@@ -48,7 +49,9 @@ def test_a_list_whose_kernel_crashed_runs_again(emulated):
     crashes, parts, out = torch.ones(4), torch.zeros(4), torch.zeros(4)
     entry = launch(FAULTY, "last_of_three", crashes, TICKET, parts, out, grid=3, block=1)
     work = emulated.list([entry], title="sum")
-    with pytest.raises(RuntimeError, match=r"sum: last_of_three.*, block \(1, 0, 0\): thread .*SIG(ILL|TRAP)"):
+    with pytest.raises(
+        RuntimeError, match=r"sum: last_of_three.*, block \(1, 0, 0\): thread .*SIG(ILL|TRAP)"
+    ):
         work.run()
     for tensor in (crashes, parts):
         tensor.zero_()
@@ -56,22 +59,43 @@ def test_a_list_whose_kernel_crashed_runs_again(emulated):
     assert out[0] == 3
 
 
-@pytest.mark.parametrize("tensor, message", [
-    (torch.zeros(16, dtype=torch.int64)[1:], "begins 8 bytes after a multiple of 16"),
-    (torch.zeros(4, 4, dtype=torch.int64).t(), r"strides \(1, 4\) is not contiguous"),
-    (torch.zeros(8, dtype=torch.int64, device="meta"), "lies on meta, but this list runs on cpu"),
-])
+@pytest.mark.parametrize(
+    "tensor, message",
+    [
+        (torch.zeros(16, dtype=torch.int64)[1:], "begins 8 bytes after a multiple of 16"),
+        (torch.zeros(4, 4, dtype=torch.int64).t(), r"strides \(1, 4\) is not contiguous"),
+        (
+            torch.zeros(8, dtype=torch.int64, device="meta"),
+            "lies on meta, but this list runs on cpu",
+        ),
+    ],
+)
 def test_tensors_that_kernels_cannot_take_are_refused(emulated, tensor, message):
     with pytest.raises(ValueError, match=message):
         emulated.list([store(tensor, 0, 1)])
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"b": torch.zeros(49, 64, dtype=torch.int8).flatten()[1:3073].view(48, 64)}, "begins 1 bytes after a multiple"),
-    ({"out": torch.zeros(42, 48, dtype=torch.int32).flatten()[1:1969].view(41, 48)}, "begins 4 bytes after a multiple"),
-    ({"out": torch.zeros(41, 48, dtype=torch.int32, device="meta")}, "product int8.*lies on meta, but this list runs"),
-    ({"alpha": torch.zeros(48, device="meta"), "out": torch.zeros(41, 48, dtype=torch.int8)}, "lies on meta"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"b": torch.zeros(49, 64, dtype=torch.int8).flatten()[1:3073].view(48, 64)},
+            "begins 1 bytes after a multiple",
+        ),
+        (
+            {"out": torch.zeros(42, 48, dtype=torch.int32).flatten()[1:1969].view(41, 48)},
+            "begins 4 bytes after a multiple",
+        ),
+        (
+            {"out": torch.zeros(41, 48, dtype=torch.int32, device="meta")},
+            "product int8.*lies on meta, but this list runs",
+        ),
+        (
+            {"alpha": torch.zeros(48, device="meta"), "out": torch.zeros(41, 48, dtype=torch.int8)},
+            "lies on meta",
+        ),
+    ],
+)
 def test_tensors_that_products_cannot_take_are_refused(emulated, changes, message):
     a, b, out = (torch.zeros(shape, dtype=torch.int8) for shape in ((41, 64), (48, 64), (41, 48)))
     with pytest.raises(ValueError, match=message):
@@ -84,10 +108,14 @@ def test_a_failed_launch_is_named(emulated, stub):
     work = target.list([store(memory, 0, 1), store(memory, 0, 2)], title="quantize")
     work.run()
     library.stub_fail(1)
-    with pytest.raises(RuntimeError, match=(
-        r"entry 1 of 2, quantize: store_values, grid \(1, 1, 1\), block \(32, 1, 1\), 0 bytes of dynamic shared "
-        r"memory: CUDA_ERROR_INVALID_VALUE \(1\): invalid argument"
-    )):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"entry 1 of 2, quantize: store_values, grid \(1, 1, 1\), block \(32, 1, 1\), 0 bytes"
+            r" of dynamic shared "
+            r"memory: CUDA_ERROR_INVALID_VALUE \(1\): invalid argument"
+        ),
+    ):
         work.run()
     too_large = launch(STORE, "store_values", memory, 0, 1, *[0] * 8, grid=1, block=2048)
     with pytest.raises(RuntimeError, match="store_values.*2048"):
@@ -146,9 +174,12 @@ def test_a_fresh_thread_loads_and_launches_and_is_left_without_a_context():
 def test_a_list_runs_on_its_own_device_whichever_is_current(emulated):
     memory = torch.zeros(6, dtype=torch.int64)
     device = Device(
-        name="second", driver=Driver(str(emulator.build_driver()), 1), compile=emulated._compile, products=None,
+        name="second",
+        driver=Driver(str(emulator.build_driver()), 1),
+        compile=emulated._compile,
+        products=None,
         place=torch.device("cpu"),
-    )  # fmt: skip
+    )
 
     def work():
         contexts = Contexts()
@@ -166,7 +197,10 @@ def test_a_list_runs_on_its_own_device_whichever_is_current(emulated):
 def test_a_device_that_is_not_there_is_named():
     driver = Driver(str(emulator.build_driver()), 7)  # makes no context yet
     with (
-        pytest.raises(RuntimeError, match=r"the context of GPU 7 cannot be used: CUDA_ERROR_INVALID_DEVICE \(101\)"),
+        pytest.raises(
+            RuntimeError,
+            match=r"the context of GPU 7 cannot be used: CUDA_ERROR_INVALID_DEVICE \(101\)",
+        ),
         driver.current(),
     ):
         pass
@@ -182,7 +216,9 @@ def test_a_launcher_that_is_not_built_or_of_other_sources_is_refused(monkeypatch
     monkeypatch.setattr(sources, "FOLDER", tmp_path)
     (tmp_path / "runtime").mkdir()
     (tmp_path / "runtime" / "later.cpp").write_text("// another signature")
-    with pytest.raises(RuntimeError, match=r"libruntime.so was built from other C\+\+ sources.*make library"):
+    with pytest.raises(
+        RuntimeError, match=r"libruntime.so was built from other C\+\+ sources.*make library"
+    ):
         build()
     monkeypatch.setattr(runtime, "LIBRARY", tmp_path / "libruntime.so")
     with pytest.raises(RuntimeError, match="libruntime.so is not built; install g"):

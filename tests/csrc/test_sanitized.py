@@ -1,4 +1,5 @@
-"""Tests of kernels once more, in a child process, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Tests of kernels once more, in a child process, under AddressSanitizer and
+UndefinedBehaviorSanitizer."""
 
 import os
 import shutil
@@ -30,8 +31,11 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def repeated(files):
-    """The finished child process that repeats tests of kernels; pytest leaves what sanitizers write where it is."""
-    environment = os.environ | sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
+    """The finished child process that repeats tests of kernels; pytest leaves what sanitizers write
+    where it is."""
+    environment = (
+        os.environ | sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
+    )
     options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-k", "cuda and not gpu"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -46,14 +50,25 @@ def test_on_cuda():
     Module("faulty.cu", sanitize=True).launch("write_beyond", 1, 64, memory(64), 1)
 """)
     done = repeated([str(test)])
-    assert done.returncode and "heap-buffer-overflow" in done.stderr and "in write_beyond" in done.stderr
+    assert (
+        done.returncode
+        and "heap-buffer-overflow" in done.stderr
+        and "in write_beyond" in done.stderr
+    )
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("files", [
-    pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.thorough),
-    pytest.param(("tests/ops", "tests/layers/test_programs_cuda.py"), id="every test", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.thorough),
+        pytest.param(
+            ("tests/ops", "tests/layers/test_programs_cuda.py"),
+            id="every test",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_kernels_touch_no_memory_but_their_own(files):
     done = repeated(files)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])

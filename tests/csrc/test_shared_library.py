@@ -1,4 +1,5 @@
-"""Libraries that are damaged or of other sources are refused before loading them, which may end the process."""
+"""Libraries that are damaged or of other sources are refused before loading them, which may end the
+process."""
 
 import shutil
 from pathlib import Path
@@ -17,10 +18,16 @@ def built() -> Path:
 def test_what_is_sealed_is_whole_until_it_changes():
     content = sources.sealed(b"machine code")
     assert sources.unsealed(content)
-    assert not sources.unsealed(b"") and not sources.unsealed(sources.sealed(b"")) and not sources.unsealed(b"x" * 32)
+    assert (
+        not sources.unsealed(b"")
+        and not sources.unsealed(sources.sealed(b""))
+        and not sources.unsealed(b"x" * 32)
+    )
     for place in range(len(content)):
         assert not sources.unsealed(content[:place])
-        assert not sources.unsealed(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert not sources.unsealed(
+            content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,9 @@ def test_what_is_sealed_is_whole_until_it_changes():
 def test_a_damaged_library_is_named_with_the_remedy(tmp_path, damage):
     path = tmp_path / "libcpu_v1.so"
     path.write_bytes(damage(built().read_bytes()))
-    with pytest.raises(LibraryError, match="libcpu_v1.so is damaged, or was not built by this .*`make library`"):
+    with pytest.raises(
+        LibraryError, match="libcpu_v1.so is damaged, or was not built by this .*`make library`"
+    ):
         shared_library.load(path, "cpu")
 
 

@@ -24,7 +24,9 @@ def same_bits(a, b):
 
 
 def normed():
-    return on_cpu(norm(torch.randn(341, 48), torch.randn(341, 48), rounds=True, error=True, dropout=0.2))
+    return on_cpu(
+        norm(torch.randn(341, 48), torch.randn(341, 48), rounds=True, error=True, dropout=0.2)
+    )
 
 
 OPERATIONS = {
@@ -33,7 +35,9 @@ OPERATIONS = {
     "gradient of a norm": lambda: norm_gradient(normed()),
     "rounded gradient of a norm": lambda: norm_gradient(normed(), rounds=True),
     "embedding": lambda: embed(341, 200, 0.1),
-    "gradient of an embedding": lambda: embed_gradient(torch.randn(341, 200), torch.randint(0, 11, (341,))),
+    "gradient of an embedding": lambda: embed_gradient(
+        torch.randn(341, 200), torch.randint(0, 11, (341,))
+    ),
     "loss": lambda: of_codes(341, 1003, 1008),
     "gradient of a loss": lambda: gradient_of(on_cpu(of_codes(341, 1003, 1008))),
     "rounded gradient of a loss": lambda: rounded_of(on_cpu(of_codes(341, 1003, 1008))),

@@ -1,4 +1,5 @@
-"""Tiles multiply exactly, in every library that this processor can run, with every kind of instructions."""
+"""Tiles multiply exactly, in every library that this processor can run, with every kind of
+instructions."""
 
 import ctypes
 import itertools
@@ -14,8 +15,15 @@ from lsq.csrc.tiles import INSTRUCTIONS, TileProduct
 FOLDER = Path(loader.__file__).parent
 LEVELS = ("v1", "v3", "v4")
 SIZES = [
-    (1, 8, 16), (5, 70, 3), (33, 33, 65), (64, 32, 1088), (130, 96, 64), (40, 300, 200), (64, 32, 4224), (33, 40, 4161),
-]  # fmt: skip
+    (1, 8, 16),
+    (5, 70, 3),
+    (33, 33, 65),
+    (64, 32, 1088),
+    (130, 96, 64),
+    (40, 300, 200),
+    (64, 32, 4224),
+    (33, 40, 4161),
+]
 TRANSPOSED = [(False, False), (False, True), (True, True)]
 
 
@@ -54,14 +62,21 @@ def test_sums_are_exact(library, instructions, monkeypatch):
         for first in range(0, rows, 32):
             count = min(32, rows - first)
             place = ctypes.c_void_p(out[first:].data_ptr())
-            library.lsq_multiply_block(product.packed, ctypes.c_int64(first), ctypes.c_int64(count), place)
+            library.lsq_multiply_block(
+                product.packed, ctypes.c_int64(first), ctypes.c_int64(count), place
+            )
         assert torch.equal(out, gemm.reference(a, b)), (rows, columns, inner, a_lies, b_lies)
 
 
 def test_the_largest_codes_do_not_overflow():
-    a, b = torch.full((32, 1024), 127, dtype=torch.int8), torch.full((32, 1024), -127, dtype=torch.int8)
+    a, b = (
+        torch.full((32, 1024), 127, dtype=torch.int8),
+        torch.full((32, 1024), -127, dtype=torch.int8),
+    )
     for instructions in tiles.usable():
-        product = TileProduct.of(a, b, instructions, 0, memory := aligned(tiles.packed_bytes(32, 1024)))
+        product = TileProduct.of(
+            a, b, instructions, 0, memory := aligned(tiles.packed_bytes(32, 1024))
+        )
         out = torch.empty(32, 32, dtype=torch.int32)
         loader.call("lsq_pack_columns", product)
         loader.call("lsq_multiply_block", product, 0, 32, out)

@@ -1,4 +1,5 @@
-"""Small models with what fairseq's plugin has, made of lsq.layers alone: calibrated, with weights of some size."""
+"""Small models with what fairseq's plugin has, made of lsq.layers alone: calibrated, with weights
+of some size."""
 
 import torch
 from torch import nn
@@ -32,17 +33,30 @@ class SmallStack(Stack, nn.Module):
         self.embed_tokens = Embedding(words, config.hidden, PADDING, max_positions=64, **embedding)
         self.layers = nn.ModuleList(layers)
         norm = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
-        self.layer_norm = norm(config.hidden, eps=config.layer_norm_epsilon) if config.pre_norm else None
+        self.layer_norm = (
+            norm(config.hidden, eps=config.layer_norm_epsilon) if config.pre_norm else None
+        )
 
 
 class SmallModel(nn.Module):
     """A translation model, or without `encoder_layers` a language model."""
 
-    def __init__(self, encoder_layers=2, decoder_layers=2, words=37, quant=None, tied=True, shared=True, embedding=None,
-                 **options):  # fmt: skip
+    def __init__(
+        self,
+        encoder_layers=2,
+        decoder_layers=2,
+        words=37,
+        quant=None,
+        tied=True,
+        shared=True,
+        embedding=None,
+        **options,
+    ):
         super().__init__()
         quant = QuantConfig(**(quant or {}))
-        config = LayerConfig(**({"hidden": 48, "heads": 4, "feed_forward": 96, "quant": quant} | options))
+        config = LayerConfig(
+            **({"hidden": 48, "heads": 4, "feed_forward": 96, "quant": quant} | options)
+        )
         embedding = embedding or {}
         self.encoder = None
         if encoder_layers:
@@ -55,7 +69,10 @@ class SmallModel(nn.Module):
         if encoder_layers and shared:
             self.encoder.embed_tokens.weight = self.decoder.embed_tokens.weight
         self.decoder.output_projection = VocabularyProjection(
-            words, config.hidden, quant=quant, weight=self.decoder.embed_tokens.weight if tied else None,
+            words,
+            config.hidden,
+            quant=quant,
+            weight=self.decoder.embed_tokens.weight if tied else None,
             padding_idx=PADDING,
         )
 
@@ -77,7 +94,10 @@ class SmallModel(nn.Module):
 def batch(words=37, lengths=(7, 3, 11), seed=0):
     """int64 [B, S], padded at the end, each with the end of a sentence."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [torch.cat([torch.randint(4, words, (n - 1,), generator=generator), torch.tensor([EOS])]) for n in lengths]
+    rows = [
+        torch.cat([torch.randint(4, words, (n - 1,), generator=generator), torch.tensor([EOS])])
+        for n in lengths
+    ]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
 
 

@@ -13,14 +13,19 @@ from tests.decode.models import EOS, PADDING, batch, small_model
 
 TIME = 8
 VARIANTS = [
-    {}, {"encoder_layers": 0, "tied": False}, {"pre_norm": True, "shared": False, "embedding": {"layer_norm": True}},
-    {"quant": {"weight_format": "int4"}, "encoder_layers": 1}, {"activation": "gelu", "decoder_layers": 3},
-    {"embedding": {"positions": "learned", "scale": 1.0}}, {"quant": {"weight_granularity": "tensor", "bits": 5}},
-    {"encoder_layers": 0, "pre_norm": True, "words": 50}, {"activation": "silu", "gated": True, "bias": False},
+    {},
+    {"encoder_layers": 0, "tied": False},
+    {"pre_norm": True, "shared": False, "embedding": {"layer_norm": True}},
+    {"quant": {"weight_format": "int4"}, "encoder_layers": 1},
+    {"activation": "gelu", "decoder_layers": 3},
+    {"embedding": {"positions": "learned", "scale": 1.0}},
+    {"quant": {"weight_granularity": "tensor", "bits": 5}},
+    {"encoder_layers": 0, "pre_norm": True, "words": 50},
+    {"activation": "silu", "gated": True, "bias": False},
     {"activation": "silu", "gated": True, "bias": False, "quant": {"weight_format": "int4"}},
     {"activation": "silu", "gated": True, "bias": False, "quant": {"clips": "absmax", "bits": 7}},
     {"activation": "squared_relu", "encoder_layers": 0},
-]  # fmt: skip
+]
 
 
 def sentences(source):
@@ -41,7 +46,9 @@ def test_steps_are_those_of_the_modules(options, place):
     assert (engine.words, engine.longest) == (words, 64)
     source, target = batch(words), hypotheses(3, words)
     engine.begin(sentences(source), rows=3, steps=TIME)
-    found = torch.stack([engine.step_all(target[:, t], torch.arange(3)) for t in range(TIME)], dim=1)
+    found = torch.stack(
+        [engine.step_all(target[:, t], torch.arange(3)) for t in range(TIME)], dim=1
+    )
     assert_close(found, module(source, target).log_softmax(2), rtol=0, atol=2e-5)
 
 
@@ -110,18 +117,24 @@ def test_what_cannot_be_is_refused():
     engine = Engine(model_of(small_model()))
     source, every = sentences(batch()), torch.arange(3)
     for sources, rows, steps, words in [
-        ([], 1, 1, "given 0 sentences"), (source, 0, 1, "0 rows"), (source, 3, 65, "at most 64 steps"),
-        ([torch.ones(65, dtype=torch.int64)], 1, 1, "split long ones"), ([torch.tensor([37])], 1, 1, "from 0 to 36"),
+        ([], 1, 1, "given 0 sentences"),
+        (source, 0, 1, "0 rows"),
+        (source, 3, 65, "at most 64 steps"),
+        ([torch.ones(65, dtype=torch.int64)], 1, 1, "split long ones"),
+        ([torch.tensor([37])], 1, 1, "from 0 to 36"),
         ([torch.ones(2)], 1, 1, "must be int64"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=words):
             engine.begin(sources, rows=rows, steps=steps)
     engine.begin(source, rows=3, steps=1)
     for words, parents, top, message in [
-        (every, every, 0, "top is 0"), (every, every, 38, "top is 38"), (every + 35, every, 1, "words lie between"),
-        (every, every + 1, 1, "parents lie between 1 and 3"), (every[:2], every, 1, "given 2 words and 3 parents"),
+        (every, every, 0, "top is 0"),
+        (every, every, 38, "top is 38"),
+        (every + 35, every, 1, "words lie between"),
+        (every, every + 1, 1, "parents lie between 1 and 3"),
+        (every[:2], every, 1, "given 2 words and 3 parents"),
         (torch.arange(4), torch.arange(4) % 3, 1, "from 1 to 3, the rows"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=message):
             engine.step(words, parents, top=top)
     engine.step(every, every, top=1)
@@ -143,11 +156,16 @@ def test_memory_depends_on_the_largest_batch_alone():
 
     def run(rows):
         engine.begin(sentences(batch(lengths=[5] * rows)), rows=rows, steps=2)
-        for step in (engine.step_all, lambda *given: engine.step(*given, top=chance.randint(1, 30))):
+        for step in (
+            engine.step_all,
+            lambda *given: engine.step(*given, top=chance.randint(1, 30)),
+        ):
             step(torch.full((rows,), EOS), torch.arange(rows))
 
     def kept():
-        return engine._preparation.blocks.bytes + sum(tensor.nbytes for tensor in engine._tensors.values())
+        return engine._preparation.blocks.bytes + sum(
+            tensor.nbytes for tensor in engine._tensors.values()
+        )
 
     run(70)
     before = kept()

@@ -33,14 +33,21 @@ def engines(activations=torch.float32, sparse=False, **options) -> tuple[Engine,
     return Engine(model), Engine(model, CUDA(cuda.current_device(), activations=activations))
 
 
-@pytest.mark.parametrize("options", [
-    {"sparse": True},
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in (
-        {}, {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
-        {"quant": {"weight_format": "int4"}, "pre_norm": True, "norm": "rms"},
-        {"embedding": {"positions": "learned", "layer_norm": True}},
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparse": True},
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in (
+                {},
+                {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
+                {"quant": {"weight_format": "int4"}, "pre_norm": True, "norm": "rms"},
+                {"embedding": {"positions": "learned", "layer_norm": True}},
+            )
+        ),
+    ],
+)
 def test_candidates_are_those_of_the_cpu(options):
     """Rows fork, change places and die; the fourth step asks for all words."""
     both = engines(**options)
@@ -63,10 +70,15 @@ def thoroughly(**options):
     return pytest.param(SearchOptions(**options), marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("options", [
-    SearchOptions(beam=3, max_len_b=3), thoroughly(beam=2, max_len_b=6, sampling=True, sampling_topk=4, nbest=2),
-    thoroughly(beam=4, max_len_b=7, no_repeat_ngram_size=2, unk_penalty=0.5, nbest=4), thoroughly(beam=3, max_len_b=9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        SearchOptions(beam=3, max_len_b=3),
+        thoroughly(beam=2, max_len_b=6, sampling=True, sampling_topk=4, nbest=2),
+        thoroughly(beam=4, max_len_b=7, no_repeat_ngram_size=2, unk_penalty=0.5, nbest=4),
+        thoroughly(beam=3, max_len_b=9),
+    ],
+)
 def test_a_search_finds_what_it_finds_on_the_cpu(options):
     source = sentences(batch(lengths=(7, 3, 11, 1)))
     prefixes = [None, torch.tensor([5, 6]), None, torch.tensor([11])]

@@ -1,4 +1,5 @@
-"""Engine on every library and any number of threads, for models of many shapes: what the modules compute."""
+"""Engine on every library and any number of threads, for models of many shapes: what the modules
+compute."""
 
 import random
 
@@ -12,9 +13,10 @@ from lsq.decode.model import model_of
 from tests.decode.models import EOS, PADDING, batch, small_model
 
 LEVELS = [
-    level for level, needed in loader._REQUIRED.items()
+    level
+    for level, needed in loader._REQUIRED.items()
     if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
-]  # fmt: skip
+]
 
 
 def drawn(chance: random.Random) -> dict:
@@ -63,7 +65,9 @@ def test_any_shape_on_any_library(seed, monkeypatch, request):
     request.addfinalizer(forget_instructions)
     lengths = [chance.randint(2, 40) for _ in range(chance.choice([1, 3, 37]))]
     source = batch(options["words"], lengths, seed)
-    target = torch.randint(4, options["words"], (len(lengths), 5), generator=torch.Generator().manual_seed(seed))
+    target = torch.randint(
+        4, options["words"], (len(lengths), 5), generator=torch.Generator().manual_seed(seed)
+    )
     target[:, 0] = EOS
     for level in LEVELS:
         library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
@@ -78,5 +82,6 @@ def test_any_shape_on_any_library(seed, monkeypatch, request):
         expected = module(source, target).log_softmax(2)
         # where sums are added up in another order, a code that lies on a border may differ
         differences = (found - expected).abs().amax(2)
-        largest = 0.1 if options["quant"]["bits"] == 8 else 0.4  # a code of 6 bits is four times as far from the next
+        # a code of 6 bits is four times as far from the next
+        largest = 0.1 if options["quant"]["bits"] == 8 else 0.4
         assert differences.median() < 2e-5 and differences.max() < largest, (level, options)

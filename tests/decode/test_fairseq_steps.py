@@ -1,4 +1,5 @@
-"""The search finds what fairseq's generator finds, on models with its interface and on the int8 engine."""
+"""The search finds what fairseq's generator finds, on models with its interface and on the int8
+engine."""
 
 import functools
 import random
@@ -11,7 +12,15 @@ from lsq.decode import model as decoding
 from lsq.decode.engine import Engine
 from lsq.decode.fairseq_steps import FairseqSteps, highest
 from lsq.fairseq.generator import as_fairseq
-from tests.decode.beside_fairseq import END, MODELS, VOCABULARY, assert_same, found_by_fairseq, model_of, sentences
+from tests.decode.beside_fairseq import (
+    END,
+    MODELS,
+    VOCABULARY,
+    assert_same,
+    found_by_fairseq,
+    model_of,
+    sentences,
+)
 from tests.sampling import in_turn
 
 CASES = {
@@ -30,14 +39,40 @@ CASES = {
     "no pairs twice": {"no_repeat_ngram_size": 2, "min_len": 8, "max_len_b": 12},
     "no triples twice": {"no_repeat_ngram_size": 3, "beam": 2, "min_len": 8, "max_len_b": 12},
     "two groups": {"beam": 6, "nbest": 6, "diverse_beam_groups": 2, "max_len_b": 12},
-    "strict groups": {"beam": 4, "nbest": 4, "diverse_beam_groups": 4, "diverse_beam_strength": 3.0, "max_len_b": 12},
-    "like groups": {"beam": 4, "nbest": 4, "diverse_beam_groups": 2, "diverse_beam_strength": -0.5, "max_len_b": 12},
+    "strict groups": {
+        "beam": 4,
+        "nbest": 4,
+        "diverse_beam_groups": 4,
+        "diverse_beam_strength": 3.0,
+        "max_len_b": 12,
+    },
+    "like groups": {
+        "beam": 4,
+        "nbest": 4,
+        "diverse_beam_groups": 2,
+        "diverse_beam_strength": -0.5,
+        "max_len_b": 12,
+    },
     "sampling": {"sampling": True, "nbest": 5, "max_len_b": 12},
     "sampling of 3": {"sampling": True, "sampling_topk": 3, "nbest": 5, "max_len_b": 12},
-    "sampling one by one": {"sampling": True, "sampling_topk": 9, "beam": 1, "max_len_b": 12, "temperature": 1.5},
-    "sampling of 60 %": {"sampling": True, "sampling_topp": 0.6, "nbest": 5, "max_len_b": 12, "unk_penalty": -2.0},
+    "sampling one by one": {
+        "sampling": True,
+        "sampling_topk": 9,
+        "beam": 1,
+        "max_len_b": 12,
+        "temperature": 1.5,
+    },
+    "sampling of 60 %": {
+        "sampling": True,
+        "sampling_topp": 0.6,
+        "nbest": 5,
+        "max_len_b": 12,
+        "unk_penalty": -2.0,
+    },
 }
-PREFIXES = [torch.tensor(words, dtype=torch.int64) for words in ([5], [], [6, 3, 7], [8, END], [9, 9])]
+PREFIXES = [
+    torch.tensor(words, dtype=torch.int64) for words in ([5], [], [6, 3, 7], [8, END], [9, 9])
+]
 
 ENGINE = " engine"
 SUBJECTS = [*MODELS, *(name + ENGINE for name in MODELS if name.startswith("int8"))]
@@ -48,7 +83,8 @@ model = functools.cache(model_of)
 def compare(names: list[str], options: SearchOptions, prefixes=None, seed: int = 1) -> None:
     models = [model(name.removesuffix(ENGINE)) for name in names]
     sources = sentences(5, seed)
-    if names[0].endswith(ENGINE) and options.sampling:  # the modules draw from fairseq's generator, the engine does not
+    # the modules draw from fairseq's generator, the engine does not
+    if names[0].endswith(ENGINE) and options.sampling:
         found = search(FairseqSteps(*models), sources, options, prefixes)
         theirs = [[as_fairseq(hypothesis) for hypothesis in sentence] for sentence in found]
     else:
@@ -58,7 +94,9 @@ def compare(names: list[str], options: SearchOptions, prefixes=None, seed: int =
         ours = search(Engine(decoding.model_of(models[0])), sources, options, prefixes)
     else:
         torch.manual_seed(seed)
-        ours = search(FairseqSteps(*models), sources, options, prefixes, generator=torch.default_generator)
+        ours = search(
+            FairseqSteps(*models), sources, options, prefixes, generator=torch.default_generator
+        )
     assert_same(theirs, ours, options.nbest)
 
 
@@ -67,10 +105,24 @@ def test_hypotheses_are_those_of_fairseq(name, case):
     compare([name], SearchOptions(**CASES[case]))
 
 
-@pytest.mark.parametrize("given, name", in_turn([
-    {}, {"beam": 1}, {"unk_penalty": -2.0, "nbest": 5}, {"temperature": 0.5}, {"max_len_b": 2}, {"min_len": 5},
-    {"sampling": True, "sampling_topk": 4}, {"sampling": True, "sampling_topp": 0.9}, {"sampling": True},
-], ["fairseq", "int8", "int8 language model", "int8 engine"], 2))  # fmt: skip
+@pytest.mark.parametrize(
+    "given, name",
+    in_turn(
+        [
+            {},
+            {"beam": 1},
+            {"unk_penalty": -2.0, "nbest": 5},
+            {"temperature": 0.5},
+            {"max_len_b": 2},
+            {"min_len": 5},
+            {"sampling": True, "sampling_topk": 4},
+            {"sampling": True, "sampling_topp": 0.9},
+            {"sampling": True},
+        ],
+        ["fairseq", "int8", "int8 language model", "int8 engine"],
+        2,
+    ),
+)
 def test_so_are_those_with_prefixes(name, given):
     compare([name], SearchOptions(**{"max_len_b": 12, **given}), PREFIXES)
 
@@ -81,22 +133,36 @@ def test_several_models_are_averaged():
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", (seed for seed in range(61) if seed != 40))  # a tie between two codes
+# a tie between two codes
+@pytest.mark.parametrize("seed", (seed for seed in range(61) if seed != 40))
 def test_options_drawn_at_random(seed):
     chance = random.Random(seed)
     beam = chance.choice([1, 2, 4, 6])
     given = {
-        "beam": beam, "nbest": beam, "max_len_a": chance.choice([0, 1.2]), "max_len_b": chance.choice([3, 8, 14]),
-        "min_len": chance.choice([0, 1, 3]), "unk_penalty": chance.choice([0.0, 0.0, 2.0, -3.0]),
-        "length_penalty": chance.choice([1.0, 0.6]), "normalize_scores": chance.random() < 0.8,
-        "temperature": chance.choice([1.0, 1.0, 0.5]), "no_repeat_ngram_size": chance.choice([0, 0, 2, 3]),
-    }  # fmt: skip
+        "beam": beam,
+        "nbest": beam,
+        "max_len_a": chance.choice([0, 1.2]),
+        "max_len_b": chance.choice([3, 8, 14]),
+        "min_len": chance.choice([0, 1, 3]),
+        "unk_penalty": chance.choice([0.0, 0.0, 2.0, -3.0]),
+        "length_penalty": chance.choice([1.0, 0.6]),
+        "normalize_scores": chance.random() < 0.8,
+        "temperature": chance.choice([1.0, 1.0, 0.5]),
+        "no_repeat_ngram_size": chance.choice([0, 0, 2, 3]),
+    }
     kind = chance.randrange(4)
     if kind == 0:
-        given |= {"sampling": True, **chance.choice([{}, {"sampling_topk": 3}, {"sampling_topp": 0.7}])}
-        given["no_repeat_ngram_size"] = 0  # fairseq fails where nothing is left to draw after an end
+        given |= {
+            "sampling": True,
+            **chance.choice([{}, {"sampling_topk": 3}, {"sampling_topp": 0.7}]),
+        }
+        given["no_repeat_ngram_size"] = (
+            0  # fairseq fails where nothing is left to draw after an end
+        )
     elif kind == 1:
-        given["diverse_beam_groups"] = chance.choice([groups for groups in (1, 2, 3, 4) if beam % groups == 0])
+        given["diverse_beam_groups"] = chance.choice(
+            [groups for groups in (1, 2, 3, 4) if beam % groups == 0]
+        )
     compare([chance.choice(SUBJECTS)], SearchOptions(**given), seed=seed)
 
 
@@ -118,5 +184,7 @@ def test_of_equal_words_the_first_is_the_best():
 
 
 def test_other_models_are_refused():
-    with pytest.raises(ValueError, match="Linear has no decoder of fairseq's that goes word by word"):
+    with pytest.raises(
+        ValueError, match="Linear has no decoder of fairseq's that goes word by word"
+    ):
         FairseqSteps(torch.nn.Linear(2, 2))

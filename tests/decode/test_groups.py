@@ -16,8 +16,11 @@ def choose(selection: GroupSelection, rows: int, totals: torch.Tensor | None):
 
 
 def test_penalties_add_up_over_a_hypothesis():
-    selection = GroupSelection(SearchOptions(beam=3, diverse_beam_groups=3, diverse_beam_strength=0.3), 3, 4)
-    first = choose(selection, 1, None)  # word 0 costs 0.3 in the second group, which takes it, and 0.6 in the third
+    selection = GroupSelection(
+        SearchOptions(beam=3, diverse_beam_groups=3, diverse_beam_strength=0.3), 3, 4
+    )
+    # word 0 costs 0.3 in the second group, which takes it, and 0.6 in the third
+    first = choose(selection, 1, None)
     assert (first.words.tolist(), first.rows.tolist()) == ([[0, 0, 1]], [[0, 0, 0]])
     torch.testing.assert_close(first.scores, torch.tensor([[0.0, -0.3, -0.4]]))
     second = choose(selection, 3, first.scores)  # word 0 costs 0.6 in the second: it was alike once

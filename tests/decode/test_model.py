@@ -9,10 +9,14 @@ from lsq.sparsity import sparsify
 from tests.decode.models import small_model
 
 VARIANTS = [
-    {}, {"encoder_layers": 0}, {"pre_norm": True, "shared": False, "tied": False, "embedding": {"layer_norm": True}},
-    {"quant": {"weight_format": "int4"}}, {"embedding": {"positions": "learned", "scale": 1.0}},
-    {"quant": {"weight_granularity": "tensor", "bits": 5}}, {"norm": "rms"},
-]  # fmt: skip
+    {},
+    {"encoder_layers": 0},
+    {"pre_norm": True, "shared": False, "tied": False, "embedding": {"layer_norm": True}},
+    {"quant": {"weight_format": "int4"}},
+    {"embedding": {"positions": "learned", "scale": 1.0}},
+    {"quant": {"weight_granularity": "tensor", "bits": 5}},
+    {"norm": "rms"},
+]
 
 
 @pytest.mark.parametrize("options", VARIANTS)
@@ -45,7 +49,9 @@ def test_sparse_weights_are_what_masks_leave():
     masked = model_of(module).tensors
     sparsity.finish()
     written = model_of(module).tensors
-    assert masked.keys() == written.keys() and all(torch.equal(one, written[name]) for name, one in masked.items())
+    assert masked.keys() == written.keys() and all(
+        torch.equal(one, written[name]) for name, one in masked.items()
+    )
     codes = written["encoder.layers.0.feed_forward.fc1_weight.codes"]
     assert (codes.unflatten(1, (-1, 4)) != 0).sum(2).max() == 2
 
@@ -69,10 +75,14 @@ def test_tensors_that_do_not_fit_are_refused():
     model = model_of(small_model())
     name = next(iter(tensors_of(model.architecture)))
     for change, words in [
-        ({name: None}, f"lacks tensors: {name}"), ({"more": torch.ones(1)}, "unknown tensors: more"),
-        ({name: torch.ones(3)}, "it must be"), ({name: model.tensors[name].double()}, "float64"),
-    ]:  # fmt: skip
-        tensors = {key: value for key, value in (dict(model.tensors) | change).items() if value is not None}
+        ({name: None}, f"lacks tensors: {name}"),
+        ({"more": torch.ones(1)}, "unknown tensors: more"),
+        ({name: torch.ones(3)}, "it must be"),
+        ({name: model.tensors[name].double()}, "float64"),
+    ]:
+        tensors = {
+            key: value for key, value in (dict(model.tensors) | change).items() if value is not None
+        }
         with pytest.raises(ValueError, match=words):
             DecodingModel(architecture=model.architecture, tensors=tensors)
 
@@ -82,21 +92,31 @@ def test_modules_that_are_not_ready_are_refused():
         model_of(small_model().train())
 
 
-@pytest.mark.parametrize("field, form", [
-    ("weight_format", "int4"), ("weight_format", "nvfp4"), ("weight_format", "float32"),
-    ("activation_format", "fp8-e4m3/row"), ("gradient_format", "float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, form",
+    [
+        ("weight_format", "int4"),
+        ("weight_format", "nvfp4"),
+        ("weight_format", "float32"),
+        ("activation_format", "fp8-e4m3/row"),
+        ("gradient_format", "float32"),
+    ],
+)
 def test_layers_in_different_formats_are_refused(field, form):
     """As fairseq's plugin makes them, each with a configuration for its place."""
     module = small_model()
     other = small_model(quant={field: form})
     module.decoder.layers[1] = other.decoder.layers[1]
-    with pytest.raises(ValueError, match=f"{field} differs .*in decoder.layers.1.*--{field.replace('_', '-')} int8"):
+    with pytest.raises(
+        ValueError, match=f"{field} differs .*in decoder.layers.1.*--{field.replace('_', '-')} int8"
+    ):
         model_of(module)
 
 
 def test_a_final_norm_of_another_kind_is_refused():
     module = small_model(pre_norm=True, norm="rms")
     module.decoder.layer_norm = torch.nn.LayerNorm(48)
-    with pytest.raises(ValueError, match="the final norm is a LayerNorm behind layers of another norm; use RMSNorm"):
+    with pytest.raises(
+        ValueError, match="the final norm is a LayerNorm behind layers of another norm; use RMSNorm"
+    ):
         model_of(module)

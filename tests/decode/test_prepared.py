@@ -31,12 +31,21 @@ def test_weights_are_packed_once_and_temporary_tensors_share_memory():
     model, place = model_of(small_model(encoder_layers=4)), backend("cpu")
     preparation = Preparation(model, place)
     program = encoder_program(model.architecture, Sentences(rows=16, count=2), place)
-    inputs = {name: place.allocate((16,), tensor.dtype) for name, tensor in
-              ((one.name, one) for one in program.inputs if one.name in ("tokens", "places"))}  # fmt: skip
-    inputs["starts"] = next(place.allocate(one.shape, one.dtype) for one in program.inputs if one.name == "starts")
+    inputs = {
+        name: place.allocate((16,), tensor.dtype)
+        for name, tensor in (
+            (one.name, one) for one in program.inputs if one.name in ("tokens", "places")
+        )
+    }
+    inputs["starts"] = next(
+        place.allocate(one.shape, one.dtype) for one in program.inputs if one.name == "starts"
+    )
     found = [preparation.calls(program, inputs) for _ in range(2)]
     (first, tensors), (second, _) = found
-    packed = [[call.weight for call, _ in calls if isinstance(call, PackedProject)] for calls in (first, second)]
+    packed = [
+        [call.weight for call, _ in calls if isinstance(call, PackedProject)]
+        for calls in (first, second)
+    ]
     assert len(packed[0]) == 4 * 4 + 2 and not any(isinstance(call, Project) for call, _ in first)
     assert all(one.tiles is other.tiles for one, other in zip(*packed, strict=True))
     temporary = [tensors[virtual] for virtual in tensors if virtual.role == "temporary"]
@@ -57,7 +66,11 @@ def test_sparse_weights_are_packed_as_such():
 
 def test_few_rows_read_sparse_weights_where_none_are_packed():
     model, place = model_of(small_model(encoder_layers=1)), backend("reference")
-    sparse = [name for name in model.tensors if name.startswith("encoder") and name.endswith("1_weight.codes")]
+    sparse = [
+        name
+        for name in model.tensors
+        if name.startswith("encoder") and name.endswith("1_weight.codes")
+    ]
     for name in sparse:
         codes = model.tensors[name]
         codes *= choose(codes.int().abs())

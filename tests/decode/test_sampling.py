@@ -15,16 +15,27 @@ PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
 def draw(beam: int = 4000, totals: torch.Tensor | None = None, seed: int = 1, **given):
     """Words drawn for one sentence, from one row at the first step or from `beam` later."""
     options = SearchOptions(sampling=True, beam=beam, **given)
-    selection = SamplingSelection(options, beam, len(PROBABILITIES), torch.Generator().manual_seed(seed))
+    selection = SamplingSelection(
+        options, beam, len(PROBABILITIES), torch.Generator().manual_seed(seed)
+    )
     rows = 1 if totals is None else beam
     words = torch.arange(len(PROBABILITIES)).expand(1, rows, -1)
-    return selection.choose(words, PROBABILITIES.log().expand(1, rows, -1), totals, torch.zeros(1, dtype=torch.int64))
+    return selection.choose(
+        words, PROBABILITIES.log().expand(1, rows, -1), totals, torch.zeros(1, dtype=torch.int64)
+    )
 
 
-@pytest.mark.parametrize("given, allowed", [
-    ({}, [0, 1, 2, 3, 4]), ({"sampling_topk": 2}, [1, 3]), ({"sampling_topk": 9}, [0, 1, 2, 3, 4]),
-    ({"sampling_topp": 0.3}, [1]), ({"sampling_topp": 0.5}, [1, 3]), ({"sampling_topp": 1.0}, [0, 1, 2, 3, 4]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, allowed",
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"sampling_topk": 2}, [1, 3]),
+        ({"sampling_topk": 9}, [0, 1, 2, 3, 4]),
+        ({"sampling_topp": 0.3}, [1]),
+        ({"sampling_topp": 0.5}, [1, 3]),
+        ({"sampling_topp": 1.0}, [0, 1, 2, 3, 4]),
+    ],
+)
 @pytest.mark.parametrize("first", [True, False])
 def test_words_are_drawn_as_often_as_they_are_probable(given, allowed, first):
     chosen = draw(totals=None if first else torch.full((1, 4000), -2.0), **given)
@@ -32,7 +43,9 @@ def test_words_are_drawn_as_often_as_they_are_probable(given, allowed, first):
     shares = torch.bincount(chosen.words[0], minlength=5) / 4000
     torch.testing.assert_close(shares, expected / expected.sum(), rtol=0, atol=0.04)
     assert (shares[expected == 0] == 0).all()
-    torch.testing.assert_close(chosen.scores[0], PROBABILITIES[chosen.words[0]].log() - 2.0 * (not first))
+    torch.testing.assert_close(
+        chosen.scores[0], PROBABILITIES[chosen.words[0]].log() - 2.0 * (not first)
+    )
     assert chosen.rows[0].tolist() == ([0] * 4000 if first else list(range(4000)))
 
 
@@ -48,7 +61,9 @@ def test_a_row_without_words_does_not_stop_the_others(value):
     found = torch.tensor([[[value] * 3, [-math.inf, 0.0, -math.inf]]])
     words, sentences = torch.arange(3).expand(1, 2, 3), torch.zeros(1, dtype=torch.int64)
     chosen = selection.choose(words, found, torch.zeros(1, 2), sentences)
-    assert chosen.words[0, 1] == 1 and chosen.scores[0, 1] == 0 and not chosen.scores[0, 0] > -math.inf
+    assert (
+        chosen.words[0, 1] == 1 and chosen.scores[0, 1] == 0 and not chosen.scores[0, 0] > -math.inf
+    )
 
 
 @pytest.mark.parametrize("given", [{}, {"sampling_topp": 0.9}, {"sampling_topk": 3}])

@@ -14,7 +14,8 @@ START, PADDING, END, UNKNOWN = 2, 1, 2, 3
 
 
 class Table:
-    """Steps of a model whose next word depends on the last one alone: log-probabilities float32 [V, V]."""
+    """Steps of a model whose next word depends on the last one alone: log-probabilities float32 [V,
+    V]."""
 
     longest = 12
 
@@ -31,7 +32,9 @@ class Table:
         assert len(words) <= self.most
         return self.table[words]
 
-    def step(self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None) -> Candidates:
+    def step(
+        self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None
+    ) -> Candidates:
         self.asked.append(top)
         found = self.step_all(words, parents)
         best, places = found.sort(dim=1, descending=True, stable=True)
@@ -68,18 +71,30 @@ def test_a_wide_beam_finds_the_best_of_all_sentences():
     options = SearchOptions(beam=5, nbest=1, max_len_b=3, length_penalty=0.0)
     best = max(every_sentence(model, 3).items(), key=lambda each: each[1])
     for (hypothesis,) in search(model, SOURCES, options):
-        assert (tuple(hypothesis.words.tolist()), round(hypothesis.score, 4)) == (best[0], round(best[1], 4))
+        assert (tuple(hypothesis.words.tolist()), round(hypothesis.score, 4)) == (
+            best[0],
+            round(best[1], 4),
+        )
 
 
-@pytest.mark.parametrize("given", [
-    {}, {"beam": 1}, {"unk_penalty": 2.0}, {"no_repeat_ngram_size": 1, "max_len_b": 4}, {"min_len": 4},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"beam": 1},
+        {"unk_penalty": 2.0},
+        {"no_repeat_ngram_size": 1, "max_len_b": 4},
+        {"min_len": 4},
+    ],
+)
 def test_scores_are_the_sums_of_the_words(given):
     model, options = table(), SearchOptions(**{"beam": 3, "max_len_b": 6, **given})
     for sentence in search(model, SOURCES, options):
         for found in sentence:
             before = [START, *found.words.tolist()[:-1]]
-            expected = model.table[before, found.words] - options.unk_penalty * (found.words == UNKNOWN)
+            expected = model.table[before, found.words] - options.unk_penalty * (
+                found.words == UNKNOWN
+            )
             torch.testing.assert_close(found.word_scores, expected, atol=1e-5, rtol=0)
             assert found.score == pytest.approx(expected.sum().item() / len(found.words), abs=1e-5)
             assert found.words[-1] == END and len(found.words) > options.min_len
@@ -118,14 +133,22 @@ def test_finished_sentences_leave_the_batch():
     log_probabilities[:, END] = 0.0
     log_probabilities[5, END], log_probabilities[5, 5] = -9.0, 9.0
     model = Table(log_probabilities.log_softmax(1))
-    search(model, SOURCES, SearchOptions(beam=2, max_len_b=9), [torch.tensor([4]), torch.tensor([5])])
+    search(
+        model, SOURCES, SearchOptions(beam=2, max_len_b=9), [torch.tensor([4]), torch.tensor([5])]
+    )
     assert model.rows[:3] == [2, 4, 4] and model.rows[-1] == 2
 
 
 def test_few_different_numbers_of_words_are_asked_for():
     model = table(60)
     search(model, SOURCES, SearchOptions(beam=2, min_len=11, no_repeat_ngram_size=1))
-    assert set(model.asked) == {7, 15, 23, 1}  # 2 * 2 + 3, and as many more as are banned; the end alone
+    # 2 * 2 + 3, and as many more as are banned; the end alone
+    assert set(model.asked) == {
+        7,
+        15,
+        23,
+        1,
+    }
     model.asked.clear()
     search(model, SOURCES, SearchOptions(beam=3, min_len=2, max_len_b=5, unk_penalty=1.0))
     assert set(model.asked) <= {9, 1}
@@ -133,9 +156,13 @@ def test_few_different_numbers_of_words_are_asked_for():
 
 def test_limits_on_length():
     options = SearchOptions(beam=2, max_len_a=2.0, max_len_b=0, min_len=6)
-    assert {len(found.words) for sentence in search(table(), SOURCES, options) for found in sentence} == {7}
+    assert {
+        len(found.words) for sentence in search(table(), SOURCES, options) for found in sentence
+    } == {7}
     options = SearchOptions(beam=2, max_len_b=200, min_len=11)
-    assert {len(found.words) for sentence in search(table(), SOURCES, options) for found in sentence} == {Table.longest}
+    assert {
+        len(found.words) for sentence in search(table(), SOURCES, options) for found in sentence
+    } == {Table.longest}
     for given in ({"max_len_b": 10**400}, {"max_len_a": 1e308}):  # that no float holds
         assert length_limit(table(), SOURCES, SearchOptions(**given)) == Table.longest - 1
 
@@ -143,17 +170,27 @@ def test_limits_on_length():
 def test_whole_numbers_for_floats():
     model = table()
     model.longest = 101
-    found = [search(model, SOURCES, SearchOptions(min_len=100, length_penalty=number)) for number in (10, 10.0)]
+    found = [
+        search(model, SOURCES, SearchOptions(min_len=100, length_penalty=number))
+        for number in (10, 10.0)
+    ]
     scores = [[hypothesis.score for sentence in each for hypothesis in sentence] for each in found]
     assert scores[0] == scores[1] and -1e-17 < scores[0][0] < 0  # 101**10 is no int64
 
 
-@pytest.mark.parametrize("given, prefixes, words", [
-    ({"min_len": 12}, None, "min_len is 12, but a hypothesis may have 11 words at most"),
-    ({}, [None], "there are 1 prefixes for 2 sentences"),
-    ({}, [torch.tensor([4]), torch.tensor([9])], r"the prefix of sentence 1 is \[9\]; its words must be .* 0 to 8"),
-    ({}, [torch.tensor([PADDING]), None], r"the prefix of sentence 0 is \[1\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, prefixes, words",
+    [
+        ({"min_len": 12}, None, "min_len is 12, but a hypothesis may have 11 words at most"),
+        ({}, [None], "there are 1 prefixes for 2 sentences"),
+        (
+            {},
+            [torch.tensor([4]), torch.tensor([9])],
+            r"the prefix of sentence 1 is \[9\]; its words must be .* 0 to 8",
+        ),
+        ({}, [torch.tensor([PADDING]), None], r"the prefix of sentence 0 is \[1\]"),
+    ],
+)
 def test_what_does_not_fit_is_refused(given, prefixes, words):
     with pytest.raises(ValueError, match=words):
         search(table(), SOURCES, SearchOptions(**given), prefixes)
@@ -161,7 +198,9 @@ def test_what_does_not_fit_is_refused(given, prefixes, words):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_model_without_numbers_is_refused(value):
-    with pytest.raises(ValueError, match="sentence 0 of the batch has no hypothesis with a probability above 0"):
+    with pytest.raises(
+        ValueError, match="sentence 0 of the batch has no hypothesis with a probability above 0"
+    ):
         search(Table(torch.full((9, 9), value)), SOURCES, SearchOptions(max_len_b=3))
 
 

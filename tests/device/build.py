@@ -1,4 +1,5 @@
-"""Builds the test device with the C++ compiler against PyTorch's headers, into the cache of the emulator."""
+"""Builds the test device with the C++ compiler against PyTorch's headers, into the cache of the
+emulator."""
 
 import os
 import shlex
@@ -44,7 +45,9 @@ def library() -> Path:
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise CannotBuild(f"the C++ compiler {compiler[0]!r} cannot be run ({error.strerror})") from error
+        raise CannotBuild(
+            f"the C++ compiler {compiler[0]!r} cannot be run ({error.strerror})"
+        ) from error
     if result.returncode:
         raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr[:4000]}")
     staged.rename(target)

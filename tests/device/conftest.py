@@ -1,4 +1,5 @@
-"""Tests of this folder run in a process of their own, the same for all: a device cannot be taken back from PyTorch."""
+"""Tests of this folder run in a process of their own, the same for all: a device cannot be taken
+back from PyTorch."""
 
 import functools
 import random

@@ -1,5 +1,7 @@
-"""A process group for the test device that behaves as NCCL's: it takes no other tensors, works on a stream of its own,
-and who waits for its work lets his stream wait, not the host. gloo carries the bytes."""
+"""A process group for the test device that behaves as NCCL's: it takes no other tensors, works on a
+stream of its own, and who waits for its work lets his stream wait, not the host. gloo carries the
+bytes.
+"""
 
 import torch
 from torch import Tensor, distributed
@@ -32,7 +34,10 @@ class StandinGroup(ProcessGroup):
         """The work that `call`, given the same memory as tensors of the CPU, makes of gloo."""
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1 or next(iter(devices)).type != standin.NAME:
-            raise RuntimeError(f"{NAME} was given tensors on {devices}; it takes those of one device {standin.NAME}")
+            raise RuntimeError(
+                f"{NAME} was given tensors on {devices}; it takes those of one device"
+                f" {standin.NAME}"
+            )
         device = devices.pop()
         stream = self._streams.setdefault(device, torch.Stream(device))
         stream.wait_stream(torch.accelerator.current_stream(device))
@@ -46,14 +51,20 @@ class StandinGroup(ProcessGroup):
         return _create_work_from_future(future)
 
     def allreduce(self, tensors, options):
-        return self._work(tensors, tensors, lambda *given: self._gloo.allreduce(list(given), options))
+        return self._work(
+            tensors, tensors, lambda *given: self._gloo.allreduce(list(given), options)
+        )
 
     def broadcast(self, tensors, options):
-        return self._work(tensors, tensors, lambda *given: self._gloo.broadcast(list(given), options))
+        return self._work(
+            tensors, tensors, lambda *given: self._gloo.broadcast(list(given), options)
+        )
 
     def allgather(self, results, tensors, options=None):
         (outs,), (own,) = results, tensors
-        return self._work([*outs, own], results, lambda *given: self._gloo.allgather([given[:-1]], [given[-1]]))
+        return self._work(
+            [*outs, own], results, lambda *given: self._gloo.allgather([given[:-1]], [given[-1]])
+        )
 
     def all_gather_single(self, out, own, options=None):
         return self._work([out, own], out, lambda to, of: self._gloo._allgather_base(to, of))
@@ -70,13 +81,21 @@ class StandinGroup(ProcessGroup):
         return self._work([out, given], out, call)
 
     def all_to_all_single(self, out, given, received, sent, options=None):
-        return self._work([out, given], out, lambda to, of: self._gloo.alltoall_base(to, of, received, sent))
+        return self._work(
+            [out, given], out, lambda to, of: self._gloo.alltoall_base(to, of, received, sent)
+        )
 
     # Before PyTorch 2.13
-    _allgather_base, alltoall_base, _reduce_scatter_base = all_gather_single, all_to_all_single, reduce_scatter_single
+    _allgather_base, alltoall_base, _reduce_scatter_base = (
+        all_gather_single,
+        all_to_all_single,
+        reduce_scatter_single,
+    )
 
     def barrier(self, options=None):
-        return self.allreduce([torch.zeros(1, device=standin.PLACE)], distributed.AllreduceOptions())
+        return self.allreduce(
+            [torch.zeros(1, device=standin.PLACE)], distributed.AllreduceOptions()
+        )
 
     @property
     def _device_types(self):

@@ -1,7 +1,8 @@
-"""The device "standin" of PyTorch, and lsq's backend for it: kernels run in the emulator, on the device's own memory.
+"""The device "standin" of PyTorch, and lsq's backend for it: kernels run in the emulator, on the
+device's own memory.
 
-Its memory is the host's, but its tensors do not mix with those of the CPU. To be loaded before the first backward pass
-of a process, which starts a thread for each device that is known then.
+Its memory is the host's, but its tensors do not mix with those of the CPU. To be loaded before the
+first backward pass of a process, which starts a thread for each device that is known then.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ NAME = "standin"
 DEVICES = 2
 PLACE = torch.device("privateuseone", 0)  # its name until it is loaded
 Watcher = Callable[[int, str, int], None]
-"""Is given LAUNCH, WAIT or FAULT (memory ended while in use), what it was, and the number of the current stream."""
+"""Is given LAUNCH, WAIT or FAULT (memory ended while in use), what it was, and the number of the
+current stream."""
 LAUNCH, WAIT, FAULT = 0, 1, 2
 _C_WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
 _library: ctypes.CDLL | None = None
@@ -44,9 +46,13 @@ def load() -> None:
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
     made: dict[torch.device, CUDA] = {}
-    backends.register(NAME, lambda place, activations: made.setdefault(
-        (place, activations), CUDA(emulated_device(place=place), activations=activations or torch.float32)
-    ))  # fmt: skip
+    backends.register(
+        NAME,
+        lambda place, activations: made.setdefault(
+            (place, activations),
+            CUDA(emulated_device(place=place), activations=activations or torch.float32),
+        ),
+    )
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
@@ -58,8 +64,11 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def moved(model: nn.Module, place: torch.device = PLACE) -> nn.Module:
-    """`model` on the device; as on CUDA, and unlike model.to(), parameters that modules share stay shared."""
-    named = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    """`model` on the device; as on CUDA, and unlike model.to(), parameters that modules share stay
+    shared."""
+    named = [
+        (module, name, p) for module in model.modules() for name, p in module._parameters.items()
+    ]
     model.to(place)
     first = {}
     for module, name, before in named:
@@ -70,7 +79,8 @@ def moved(model: nn.Module, place: torch.device = PLACE) -> nn.Module:
 
 @contextlib.contextmanager
 def watching(watcher: Watcher):
-    """Within this context, tell `watcher` of everything that PyTorch launches on the device and waits for."""
+    """Within this context, tell `watcher` of everything that PyTorch launches on the device and
+    waits for."""
     _watchers.append(watcher)
     try:
         yield
@@ -86,7 +96,8 @@ def _tell(what: int, name: bytes, stream: int) -> None:
 
 @contextlib.contextmanager
 def ordered():
-    """Within this context, uses of memory that no event orders raise RuntimeError; ends of memory do at its end."""
+    """Within this context, uses of memory that no event orders raise RuntimeError; ends of memory
+    do at its end."""
     faults = []
     _library.standin_order(1)
     try:
@@ -137,7 +148,9 @@ def synchronize(device=None) -> None:
 
 
 def device(given) -> torch.accelerator.device_index:
-    return torch.accelerator.device_index(given if isinstance(given, int) else torch.device(given).index)
+    return torch.accelerator.device_index(
+        given if isinstance(given, int) else torch.device(given).index
+    )
 
 
 def _is_in_bad_fork() -> bool:

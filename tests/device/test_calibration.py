@@ -1,4 +1,5 @@
-"""Calibration on the test device: what a step launches and waits for, and what it says of NaN and infinity."""
+"""Calibration on the test device: what a step launches and waits for, and what it says of NaN and
+infinity."""
 
 import copy
 
@@ -18,7 +19,8 @@ MOST = (
     {"encoder": (49, 23), "decoder": (77, 41)},
     {"encoder": (40, 27), "decoder": (58, 48)},
 )
-"""(launches of PyTorch, lists of lsq) in the first pass, in one that widens clips, and in one that measures weights."""
+"""(launches of PyTorch, lists of lsq) in the first pass, in one that widens clips, and in one that
+measures weights."""
 
 
 def inputs(layer, place: torch.device) -> list[torch.Tensor]:
@@ -79,7 +81,9 @@ def test_what_is_not_finite_is_named_and_measured_again(part, values):
     with torch.no_grad():
         kept = named.clone()
         named.view(-1)[5] = float("nan")
-    with pytest.raises(ValueError, match=f"{part}: cannot calibrate on a tensor in which {values} values are NaN"):
+    with pytest.raises(
+        ValueError, match=f"{part}: cannot calibrate on a tensor in which {values} values are NaN"
+    ):
         layer(x)
     with torch.no_grad():
         named.copy_(kept)

@@ -1,4 +1,5 @@
-"""Decoding on the test device: the CPU's hypotheses, wherever the search lies, and steps that wait for nothing."""
+"""Decoding on the test device: the CPU's hypotheses, wherever the search lies, and steps that wait
+for nothing."""
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ def model(**options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("searches_on_the_device", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize(
+    "searches_on_the_device", [pytest.param(False, marks=pytest.mark.thorough), True]
+)
 def test_a_search_finds_what_it_finds_on_the_cpu(searches_on_the_device):
     trained, source = model(), sentences(batch())
     options = SearchOptions(beam=2, max_len_b=3, unk_penalty=0.5)

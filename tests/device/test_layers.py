@@ -1,4 +1,5 @@
-"""Layers on the test device give what they give on the CPU in the emulator, bit by bit; others are refused."""
+"""Layers on the test device give what they give on the CPU in the emulator, bit by bit; others are
+refused."""
 
 import copy
 
@@ -34,7 +35,9 @@ def decoder(**options):
 
 def linear():
     x = torch.randn(5, 3, HIDDEN)
-    return QuantizedLinear(HIDDEN, 32, quant=config_of(**INT8).quant), lambda layer, to: layer(to(x))
+    return QuantizedLinear(HIDDEN, 32, quant=config_of(**INT8).quant), lambda layer, to: layer(
+        to(x)
+    )
 
 
 def embedding():
@@ -49,9 +52,13 @@ def vocabulary():
 
 
 LAYERS = {
-    "encoder": encoder, "decoder": decoder, "linear": linear, "embedding": embedding, "vocabulary": vocabulary,
+    "encoder": encoder,
+    "decoder": decoder,
+    "linear": linear,
+    "embedding": embedding,
+    "vocabulary": vocabulary,
     "encoder pre-norm": lambda: encoder(pre_norm=True, norm="rms", activation="gelu"),
-}  # fmt: skip
+}
 
 
 def outcome(layer, run, to) -> dict[str, torch.Tensor]:
@@ -70,7 +77,10 @@ def test_a_layer_gives_what_the_emulator_gives(name):
     run(layer, lambda tensor: tensor)  # measures the clips
     there = copy.deepcopy(layer).to(PLACE)
     there.backend = None
-    wanted, found = outcome(layer, run, lambda tensor: tensor), outcome(there, run, lambda tensor: tensor.to(PLACE))
+    wanted, found = (
+        outcome(layer, run, lambda tensor: tensor),
+        outcome(there, run, lambda tensor: tensor.to(PLACE)),
+    )
     for part, tensor in wanted.items():
         assert torch.equal(found[part], tensor), part
     assert all(tensor.device == PLACE for tensor in there.parameters())

@@ -23,13 +23,16 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.thorough
 def test_a_layer_on_planned_memory_gives_the_same_bits():
-    fresh = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0)).to(PLACE)
+    fresh = TransformerEncoderLayer(
+        config_of(backward="int8", dropout=0.1, calibration_passes=0)
+    ).to(PLACE)
     fresh(torch.randn(3, 2, HIDDEN).to(PLACE))  # measures the clips
     planned = copy.deepcopy(fresh)
     memory = plan_memory(planned, lambda: planned(torch.ones(5, 2, HIDDEN).to(PLACE)).sum())
     assert memory.arena.device == PLACE
     runs, run = [], LaunchList.run
-    with pytest.MonkeyPatch.context() as patch:  # not the fixture, which undoes it in another process
+    # not the fixture, which undoes it in another process
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LaunchList, "run", lambda self: (runs.append(self), run(self)))
         for _ in range(3):
             x = torch.randn(4, 2, HIDDEN).to(PLACE)

@@ -26,7 +26,13 @@ def test_fresh_memory_holds_rubbish_at_aligned_addresses():
 def test_devices_do_not_mix():
     x = drawn(3, 4)
     for other in (torch.ones(3, 4), drawn(3, 4).to(torch.device(PLACE.type, 1))):
-        for mix in (torch.add, torch.mul, torch.minimum, lambda a, b: a @ b.t(), lambda a, b: torch.cat([a, b])):
+        for mix in (
+            torch.add,
+            torch.mul,
+            torch.minimum,
+            lambda a, b: a @ b.t(),
+            lambda a, b: torch.cat([a, b]),
+        ):
             with pytest.raises(RuntimeError, match="same device|on one device"):
                 mix(x, other)
     with pytest.raises(RuntimeError, match="on one device"):
@@ -37,8 +43,24 @@ def test_devices_do_not_mix():
 def test_views_are_the_same_memory_and_no_launch():
     x = drawn(4, 6)
     with watched() as record:
-        parts = [x.t(), x[1:, 2], x.view(2, 12), x.unfold(0, 2, 1), *x.split(2), *x.chunk(2, dim=1), x.expand(5, 4, 6)]
-        parts += [x.detach(), x.permute(1, 0), x.view(torch.int32), x.diagonal(), *x.unbind(), x.squeeze(), x.real]
+        parts = [
+            x.t(),
+            x[1:, 2],
+            x.view(2, 12),
+            x.unfold(0, 2, 1),
+            *x.split(2),
+            *x.chunk(2, dim=1),
+            x.expand(5, 4, 6),
+        ]
+        parts += [
+            x.detach(),
+            x.permute(1, 0),
+            x.view(torch.int32),
+            x.diagonal(),
+            *x.unbind(),
+            x.squeeze(),
+            x.real,
+        ]
     assert not record.launches and not record.waits
     assert {part.untyped_storage().data_ptr() for part in parts} == {x.untyped_storage().data_ptr()}
     x.zero_()
@@ -78,9 +100,15 @@ NO_WAITS = {
     "to pinned": lambda x: torch.zeros(3, 4).pin_memory().copy_(x, non_blocking=True),
     "where": lambda x: torch.where(x > 0, x, 0.0),
     "masked_fill": lambda x: x.masked_fill_(x > 0, 0.0),
-    "made there": lambda x: (torch.zeros(3, device=x.device), torch.full((2,), 3.0, device=x.device), x.new_ones(2)),
+    "made there": lambda x: (
+        torch.zeros(3, device=x.device),
+        torch.full((2,), 3.0, device=x.device),
+        x.new_ones(2),
+    ),
     "arange": lambda x: torch.arange(10, device=x.device),
-    "events": lambda x: torch.Stream(x.device).wait_event(torch.accelerator.current_stream(x.device).record_event()),
+    "events": lambda x: torch.Stream(x.device).wait_event(
+        torch.accelerator.current_stream(x.device).record_event()
+    ),
 }
 
 
@@ -99,7 +127,15 @@ def test_launches_are_counted_once_and_by_name():
         x.t().contiguous()
         functional.dropout(norm(x), 0.5)
         torch._foreach_add_([x, x.clone()], 1.0)
-    wanted = ["add", "mul", "copy_", "native_layer_norm", "native_dropout", "copy_", "_foreach_add_"]
+    wanted = [
+        "add",
+        "mul",
+        "copy_",
+        "native_layer_norm",
+        "native_dropout",
+        "copy_",
+        "_foreach_add_",
+    ]
     assert [event.what for event in record.launches] == wanted
 
 
@@ -115,7 +151,11 @@ def test_streams_order_what_they_are_given():
 
 def beside(wait: bool = True, record: bool = True) -> None:
     """A piece of memory that is read on a side stream, and given back."""
-    main, side, x = torch.accelerator.current_stream(PLACE), torch.Stream(PLACE), torch.ones(100, device=PLACE)
+    main, side, x = (
+        torch.accelerator.current_stream(PLACE),
+        torch.Stream(PLACE),
+        torch.ones(100, device=PLACE),
+    )
     if wait:
         side.wait_stream(main)
     with side:
@@ -134,7 +174,10 @@ def test_what_no_event_orders_is_reported():
     early = r"mul reads 400 bytes .* on stream \d+, which fill_ wrote .* nothing orders"
     with pytest.raises(RuntimeError, match=early), ordered():
         beside(wait=False)
-    with pytest.raises(RuntimeError, match=r"ends on stream 0, but mul on stream \d+ reads it"), ordered():
+    with (
+        pytest.raises(RuntimeError, match=r"ends on stream 0, but mul on stream \d+ reads it"),
+        ordered(),
+    ):
         beside(record=False)
     beside(wait=False, record=False)  # nobody looks
 
@@ -148,7 +191,9 @@ def test_futures_hand_tensors_on():
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 5))
+    return nn.Sequential(
+        nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 5)
+    )
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -176,7 +221,10 @@ def test_random_numbers_are_the_devices_own():
     before = torch.get_rng_state()
     first = torch.rand(4, device=PLACE)
     assert torch.equal(torch.get_rng_state(), before)
-    seeded = [torch.rand(4, device=PLACE, generator=torch.Generator(PLACE).manual_seed(3)) for _ in range(2)]
+    seeded = [
+        torch.rand(4, device=PLACE, generator=torch.Generator(PLACE).manual_seed(3))
+        for _ in range(2)
+    ]
     assert torch.equal(*seeded) and not torch.equal(first, torch.rand(4, device=PLACE))
 
 

@@ -21,7 +21,12 @@ from tests.fairseq.conftest import SHORT, TINY, WORDS
 from tests.layers import toy
 from tests.layers.shapes import config_of
 
-OPTIONS = {"backward": "int8", "activation_init": "fixed", "weight_init": "fixed", "calibration_passes": 0}
+OPTIONS = {
+    "backward": "int8",
+    "activation_init": "fixed",
+    "weight_init": "fixed",
+    "calibration_passes": 0,
+}
 """Nothing is calibrated."""
 
 
@@ -37,14 +42,17 @@ class LanguageModel(TransformerLanguageModel):
 
 
 class Plugin(nn.Module):
-    """fairseq's model with lsq's layers, on ten letters; told where the padding is, as batches of it are."""
+    """fairseq's model with lsq's layers, on ten letters; told where the padding is, as batches of
+    it are."""
 
     def __init__(self):
         super().__init__()
         words = Dictionary()
         for letter in WORDS:
             words.add_symbol(letter)
-        args = options.parse_args_and_arch(options.get_training_parser(), ["no corpus", *TINY, *SHORT])
+        args = options.parse_args_and_arch(
+            options.get_training_parser(), ["no corpus", *TINY, *SHORT]
+        )
         args.lsq_activation_init = args.lsq_weight_init = "fixed"
         task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
         self.model = LSQTransformerModel.build_model(args, task)
@@ -56,8 +64,14 @@ class Plugin(nn.Module):
 
 
 TORCHS = partial(torch.optim.Adam, fused=True)
-MODELS = {"translator": lambda: toy.Translator(**OPTIONS), "language model": LanguageModel, "plugin": Plugin}
-OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("translator", "language model")]
+MODELS = {
+    "translator": lambda: toy.Translator(**OPTIONS),
+    "language model": LanguageModel,
+    "plugin": Plugin,
+}
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.thorough) for name in ("translator", "language model")
+]
 FEW_BY_DEFAULT = ["plugin", *OTHERS]
 """The plugin is a translator on paddings; the others take as long."""
 
@@ -69,9 +83,15 @@ def train(model, place: torch.device, steps: int, by=TORCHS) -> tuple[list[float
     losses = []
     for step in range(steps):
         source, target = toy.batch(3, 9, 7, seed=2 * step + 1)
-        rest = [Paddings(source == toy.PADDING, target == toy.PADDING)] if isinstance(model, Plugin) else []
+        rest = (
+            [Paddings(source == toy.PADDING, target == toy.PADDING)]
+            if isinstance(model, Plugin)
+            else []
+        )
         if place == PLACE:
-            source, target = (tokens.pin_memory().to(place, non_blocking=True) for tokens in (source, target))
+            source, target = (
+                tokens.pin_memory().to(place, non_blocking=True) for tokens in (source, target)
+            )
         with watched() as record:
             loss = model(source, target, *rest)
             loss.backward()
@@ -95,12 +115,17 @@ def test_a_training_is_the_emulators_bit_by_bit(name):
     wanted, _ = train(here, torch.device("cpu"), 3)
     found, _ = train(moved(there), PLACE, 3)
     assert found == wanted
-    for (path, tensor), expected in zip(there.state_dict().items(), here.state_dict().values(), strict=True):
+    for (path, tensor), expected in zip(
+        there.state_dict().items(), here.state_dict().values(), strict=True
+    ):
         assert torch.equal(tensor.cpu(), expected), path
 
 
 MOST = {"translator": (6, 127), "language model": (1, 63), "plugin": (0, 66)}
-"""(waits, launches of PyTorch) in a step that does not calibrate. Each Packing of a mask on the device waits for it."""
+"""(waits, launches of PyTorch) in a step that does not calibrate.
+
+Each Packing of a mask on the device waits for it.
+"""
 
 
 @pytest.mark.thorough

@@ -1,4 +1,5 @@
-"""What PyTorch launches on the test device and what the host waits for, with the lines that asked for it."""
+"""What PyTorch launches on the test device and what the host waits for, with the lines that asked
+for it."""
 
 import contextlib
 import os
@@ -23,7 +24,8 @@ class Event:
     what: str
     stream: int
     lines: tuple[str, ...]
-    """Innermost first, as "lsq/layers/module.py:120 execute": of lsq, else of PyTorch; none where autograd calls."""
+    """Innermost first, as "lsq/layers/module.py:120 execute": of lsq, else of PyTorch; none where
+    autograd calls."""
 
     def __str__(self) -> str:
         return f"{self.what}  {' < '.join(self.lines[:3]) or 'autograd'}"
@@ -40,17 +42,22 @@ class Record:
     @staticmethod
     def table(events: list[Event]) -> str:
         """Equal ones together, most frequent first."""
-        return "\n".join(f"{count:4}  {event}" for event, count in Counter(map(str, events)).most_common())
+        return "\n".join(
+            f"{count:4}  {event}" for event, count in Counter(map(str, events)).most_common()
+        )
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Record]:
-    """Within this context: what PyTorch launches on the test device, and what the host waits for."""
+    """Within this context: what PyTorch launches on the test device, and what the host waits
+    for."""
     record = Record()
 
     def note(what: int, name: str, stream: int) -> None:
         event = Event(name, stream, _lines())
-        {standin.LAUNCH: record.launches, standin.WAIT: record.waits, standin.FAULT: record.faults}[what].append(event)
+        {standin.LAUNCH: record.launches, standin.WAIT: record.waits, standin.FAULT: record.faults}[
+            what
+        ].append(event)
 
     with standin.watching(note):
         yield record

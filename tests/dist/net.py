@@ -35,7 +35,9 @@ def flat_gradients(model: nn.Module) -> torch.Tensor:
 def exact_mean(net: nn.Module, inputs: list[torch.Tensor], **options) -> torch.Tensor:
     """The mean over workers of the gradients of a loss that is summed over `inputs`."""
     loss = sum(net(x, **options).float().square().sum() for x in inputs)
-    found = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        loss, list(net.parameters()), allow_unused=True, materialize_grads=True
+    )
     flat = torch.cat([gradient.flatten() for gradient in found]).float()
     distributed.all_reduce(flat)
     return flat / distributed.get_world_size()

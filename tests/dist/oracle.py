@@ -1,4 +1,5 @@
-"""What every exchange should give, value by value: written for itself, in float64 where rounding is not the point."""
+"""What every exchange should give, value by value: written for itself, in float64 where rounding is
+not the point."""
 
 import math
 
@@ -30,7 +31,8 @@ def upwards(scale: f32) -> f32:
 
 
 def shards(values: numpy.ndarray, count: int) -> list[numpy.ndarray]:
-    """Values [n] in `count` shards of one length, a multiple of 32, the rest filled up with zeros."""
+    """Values [n] in `count` shards of one length, a multiple of 32, the rest filled up with
+    zeros."""
     length = math.ceil(math.ceil(len(values) / count) / 32) * 32
     padded = numpy.zeros(count * length, f32)
     padded[: len(values)] = values
@@ -44,7 +46,9 @@ def in_order(rows) -> numpy.ndarray:
     return total
 
 
-def two_hop(rows: list[numpy.ndarray], factor: float, block: int = 128, first_largest: int = 127) -> numpy.ndarray:
+def two_hop(
+    rows: list[numpy.ndarray], factor: float, block: int = 128, first_largest: int = 127
+) -> numpy.ndarray:
     """Of each worker's values [n]: the mean that all get."""
     cut = [shards(row, len(rows)) for row in rows]
     pieces = []
@@ -72,9 +76,15 @@ def gcq(rows: list[numpy.ndarray], row: int = 1024, quantile: float = 0.99) -> n
     padded = [numpy.pad(values.astype(f32), (0, -n % row)).reshape(-1, row) for values in rows]
     real = [min(row, n - first) for first in range(0, n, row)]
     kept = [max(1, math.ceil(round(values * (1 - quantile), 6))) for values in real]
-    clips = [numpy.sort(numpy.abs(values), axis=1)[range(len(kept)), [-k for k in kept]] for values in padded]
+    clips = [
+        numpy.sort(numpy.abs(values), axis=1)[range(len(kept)), [-k for k in kept]]
+        for values in padded
+    ]
     scale = (numpy.max(clips, axis=0) / f32(127))[:, None]
     levels = 127 // workers
     with numpy.errstate(divide="ignore", invalid="ignore"):
-        codes = [numpy.rint(numpy.clip(numpy.nan_to_num(v / (scale * f32(workers))), -levels, levels)) for v in padded]
+        codes = [
+            numpy.rint(numpy.clip(numpy.nan_to_num(v / (scale * f32(workers))), -levels, levels))
+            for v in padded
+        ]
     return (numpy.sum(codes, axis=0).astype(f32) * scale).reshape(-1)[:n]

@@ -1,4 +1,5 @@
-"""Runs a function in several processes that share a process group, and brings back what it returns."""
+"""Runs a function in several processes that share a process group, and brings back what it
+returns."""
 
 import datetime
 import io
@@ -11,11 +12,19 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-CONTEXT = multiprocessing.get_context("forkserver")  # a fork of pytest itself would inherit OpenMP's dead threads
+# a fork of pytest itself would inherit OpenMP's dead threads
+CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tests.dist.processes", "lsq.dist", "torch._dynamo", "torch.distributed.fsdp", "lsq.commands.train"]
+    [
+        "tests.dist.processes",
+        "lsq.dist",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "lsq.commands.train",
+    ]
 )
-"""What takes seconds to import, once for all processes; DDP imports torch._dynamo when it is made."""
+"""What takes seconds to import, once for all processes; DDP imports torch._dynamo when it is made.
+"""
 
 
 class ProcessFailed(AssertionError):
@@ -23,14 +32,20 @@ class ProcessFailed(AssertionError):
 
 
 def run(
-    function: Callable, workers: int, *arguments, timeout: float = 90.0, backend: str = "gloo",
-    prepare: Callable[[], None] | None = None, ends: bool = False,
-) -> list:  # fmt: skip
-    """[function(rank, *arguments) for each rank], each in a process of its own with the default group initialised.
+    function: Callable,
+    workers: int,
+    *arguments,
+    timeout: float = 90.0,
+    backend: str = "gloo",
+    prepare: Callable[[], None] | None = None,
+    ends: bool = False,
+) -> list:
+    """[function(rank, *arguments) for each rank], each in a process of its own with the default
+    group initialised.
 
-    `function` must be at the top level of a module. What it returns goes through torch.save. `prepare` is called
-    before the group is made. With `ends` a process ends once it has answered, and closes its connections; else it waits
-    for the others, which may still be making theirs.
+    `function` must be at the top level of a module. What it returns goes through torch.save.
+    `prepare` is called before the group is made. With `ends` a process ends once it has answered,
+    and closes its connections; else it waits for the others, which may still be making theirs.
 
     Raises:
         ProcessFailed: a process raised something, died, or took longer than `timeout` seconds.
@@ -41,9 +56,20 @@ def run(
         for rank in range(workers):
             receiving, sending = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
-                target=_process, daemon=True,
-                args=(sending, rendezvous, rank, workers, function, arguments, backend, prepare, ends),
-            )  # fmt: skip
+                target=_process,
+                daemon=True,
+                args=(
+                    sending,
+                    rendezvous,
+                    rank,
+                    workers,
+                    function,
+                    arguments,
+                    backend,
+                    prepare,
+                    ends,
+                ),
+            )
             process.start()
             sending.close()
             pipes.append(receiving)
@@ -69,16 +95,27 @@ def _result(pipe, rank: int, timeout: float):
 
 
 def _process(
-    pipe, rendezvous: str, rank: int, workers: int, function: Callable, arguments: tuple, backend: str,
-    prepare: Callable[[], None] | None, ends: bool,
-) -> None:  # fmt: skip
+    pipe,
+    rendezvous: str,
+    rank: int,
+    workers: int,
+    function: Callable,
+    arguments: tuple,
+    backend: str,
+    prepare: Callable[[], None] | None,
+    ends: bool,
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
         if prepare is not None:
             prepare()
         distributed.init_process_group(
-            backend, init_method=rendezvous, rank=rank, world_size=workers, timeout=datetime.timedelta(seconds=60)
+            backend,
+            init_method=rendezvous,
+            rank=rank,
+            world_size=workers,
+            timeout=datetime.timedelta(seconds=60),
         )
         result = io.BytesIO()
         torch.save(function(rank, *arguments), result)

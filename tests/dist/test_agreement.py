@@ -30,7 +30,9 @@ def test_texts_come_in_order_of_ranks():
 def settings(rank: int) -> str | None:
     require_same("the settings", {"same": 1, "other": [2.5, None]}, distributed.group.WORLD, CPU)
     try:
-        require_same("the settings", {"same": 1, "odd": "ab"[rank // 2]}, distributed.group.WORLD, CPU)
+        require_same(
+            "the settings", {"same": 1, "odd": "ab"[rank // 2]}, distributed.group.WORLD, CPU
+        )
     except ValueError as error:
         return str(error)
 

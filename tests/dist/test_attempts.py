@@ -30,7 +30,8 @@ def meet(store, late: int, size: int = 3) -> list:
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_an_attempt_finds_nothing_of_earlier_ones(late, monkeypatch):
-    """Whoever comes first or last; roll calls name who is gone, though all answered in the attempt before."""
+    """Whoever comes first or last; roll calls name who is gone, though all answered in the attempt
+    before."""
     monkeypatch.setattr(roll_call, "PATIENCE_S", 0.3)
     monkeypatch.setattr(roll_call, "PERIOD_S", 0.02)
     store = distributed.HashStore()
@@ -39,7 +40,9 @@ def test_an_attempt_finds_nothing_of_earlier_ones(late, monkeypatch):
         assert not parts[0].check(["key"])
         parts[0].set("key", str(attempt))
         assert [part.get("key") for part in parts] == [str(attempt).encode()] * 3
-        calls = [RollCall(part, rank, 3, place="here", store_host="") for rank, part in enumerate(parts)]
+        calls = [
+            RollCall(part, rank, 3, place="here", store_host="") for rank, part in enumerate(parts)
+        ]
         while not parts[0].check([f"lsq/roll_call/place/{rank}" for rank in range(3)]):
             time.sleep(0.01)
         if attempt == 2:
@@ -54,7 +57,9 @@ def test_a_rank_0_that_does_not_come_is_missed():
     store = distributed.HashStore()
     meet(store, 0, size=2)
     store.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(TimeoutError, match="rank 0 did not come to the store of this training; rank 1 has waited"):
+    with pytest.raises(
+        TimeoutError, match="rank 0 did not come to the store of this training; rank 1 has waited"
+    ):
         own_part(store, 1, 2)
 
 

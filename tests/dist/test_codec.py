@@ -6,7 +6,15 @@ from tests.ops.gradient_checks import pack
 
 
 def codec(**options) -> Codec:
-    return Codec(**{"block": 64, "first_bits": 8, "stochastic": False, "device": torch.device("cpu"), **options})
+    return Codec(
+        **{
+            "block": 64,
+            "first_bits": 8,
+            "stochastic": False,
+            "device": torch.device("cpu"),
+            **options,
+        }
+    )
 
 
 def test_values_fewer_than_the_layout_holds():

@@ -12,7 +12,10 @@ from lsq.dist.config import gcq_levels, kept_largest
         ({"rounding": "down"}, ["rounding", "'down'", "'stochastic'"]),
         ({"mode": "gcq", "rounding": "stochastic"}, ["gcq", "nearest"]),
         ({"mode": "bf16", "error_feedback": True}, ["error_feedback", "bf16", "int8"]),
-        ({"mode": "fp16", "rounding": "stochastic"}, ["rounding", "fp16", "int8", "leave rounding out"]),
+        (
+            {"mode": "fp16", "rounding": "stochastic"},
+            ["rounding", "fp16", "int8", "leave rounding out"],
+        ),
         ({"node_size": 0}, ["node_size", "0", "whole number above 0"]),
         ({"node_size": 2.0}, ["node_size", "2.0"]),
         ({"row": None}, ["row", "None"]),

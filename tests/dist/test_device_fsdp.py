@@ -1,4 +1,5 @@
-"""FSDP2 on a device with streams: lsq's layers, its Adam and int8 gradients, as on the CPU in the emulator."""
+"""FSDP2 on a device with streams: lsq's layers, its Adam and int8 gradients, as on the CPU in the
+emulator."""
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ STEPS = 2
 
 
 def train(rank: int, place: torch.device, compressed: bool) -> list[dict[str, torch.Tensor]]:
-    """Shards of this process after each step. The first one measures clips by largest values, as all devices do."""
+    """Shards of this process after each step.
+
+    The first one measures clips by largest values, as all devices do.
+    """
     torch.manual_seed(1)
     config = config_of(backward="int8", dropout=0.1, activation_init="absmax", weight_init="absmax")
     model = nn.Sequential(TransformerEncoderLayer(config)).to(place)
@@ -36,13 +40,18 @@ def train(rank: int, place: torch.device, compressed: bool) -> list[dict[str, to
             model(x.to(place)).square().sum().backward()
             optimizer.step()
         optimizer.zero_grad()
-        found.append({name: one.detach().to_local().cpu().clone() for name, one in model.named_parameters()})
+        found.append(
+            {name: one.detach().to_local().cpu().clone() for name, one in model.named_parameters()}
+        )
     return found
 
 
 @pytest.mark.parametrize("compressed", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_training_is_the_cpus_and_ordered(compressed):
-    found, wanted = on_device(train, 2, PLACE, compressed), run(train, 2, torch.device("cpu"), compressed)
+    found, wanted = (
+        on_device(train, 2, PLACE, compressed),
+        run(train, 2, torch.device("cpu"), compressed),
+    )
     for of_rank, of_cpu in zip(found, wanted, strict=True):
         for step, (here, there) in enumerate(zip(of_rank, of_cpu, strict=True)):
             for name, tensor in there.items():

@@ -1,4 +1,5 @@
-"""DDP and its hooks on a device with streams: the test device, whose process group works as NCCL's does."""
+"""DDP and its hooks on a device with streams: the test device, whose process group works as NCCL's
+does."""
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def on_device(function, workers: int, *arguments):
 
 
 def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, str]]:
-    """(gradients, what the host waited for) of steps of DDP with small buckets, all exchanged on the side stream.
+    """(gradients, what the host waited for) of steps of DDP with small buckets, all exchanged on
+    the side stream.
 
     All that touches memory is ordered.
     """
@@ -41,7 +43,10 @@ def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, str]]:
     average, streams, found = compression._average, set(), []
     if average is not None:
         exchange = average.average
-        average.average = lambda *of: (streams.add(torch.accelerator.current_stream(PLACE)), exchange(*of))[1]
+        average.average = lambda *of: (
+            streams.add(torch.accelerator.current_stream(PLACE)),
+            exchange(*of),
+        )[1]
     for step in range(STEPS):
         x = batch(rank, step).pin_memory().to(PLACE, non_blocking=True)
         net.zero_grad()
@@ -65,7 +70,8 @@ def steps_on_cpu(rank: int, mode: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "workers"), first([("int8", 2), ("int8_hier", 4), ("gcq", 2), ("bf16", 2), ("int4_hier", 4)], 2)
+    ("mode", "workers"),
+    first([("int8", 2), ("int8_hier", 4), ("gcq", 2), ("bf16", 2), ("int4_hier", 4)], 2),
 )
 def test_gradients_are_the_cpus_and_nothing_waits(mode, workers):
     results, wanted = on_device(steps, workers, mode), run(steps_on_cpu, workers, mode)
@@ -106,10 +112,16 @@ def test_the_group_takes_tensors_of_its_device_and_lets_no_host_wait():
 def unordered(rank: int) -> None:
     model = DistributedDataParallel(Net().to(PLACE), bucket_cap_mb=0.001)
     executor = compress_gradients(model, config("int8"))._executor
-    executor.stream = type("Careless", (), {
-        "wait_stream": lambda self, other: None, "__enter__": lambda self: self.own.__enter__(),
-        "__exit__": lambda self, *error: self.own.__exit__(*error), "own": executor.stream,
-    })()  # fmt: skip
+    executor.stream = type(
+        "Careless",
+        (),
+        {
+            "wait_stream": lambda self, other: None,
+            "__enter__": lambda self: self.own.__enter__(),
+            "__exit__": lambda self, *error: self.own.__exit__(*error),
+            "own": executor.stream,
+        },
+    )()
     x = batch(rank, 0).to(PLACE)
     with pytest.raises(RuntimeError, match="nothing orders the two"), ordered():
         model(x).square().sum().backward()

@@ -1,4 +1,5 @@
-"""Who is gone from a training on a device with streams, whose exchanges go on while the host runs ahead."""
+"""Who is gone from a training on a device with streams, whose exchanges go on while the host runs
+ahead."""
 
 import json
 import os
@@ -31,10 +32,17 @@ def device() -> None:
 
 
 def train(rank: int, folder: str, mode: str, last_words: str | None) -> None:
-    """Steps of DDP; at one of them a process is killed, or fails with `last_words`. The others write what they saw."""
+    """Steps of DDP; at one of them a process is killed, or fails with `last_words`.
+
+    The others write what they saw.
+    """
     group.register()
     distributed.init_process_group(
-        group.NAME, init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS, timeout=timedelta(seconds=30)
+        group.NAME,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORKERS,
+        timeout=timedelta(seconds=30),
     )
     roll_call.PERIOD_S = 0.05
     roll_call.register()
@@ -56,9 +64,14 @@ def train(rank: int, folder: str, mode: str, last_words: str | None) -> None:
         os._exit(0)  # without the group's own farewell, which needs the others
 
 
-@pytest.mark.parametrize(("mode", "last_words"), first([("int8", None), ("bf16", "sentence 7 is too long")], 1))
+@pytest.mark.parametrize(
+    ("mode", "last_words"), first([("int8", None), ("bf16", "sentence 7 is too long")], 1)
+)
 def test_the_survivors_name_the_one_that_is_gone(tmp_path, mode, last_words):
-    started = [CONTEXT.Process(target=train, args=(rank, str(tmp_path), mode, last_words)) for rank in range(WORKERS)]
+    started = [
+        CONTEXT.Process(target=train, args=(rank, str(tmp_path), mode, last_words))
+        for rank in range(WORKERS)
+    ]
     for process in started:
         process.start()
     for process in started:
@@ -70,4 +83,6 @@ def test_the_survivors_name_the_one_that_is_gone(tmp_path, mode, last_words):
         assert (step, kind) == (STEP, "RankLost")
         place = f"host {socket.gethostname()}, process id {started[LOST].pid}"
         ended = "" if last_words is None else f"; rank {LOST} ended with ValueError: {last_words}"
-        assert message.startswith(f"rank {LOST} (of {WORKERS}, {place}) no longer answers{ended}: gloo"), message
+        assert message.startswith(
+            f"rank {LOST} (of {WORKERS}, {place}) no longer answers{ended}: gloo"
+        ), message

@@ -1,4 +1,5 @@
-"""two_hop, within nodes and without, and gcq over gloo, bit for bit against the oracle; sizes divide by nothing."""
+"""two_hop, within nodes and without, and gcq over gloo, bit for bit against the oracle; sizes
+divide by nothing."""
 
 import numpy
 import pytest
@@ -30,8 +31,12 @@ def gradient(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def node_groups(rank: int):
     first = rank // NODE_SIZE * NODE_SIZE
-    neighbours = distributed.new_group(list(range(first, first + NODE_SIZE)), use_local_synchronization=True)
-    across = distributed.new_group(list(range(rank % NODE_SIZE, 4, NODE_SIZE)), use_local_synchronization=True)
+    neighbours = distributed.new_group(
+        list(range(first, first + NODE_SIZE)), use_local_synchronization=True
+    )
+    across = distributed.new_group(
+        list(range(rank % NODE_SIZE, 4, NODE_SIZE)), use_local_synchronization=True
+    )
     return across, neighbours
 
 
@@ -82,7 +87,9 @@ def test_means_are_the_oracles_on_every_worker():
     results = run(averages, 4)
     assert len(results[0]) == 6 * len(SIZES) * len(DTYPES)
     for case, found in results[0].items():
-        assert all(torch.equal(found, other[case]) for other in results[1:]), f"{case}: workers differ"
+        assert all(torch.equal(found, other[case]) for other in results[1:]), (
+            f"{case}: workers differ"
+        )
         assert torch.equal(found, expected(*case)), f"{case}: not the oracle's"
 
 
@@ -98,9 +105,14 @@ def in_parts(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_parts_of_a_large_bucket_are_buckets_of_their_own():
     rows = [gradient(rank, 20011, torch.float32).numpy() for rank in range(4)]
     parts, found = cut(20011, 4), run(in_parts, 4)
-    means = lambda rows: oracle.two_hop(rows, 1 / 4), lambda rows: oracle.hierarchical(rows, NODE_SIZE)
+    means = (
+        lambda rows: oracle.two_hop(rows, 1 / 4),
+        lambda rows: oracle.hierarchical(rows, NODE_SIZE),
+    )
     for number, mean in enumerate(means):
-        expected = numpy.concatenate([mean([row[start : start + length] for row in rows]) for start, length in parts])
+        expected = numpy.concatenate(
+            [mean([row[start : start + length] for row in rows]) for start, length in parts]
+        )
         for result, error in (worker[number] for worker in found):
             assert torch.equal(result, torch.from_numpy(expected))
             assert all(error[start : start + length].any() for start, length in parts)
@@ -126,7 +138,9 @@ def test_errors_are_what_the_first_rounding_took():
         sent = (given.double() - errors.double()).sum(0) / 4
         if second_hop:
             sent = torch.from_numpy(
-                numpy.concatenate([oracle.rounded(shard) for shard in _owned(sent.float().numpy(), number)])
+                numpy.concatenate(
+                    [oracle.rounded(shard) for shard in _owned(sent.float().numpy(), number)]
+                )
             )[:4097]
         assert errors.abs().max() > 0
         assert (means[0] - sent).abs().max() <= 0.011 * means[0].abs().max()
@@ -136,11 +150,18 @@ def _owned(values: numpy.ndarray, number: int) -> list[numpy.ndarray]:
     """The shards that are rounded on the second hop, of two_hop (0) or of hierarchical (1)."""
     if number == 0:
         return oracle.shards(values, 4)
-    return [shard for start, length in cut(4097, NODE_SIZE) for shard in _padded(values[start : start + length])]
+    return [
+        shard
+        for start, length in cut(4097, NODE_SIZE)
+        for shard in _padded(values[start : start + length])
+    ]
 
 
 def _padded(piece: numpy.ndarray) -> list[numpy.ndarray]:
-    return [shard[: max(0, len(piece) - place * len(shard))] for place, shard in enumerate(oracle.shards(piece, 2))]
+    return [
+        shard[: max(0, len(piece) - place * len(shard))]
+        for place, shard in enumerate(oracle.shards(piece, 2))
+    ]
 
 
 def poisoned(rank: int, value: float) -> list[torch.Tensor]:
@@ -193,7 +214,9 @@ def zeros(rank: int) -> list[torch.Tensor]:
     return buffers
 
 
-@pytest.mark.parametrize(("values", "pieces"), [(1, 1), (1, 8), (31, 2), (64, 2), (65, 2), (20011, 8)])
+@pytest.mark.parametrize(
+    ("values", "pieces"), [(1, 1), (1, 8), (31, 2), (64, 2), (65, 2), (20011, 8)]
+)
 def test_pieces_cover_all_values_and_begin_aligned(values, pieces):
     found = cut(values, pieces)
     assert len(found) == pieces and sum(length for _, length in found) == values
@@ -203,7 +226,8 @@ def test_pieces_cover_all_values_and_begin_aligned(values, pieces):
 
 
 def short_rows(rank: int) -> list[torch.Tensor]:
-    """Means of 5, and of 1024 + 5, equal values under gcq: fewer than the 11 that lie outside the clip of a row."""
+    """Means of 5, and of 1024 + 5, equal values under gcq: fewer than the 11 that lie outside the
+    clip of a row."""
     found = []
     for values in (5, 1029):
         buffer = torch.full((values,), 1.0 + rank)

@@ -17,7 +17,8 @@ def parameters() -> dict[str, nn.Parameter]:
 def step(
     feedback: ErrorFeedback, buckets: list[list[nn.Parameter]], value: float, mean: float = 0.0
 ) -> list[torch.Tensor]:
-    """One step in which every exchange leaves errors of `value`; the buffers after residuals were added."""
+    """One step in which every exchange leaves errors of `value`; the buffers after residuals were
+    added."""
     buffers = []
     for index, bucket in enumerate(buckets):
         buffer = torch.zeros(sum(parameter.numel() for parameter in bucket))
@@ -89,8 +90,10 @@ def test_a_state_is_taken_up_before_buckets_are_known():
     other = ErrorFeedback([("a", a), ("b", b), ("c", c)])
     other.load(state)
     assert {name: value.tolist() for name, value in other.state().items()} == {
-        "residual.a": [1, 2, 3], "residual.b": [4, 5, 6, 7, 8], "residual.c": [1, 2],
-    }  # fmt: skip
+        "residual.a": [1, 2, 3],
+        "residual.b": [4, 5, 6, 7, 8],
+        "residual.c": [1, 2],
+    }
     (buffer,) = step(other, [[b, a, c]], 0.0)
     assert buffer.tolist() == [4, 5, 6, 7, 8, 1, 2, 3, 1, 2]
 
@@ -101,11 +104,16 @@ def test_residuals_of_unknown_parameters_are_refused():
 
 
 def test_residuals_without_error_feedback_are_refused():
-    assert run(refusals, 2) == ["residuals were given, but error_feedback is off; turn it on, or leave them out"] * 2
+    assert (
+        run(refusals, 2)
+        == ["residuals were given, but error_feedback is off; turn it on, or leave them out"] * 2
+    )
 
 
 def refusals(rank: int) -> str:
-    compression = compress_gradients(DistributedDataParallel(nn.Linear(3, 2)), GradientConfig(mode="int8"))
+    compression = compress_gradients(
+        DistributedDataParallel(nn.Linear(3, 2)), GradientConfig(mode="int8")
+    )
     compression.load_state_dict({})
     with pytest.raises(ValueError) as raised:
         compression.load_state_dict({"residual.weight": torch.zeros(6)})
@@ -113,7 +121,8 @@ def refusals(rank: int) -> str:
 
 
 def sums_of_means(rank: int, options: dict, steps: int) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """The sum over steps of one and the same gradient's mean, with a restart in between; the exact one; the state."""
+    """The sum over steps of one and the same gradient's mean, with a restart in between; the exact
+    one; the state."""
     x = torch.randn(5, 301, generator=torch.Generator().manual_seed(rank))
     total, state = torch.zeros(903), {}
     for _ in range(2):
@@ -134,10 +143,14 @@ def sums_of_means(rank: int, options: dict, steps: int) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize(
     ("options", "workers"),
-    [({"mode": "int8", "block": 1024}, 2), ({"mode": "int4_hier", "node_size": 2, "rounding": "nearest"}, 4)],
+    [
+        ({"mode": "int8", "block": 1024}, 2),
+        ({"mode": "int4_hier", "node_size": 2, "rounding": "nearest"}, 4),
+    ],
 )
 def test_what_rounding_took_is_given_back(options, workers):
-    """The sum of many rounded means comes nearer to the exact one, and first hops lose nothing but the last error."""
+    """The sum of many rounded means comes nearer to the exact one, and first hops lose nothing but
+    the last error."""
     errors = []
     for feedback in (True, False):
         results = run(sums_of_means, workers, {**options, "error_feedback": feedback}, 8)

@@ -1,4 +1,5 @@
-"""Int8ReduceScatter under FSDP2: gradients near those of FSDP2's own reduce-scatter, and what it refuses."""
+"""Int8ReduceScatter under FSDP2: gradients near those of FSDP2's own reduce-scatter, and what it
+refuses."""
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ def gradients(rank: int, compressed: bool) -> list[torch.Tensor]:
 
 
 class Uneven(nn.Module):
-    """Tensors of 1 and 15 values whose gradients are a millionth of those of the 16 and 9,000 values around them."""
+    """Tensors of 1 and 15 values whose gradients are a millionth of those of the 16 and 9,000
+    values around them."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +42,11 @@ class Uneven(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Its gradients are pieces of `x` [9032], the small ones times 1e-6."""
-        parts = zip((self.first, self.one, self.fifteen, self.sixteen, self.last), x.split(SIZES), strict=True)
+        parts = zip(
+            (self.first, self.one, self.fifteen, self.sixteen, self.last),
+            x.split(SIZES),
+            strict=True,
+        )
         return sum((own * part).sum() * (1e-6 if own.numel() < 16 else 1) for own, part in parts)
 
 
@@ -52,13 +58,18 @@ def uneven_gradients(rank: int) -> dict[str, torch.Tensor]:
     compress_reduce_scatter(net)
     x = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(rank))
     net(x).backward()
-    return {name: one.grad.full_tensor() for name, one in net.named_parameters() if one.grad is not None}
+    return {
+        name: one.grad.full_tensor() for name, one in net.named_parameters() if one.grad is not None
+    }
 
 
 def test_gradients_of_small_tensors_are_not_rounded():
-    """Those of 15 values are as exact as floats; those of 16 are rounded as all others; 3 processes divide nothing."""
+    """Those of 15 values are as exact as floats; those of 16 are rounded as all others; 3 processes
+    divide nothing."""
     found = run(uneven_gradients, 3)
-    pieces = [torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    pieces = [
+        torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(rank)) for rank in range(3)
+    ]
     means = torch.stack(pieces).double().mean(0).split(SIZES)
     wanted = dict(zip(("first", "one", "fifteen", "sixteen", "last"), means, strict=True))
     for of_rank in found:
@@ -77,7 +88,9 @@ def test_gradients_of_fsdp2_are_near_exact():
         assert torch.equal(found, wanted) == (wanted.numel() < 16)
 
 
-def reduced(rank: int, values: int, dtype: torch.dtype, op_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def reduced(
+    rank: int, values: int, dtype: torch.dtype, op_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     given = torch.randn(2 * values).to(dtype)
     if rank == 1 and values > 3:
         given[3] = torch.inf
@@ -87,7 +100,8 @@ def reduced(rank: int, values: int, dtype: torch.dtype, op_name: str) -> tuple[t
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype", "op"), [(1, torch.float32, "SUM"), (64, torch.bfloat16, "AVG"), (1001, torch.bfloat16, "SUM")]
+    ("values", "dtype", "op"),
+    [(1, torch.float32, "SUM"), (64, torch.bfloat16, "AVG"), (1001, torch.bfloat16, "SUM")],
 )
 def test_each_worker_gets_its_sum_and_what_is_not_finite_stays_so(values, dtype, op):
     results = run(reduced, 2, values, dtype, op)
@@ -115,7 +129,12 @@ def refused(rank: int) -> list[str]:
     messages = []
     for dtype, op in ((torch.float32, ReduceOp.MAX), (torch.float64, ReduceOp.SUM)):
         try:
-            Int8ReduceScatter()(torch.empty(3, dtype=dtype), torch.empty(3, dtype=dtype), distributed.group.WORLD, op)
+            Int8ReduceScatter()(
+                torch.empty(3, dtype=dtype),
+                torch.empty(3, dtype=dtype),
+                distributed.group.WORLD,
+                op,
+            )
         except ValueError as error:
             messages.append(str(error))
     return messages

@@ -13,7 +13,8 @@ from tests.dist.net import Net, batch, config, exact_mean, flat_gradients
 from tests.dist.processes import run
 
 BOUND = {"int8": 0.02, "int8_hier": 0.02, "int4_hier": 0.4, "gcq": 0.4, "bf16": 0.01, "fp16": 0.002}
-"""Largest relative error of a mean in these tests, whose gradients are small and uneven: many are zero."""
+"""Largest relative error of a mean in these tests, whose gradients are small and uneven: many are
+zero."""
 
 
 def jitter(compression, rank: int) -> None:
@@ -59,13 +60,16 @@ def means(rank: int, modes: list[str]) -> list[tuple[str, torch.Tensor, torch.Te
 def test_every_worker_gets_the_same_mean_in_every_mode(modes):
     results = run(means, 4, modes)
     for number, (what, found, exact) in enumerate(results[0]):
-        assert all(torch.equal(found, other[number][1]) for other in results[1:]), f"{what}: workers differ"
+        assert all(torch.equal(found, other[number][1]) for other in results[1:]), (
+            f"{what}: workers differ"
+        )
         error = (found - exact).norm() / exact.norm()
         assert 0 < error < BOUND[what.split(",")[0]], f"{what}: relative error {error:.4f}"
 
 
 class Uneven(nn.Module):
-    """Tensors of 1 and 15 values, whose gradients are a millionth of those around them, and one of 16."""
+    """Tensors of 1 and 15 values, whose gradients are a millionth of those around them, and one of
+    16."""
 
     SIZES = {"first": 3000, "one": 1, "fifteen": 15, "sixteen": 16, "last": 6000}
 
@@ -101,14 +105,25 @@ def uneven_means(rank: int) -> dict[str, dict[str, torch.Tensor]]:
 def test_gradients_of_small_tensors_are_not_rounded():
     """Those of 15 values are as exact as floats; those of 16 are rounded as all others."""
     results = run(uneven_means, 4)
-    mean = torch.stack([pieces(rank, 1) for rank in range(4)]).double().mean(0).split(list(Uneven.SIZES.values()))
+    mean = (
+        torch.stack([pieces(rank, 1) for rank in range(4)])
+        .double()
+        .mean(0)
+        .split(list(Uneven.SIZES.values()))
+    )
     for mode, found in results[0].items():
         for (name, gradient), wanted in zip(found.items(), mean, strict=True):
-            assert all(torch.equal(gradient, other[mode][name]) for other in results), f"{mode}, {name}: workers differ"
+            assert all(torch.equal(gradient, other[mode][name]) for other in results), (
+                f"{mode}, {name}: workers differ"
+            )
             if name in ("one", "fifteen"):
                 torch.testing.assert_close(gradient.double(), wanted * 1e-6, rtol=1e-6, atol=0)
             else:
-                assert 1e-4 < (gradient - wanted).norm() / wanted.norm() < BOUND[mode.partition(",")[0]]
+                assert (
+                    1e-4
+                    < (gradient - wanted).norm() / wanted.norm()
+                    < BOUND[mode.partition(",")[0]]
+                )
 
 
 def accumulated(rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -153,7 +168,8 @@ def test_overflow_on_one_worker_shows_on_all():
 
 
 def scaled_steps(rank: int, mode: str) -> tuple[list[bool], list[float], torch.Tensor]:
-    """(whether each step changed a weight, the loss scale after each, the weights) with overflow on one worker."""
+    """(whether each step changed a weight, the loss scale after each, the weights) with overflow on
+    one worker."""
     net = Net()
     model = DistributedDataParallel(net)
     compress_gradients(model, config(mode, error_feedback=True))
@@ -260,7 +276,10 @@ class Hollow(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.nothing, self.some = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(5))
+        self.nothing, self.some = (
+            nn.Parameter(torch.zeros(0, dtype=torch.bfloat16)),
+            nn.Parameter(torch.zeros(5)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.some * x).sum() + self.nothing.float().sum()

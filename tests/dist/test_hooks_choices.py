@@ -16,8 +16,11 @@ def messages_of_modes(rank: int) -> list[tuple[str, list[str]]]:
     """(mode that came out, rank's log) for configurations that need a word."""
     results = []
     for options in (
-        {"mode": "auto"}, {"mode": "auto", "node_size": 1}, {"mode": "int8_hier", "node_size": 2},
-        {"mode": "int4_hier", "node_size": 1}, {"mode": "auto", "error_feedback": True},
+        {"mode": "auto"},
+        {"mode": "auto", "node_size": 1},
+        {"mode": "int8_hier", "node_size": 2},
+        {"mode": "int4_hier", "node_size": 1},
+        {"mode": "auto", "error_feedback": True},
     ):
         records = []
         handler = logging.Handler()
@@ -33,7 +36,10 @@ def messages_of_modes(rank: int) -> list[tuple[str, list[str]]]:
 def test_what_is_not_plain_is_said_once():
     first, second = run(messages_of_modes, 2)
     assert [mode for mode, _ in first] == ["bf16", "int8_hier", "float", "int4_hier", "bf16"]
-    assert ["auto chose bf16" in first[0][1][0], "auto chose int8_hier" in first[1][1][0]] == [True, True]
+    assert ["auto chose bf16" in first[0][1][0], "auto chose int8_hier" in first[1][1][0]] == [
+        True,
+        True,
+    ]
     assert "there is one" in first[2][1][0] and "experimental" in first[3][1][0]
     assert "error_feedback has nothing to do" in first[4][1][1]
     assert [len(said) for _, said in first] == [1, 1, 1, 1, 2]

@@ -1,4 +1,5 @@
-"""Exchanges on a GPU over NCCL with one worker: kernels, stream order and futures; several GPUs were never at hand."""
+"""Exchanges on a GPU over NCCL with one worker: kernels, stream order and futures; several GPUs
+were never at hand."""
 
 import pytest
 import torch
@@ -21,7 +22,11 @@ SIZES = (1, 1000, 20011)
 def averages(rank: int) -> list[torch.Tensor]:
     world, scratch = distributed.group.WORLD, Scratch(GPU)
     codec = Codec(block=128, first_bits=8, stochastic=False, device=GPU)
-    ways = TwoHop(world, codec, scratch), TwoHop(world, codec, scratch, world), GCQ(world, 1024, 0.99, scratch)
+    ways = (
+        TwoHop(world, codec, scratch),
+        TwoHop(world, codec, scratch, world),
+        GCQ(world, 1024, 0.99, scratch),
+    )
     results = []
     for size in SIZES:
         for way in ways:
@@ -46,7 +51,9 @@ def test_one_worker_gets_its_own_rounded_gradient():
 def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(gradient through the hook, exact one) of steps of DDP with many buckets."""
     torch.manual_seed(0)
-    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU()))).to(GPU)
+    net = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU()))
+    ).to(GPU)
     model = DistributedDataParallel(net, bucket_cap_mb=0.5)
     topology = hooks.Topology(world_size=1, rank=0, node_size=1)
     compression = hooks.GradientCompression(mode, topology, model.process_group)

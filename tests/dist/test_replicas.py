@@ -1,4 +1,5 @@
-"""Clips that processes measure on batches of their own are the same in all of them, whatever wraps the model."""
+"""Clips that processes measure on batches of their own are the same in all of them, whatever wraps
+the model."""
 
 import logging
 
@@ -40,10 +41,15 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 def clips(net: nn.Module) -> dict[str, torch.Tensor]:
     found = {name: clip for name, clip in net.named_parameters() if name.endswith("clip")}
-    return {name: (c.full_tensor() if hasattr(c, "full_tensor") else c).detach().clone() for name, c in found.items()}
+    return {
+        name: (c.full_tensor() if hasattr(c, "full_tensor") else c).detach().clone()
+        for name, c in found.items()
+    }
 
 
-def train(model: nn.Module, optimizer, rank: int, steps: int, branch=lambda step: False, passes: int = 1) -> None:
+def train(
+    model: nn.Module, optimizer, rank: int, steps: int, branch=lambda step: False, passes: int = 1
+) -> None:
     for step in range(steps):
         optimizer.zero_grad()
         for number in range(passes):
@@ -65,10 +71,20 @@ def same(results: list[dict[str, torch.Tensor]]) -> None:
 
 def under_ddp(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
-    for name, (steps, rate, passes) in {"one": (1, 0.0, 1), "many": (20, 1e-3, 1), "accumulated": (9, 1e-3, 3)}.items():
+    for name, (steps, rate, passes) in {
+        "one": (1, 0.0, 1),
+        "many": (20, 1e-3, 1),
+        "accumulated": (9, 1e-3, 3),
+    }.items():
         net = Net()
         model = DistributedDataParallel(net, find_unused_parameters=True)
-        train(model, torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.0), rank, steps, passes=passes)
+        train(
+            model,
+            torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.0),
+            rank,
+            steps,
+            passes=passes,
+        )
         found[name] = clips(net)
     return found
 
@@ -85,7 +101,9 @@ def test_data_parallel_training_averages_what_was_measured():
 def following(rank: int) -> dict[str, torch.Tensor]:
     net = Net(clips="absmax")
     model = DistributedDataParallel(net, find_unused_parameters=True)
-    train(model, Adam(net.parameters(), lr=1e-2), rank, 12, lambda step: rank == 1 and step % 3 == 1)
+    train(
+        model, Adam(net.parameters(), lr=1e-2), rank, 12, lambda step: rank == 1 and step % 3 == 1
+    )
     found = clips(net)
     del found["branch.weight_clip"]  # of weights that one process does not round
     return found
@@ -101,9 +119,12 @@ def test_clips_that_follow_are_the_largest_of_all_processes():
 
 
 def with_branches(rank: int) -> list[dict[str, torch.Tensor]]:
-    """The branch is run by process 0 alone, by process 1 alone, by both in different steps; optimizers of two kinds."""
+    """The branch is run by process 0 alone, by process 1 alone, by both in different steps;
+    optimizers of two kinds."""
     found = []
-    for number, branch in enumerate((lambda step: rank == 0, lambda step: rank == 1, lambda step: step % 3 == rank)):
+    for number, branch in enumerate(
+        (lambda step: rank == 0, lambda step: rank == 1, lambda step: step % 3 == rank)
+    ):
         net = Net()
         model = DistributedDataParallel(net, find_unused_parameters=True)
         optimizer = Adam if number % 2 else torch.optim.SGD
@@ -117,7 +138,8 @@ def test_branches_that_some_processes_run_neither_hang_nor_part():
     for number in range(3):
         same([of_rank[number] for of_rank in results])
     only = measured(1, branch=True)["branch.input_clip"]
-    torch.testing.assert_close(results[0][1]["branch.input_clip"], only, rtol=0.2, atol=0)  # not mixed with no measure
+    # not mixed with no measure
+    torch.testing.assert_close(results[0][1]["branch.input_clip"], only, rtol=0.2, atol=0)
 
 
 def joining(rank: int) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -138,7 +160,9 @@ def test_uneven_batches_under_join_end_with_the_same_clips():
     results = run(joining, 2)
     same([found for found, _ in results])
     for _, records in results:
-        assert len(records) == 1 and records[0].startswith("under DistributedDataParallel.join() the clips")
+        assert len(records) == 1 and records[0].startswith(
+            "under DistributedDataParallel.join() the clips"
+        )
 
 
 def under_fsdp(rank: int, shape: tuple[int, ...], branch: bool) -> dict[str, torch.Tensor]:
@@ -160,7 +184,10 @@ def test_shards_hold_the_mean_of_all_processes(shape, branch):
     results = run(under_fsdp, workers, shape, branch)
     same(results)
     if branch:
-        wanted = [measured(0)["hidden.input_clip"], measured(workers - 1, branch=True)["branch.input_clip"]]
+        wanted = [
+            measured(0)["hidden.input_clip"],
+            measured(workers - 1, branch=True)["branch.input_clip"],
+        ]
         found = [results[0]["hidden.input_clip"], results[0]["branch.input_clip"]]
     else:
         alone = [measured(rank)["hidden.input_clip"] for rank in range(workers)]

@@ -12,12 +12,19 @@ import torch
 from torch import distributed
 
 from lsq.dist import roll_call
-from lsq.dist.roll_call import ExchangeFailed, RankLost, RollCall, is_exchange_failure, naming_the_lost
+from lsq.dist.roll_call import (
+    ExchangeFailed,
+    RankLost,
+    RollCall,
+    is_exchange_failure,
+    naming_the_lost,
+)
 from tests.dist.processes import CONTEXT, run
 from tests.sampling import first
 
 CLOSED = RuntimeError(
-    "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by a"
+    "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is"
+    " typically caused by a"
     " remote worker crashing.\nmore"
 )
 REASON = "gloo: Connection closed by peer [127.0.0.1]:1"
@@ -25,7 +32,8 @@ REASON = "gloo: Connection closed by peer [127.0.0.1]:1"
 
 @pytest.fixture
 def start(monkeypatch):
-    """start(store, rank, size) -> a RollCall on a host named after the rank; ended after the test."""
+    """start(store, rank, size) -> a RollCall on a host named after the rank; ended after the
+    test."""
     started = []
 
     def start(store, rank: int, size: int, patience_s: float = 1.0) -> RollCall:
@@ -58,7 +66,8 @@ def test_the_silent_ones_are_named_with_their_places(start):
     for rank in (1, 2, 3):
         calls[rank].leave("ValueError: sentence 7 is too long" if rank == 3 else None)
     expected = (
-        "rank 1 (of 5, host h0) and rank 2 (of 5, host h1) and rank 3 (of 5, host h1) no longer answer; rank 3 ended"
+        "rank 1 (of 5, host h0) and rank 2 (of 5, host h1) and rank 3 (of 5, host h1) no longer"
+        " answer; rank 3 ended"
         " with ValueError: sentence 7 is too long"
     )
     assert calls[4].lost() == expected
@@ -112,7 +121,12 @@ def test_leaving_waits_for_a_slow_store(start):
     ("error", "failed"),
     [
         (CLOSED, True),
-        (RuntimeError("[..unbound_buffer.cc:78] Gloo: Timed out waiting 1000ms for recv operation"), True),
+        (
+            RuntimeError(
+                "[..unbound_buffer.cc:78] Gloo: Timed out waiting 1000ms for recv operation"
+            ),
+            True,
+        ),
         (distributed.DistBackendError("NCCL error"), True),
         (distributed.DistNetworkError("The client socket has timed out"), True),
         (RankLost("rank 1"), True),
@@ -158,7 +172,9 @@ def _anew(rank: int, folder: str) -> tuple[bool, int]:
     roll_call.register()
     assert roll_call._current is first
     distributed.destroy_process_group()
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/anew", rank=1 - rank, world_size=2)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/anew", rank=1 - rank, world_size=2
+    )
     roll_call.register()
     return roll_call._current is not first and not first._thread.is_alive(), roll_call._current.rank
 
@@ -168,7 +184,8 @@ def test_a_new_group_has_roll_calls_of_its_own(tmp_path):
 
 
 def _ring(rank: int, folder: str, how: int, place: str) -> None:
-    """Exchange in a ring of four; rank 2 gets the signal `how`, or fails by itself; the others write what they saw."""
+    """Exchange in a ring of four; rank 2 gets the signal `how`, or fails by itself; the others
+    write what they saw."""
     torch.set_num_threads(1)
     method = f"file://{folder}/store" if place == "file" else f"tcp://127.0.0.1:{place}"
     distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=4)
@@ -193,8 +210,11 @@ def _ring(rank: int, folder: str, how: int, place: str) -> None:
 
 
 def _run(tmp_path, how: int, place: str = "file") -> tuple[dict[int, list[str]], int]:
-    """{rank: [type, message]} of those that could tell, and the process id of the one that is gone."""
-    started = [CONTEXT.Process(target=_ring, args=(rank, str(tmp_path), how, place)) for rank in range(4)]
+    """{rank: [type, message]} of those that could tell, and the process id of the one that is
+    gone."""
+    started = [
+        CONTEXT.Process(target=_ring, args=(rank, str(tmp_path), how, place)) for rank in range(4)
+    ]
     for process in started:
         process.start()
     lost = started[0 if how == -1 else 2]
@@ -205,7 +225,9 @@ def _run(tmp_path, how: int, place: str = "file") -> tuple[dict[int, list[str]],
         process.kill()
         process.join(10)
     told = {rank: tmp_path / f"{rank}.json" for rank in range(4)}
-    return {rank: json.loads(file.read_text()) for rank, file in told.items() if file.exists()}, lost.pid
+    return {
+        rank: json.loads(file.read_text()) for rank, file in told.items() if file.exists()
+    }, lost.pid
 
 
 @pytest.mark.parametrize("number", first([signal.SIGKILL, signal.SIGSTOP], 1))
@@ -225,7 +247,9 @@ def test_last_words_of_the_one_that_failed(tmp_path):
     assert told.pop(2) == ["ValueError", "sentence 7 is too long"]
     assert sorted(told) == [0, 1, 3]
     for _, message in told.values():
-        assert "no longer answers; rank 2 ended with ValueError: sentence 7 is too long: " in message
+        assert (
+            "no longer answers; rank 2 ended with ValueError: sentence 7 is too long: " in message
+        )
 
 
 def test_the_store_dies_with_rank_0(tmp_path):
@@ -234,4 +258,6 @@ def test_the_store_dies_with_rank_0(tmp_path):
     told, _ = _run(tmp_path, -1, str(port))
     assert sorted(told) == [1, 2, 3]
     for kind, message in told.values():
-        assert kind == "RankLost" and message.startswith("rank 0, which hosts the store, no longer answers: ")
+        assert kind == "RankLost" and message.startswith(
+            "rank 0, which hosts the store, no longer answers: "
+        )

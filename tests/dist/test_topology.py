@@ -17,7 +17,10 @@ def test_nodes_come_from_torchrun():
 def test_a_given_node_size_goes_first():
     found = find_topology(6, 4, 2, nobody, {"LOCAL_WORLD_SIZE": "6"})
     assert found.nodes == 3
-    assert (found.all_neighbours, found.all_counterparts) == ([[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]])
+    assert (found.all_neighbours, found.all_counterparts) == (
+        [[0, 1], [2, 3], [4, 5]],
+        [[0, 2, 4], [1, 3, 5]],
+    )
 
 
 def test_without_torchrun_hosts_tell():
@@ -33,5 +36,7 @@ def test_uneven_hosts_are_named(hosts):
 
 @pytest.mark.parametrize(("node_size", "environment"), [(3, {}), (None, {"LOCAL_WORLD_SIZE": "3"})])
 def test_nodes_that_do_not_fit_are_named(node_size, environment):
-    with pytest.raises(ValueError, match="4 workers .* nodes of 3 .node_size, or what torchrun started"):
+    with pytest.raises(
+        ValueError, match="4 workers .* nodes of 3 .node_size, or what torchrun started"
+    ):
         find_topology(4, 1, node_size, nobody, environment)

@@ -7,7 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "docs/*.md", "recipes/**/README.md", "benchmarks/README.md")
 KINDS = ("python", "bash", "output", "text")
-"""python and bash are run; output is what the block before it prints; text is a formula, a diagram or an extract."""
+"""python and bash are run; output is what the block before it prints; text is a formula, a diagram
+or an extract."""
 
 _FENCE = re.compile(r"( {0,3})(```+)(.*)")
 
@@ -19,7 +20,8 @@ class Block:
     Attributes:
         page: the file that it stands in.
         line: number of its first line in that file, from 1.
-        kind: the word after the fence; "" where there is none, "indented" for a block without a fence.
+        kind: the word after the fence; "" where there is none, "indented" for a block without a
+            fence.
         text: its content.
     """
 
@@ -57,8 +59,14 @@ def blocks(page: Path) -> list[Block]:
             if number == len(lines):
                 raise ValueError(f"{page}:{start}: this fence is not closed")
             content = [line.removeprefix(indent) for line in lines[start:number]]
-            found.append(Block(page=page, line=start + 1, kind=kind.strip(), text="\n".join(content) + "\n"))
+            found.append(
+                Block(page=page, line=start + 1, kind=kind.strip(), text="\n".join(content) + "\n")
+            )
             number += 1
-        elif lines[number - 1].startswith("    ") and (number == 1 or not lines[number - 2].strip()):
-            found.append(Block(page=page, line=number, kind="indented", text=lines[number - 1] + "\n"))
+        elif lines[number - 1].startswith("    ") and (
+            number == 1 or not lines[number - 2].strip()
+        ):
+            found.append(
+                Block(page=page, line=number, kind="indented", text=lines[number - 1] + "\n")
+            )
     return found

@@ -1,4 +1,5 @@
-"""Somebody who copies the blocks of a page from top to bottom, in an empty folder, with nothing else."""
+"""Somebody who copies the blocks of a page from top to bottom, in an empty folder, with nothing
+else."""
 
 import contextlib
 import io
@@ -24,21 +25,24 @@ printf '%s\\0' '{name}' "$@" > "$COMMANDS/$$"
 echo $$ >&$REQUESTS
 read -r status <&$ANSWERS && exit "$status"
 """
-USER_DIR = """[ "$*" = user-dir ] && exec '{python}' -c 'from lsq.commands.user_dir import run; run([])'"""
+USER_DIR = (
+    """[ "$*" = user-dir ] && exec '{python}' -c 'from lsq.commands.user_dir import run; run([])'"""
+)
 Follow = Callable[["Reader", list[str]], None]
 
 
 class Reader:
     """Works through a page in `folder`.
 
-    Blocks of Python share a namespace. A block whose first line is a comment with a file's name, `# train.py`, is also
-    saved under that name. bash runs the other blocks as they are printed, with stand-ins for `programs`, which hand
-    their command lines to `follow` and wait.
+    Blocks of Python share a namespace. A block whose first line is a comment with a file's name, `#
+    train.py`, is also saved under that name. bash runs the other blocks as they are printed, with
+    stand-ins for `programs`, which hand their command lines to `follow` and wait.
 
     Args:
         folder: empty, and the current folder while blocks run.
         programs: names that bash shall find, or paths of scripts in the repository.
-        follow: follow(reader, command line) runs or checks one command; what it prints counts as printed.
+        follow: follow(reader, command line) runs or checks one command; what it prints counts as
+            printed.
 
     Attributes:
         block: the one that is read.
@@ -88,13 +92,22 @@ class Reader:
         asked, asking = os.pipe()
         heard, answering = os.pipe()
         path = os.pathsep.join([str(self._bin), os.environ["PATH"]])
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "COMMANDS": str(self._bin)}
+        environment = os.environ | {
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "COMMANDS": str(self._bin),
+        }
         environment |= {"REQUESTS": str(asking), "ANSWERS": str(heard)}
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, pass_fds=(asking, heard),
-                stdin=subprocess.DEVNULL, stdout=out, stderr=errors,
-            )  # fmt: skip
+                command,
+                cwd=self.folder,
+                env=environment,
+                pass_fds=(asking, heard),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+            )
             os.close(asking)
             os.close(heard)
             try:

@@ -1,4 +1,5 @@
-"""Every code block of the documentation runs, from the top of its page to the bottom, with nothing else."""
+"""Every code block of the documentation runs, from the top of its page to the bottom, with nothing
+else."""
 
 import multiprocessing
 import sys
@@ -16,12 +17,21 @@ from tests.docs.reader import Reader, page_left_behind
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 
 LONG = (
-    "docs/exporting.md", "docs/fairseq.md", "docs/formats.md", "docs/gradients.md", "docs/layers.md", "docs/memory.md",
-    "docs/translating.md", "docs/tuning.md", "recipes/text/README.md",
-)  # fmt: skip
+    "docs/exporting.md",
+    "docs/fairseq.md",
+    "docs/formats.md",
+    "docs/gradients.md",
+    "docs/layers.md",
+    "docs/memory.md",
+    "docs/translating.md",
+    "docs/tuning.md",
+    "recipes/text/README.md",
+)
 """Pages whose commands take longest, a few seconds to half a minute."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 
 
 @pytest.fixture
@@ -31,9 +41,13 @@ def reader(tmp_path) -> Reader:
     return Reader(tmp_path, commands.PROGRAMS, commands.follow)
 
 
-@pytest.mark.parametrize("page", [
-    pytest.param(page, id=str(page), marks=pytest.mark.thorough if str(page) in LONG else ()) for page in pages()
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page), marks=pytest.mark.thorough if str(page) in LONG else ())
+        for page in pages()
+    ],
+)
 def test_page(page, reader):
     with page_left_behind():
         for block in blocks(ROOT / page):
@@ -42,14 +56,22 @@ def test_page(page, reader):
 
 @pytest.mark.parametrize("page", pages(), ids=str)
 def test_every_block_says_what_it_is(page):
-    unknown = [f"{page}:{block.line}: {block.kind!r}" for block in blocks(ROOT / page) if block.kind not in KINDS]
+    unknown = [
+        f"{page}:{block.line}: {block.kind!r}"
+        for block in blocks(ROOT / page)
+        if block.kind not in KINDS
+    ]
     assert not unknown, f"fence these blocks with one of {', '.join(KINDS)}: {unknown}"
 
 
 @pytest.mark.parametrize("rule", commands.RULES, ids=lambda rule: rule.words)
 def test_every_rule_is_needed_and_says_why(rule):
-    assert any(rule.words in block.text for page in pages() for block in blocks(ROOT / page)), "no page has this"
-    assert (rule.runs and not rule.extra) != bool(rule.why), "give a reason where a command does not run as printed"
+    assert any(rule.words in block.text for page in pages() for block in blocks(ROOT / page)), (
+        "no page has this"
+    )
+    assert (rule.runs and not rule.extra) != bool(rule.why), (
+        "give a reason where a command does not run as printed"
+    )
     assert not (rule.runs and rule.test), "it runs here"
     assert (ROOT / rule.test).exists()
 
@@ -61,9 +83,16 @@ def page_of(folder: Path, text: str) -> Path:
 
 
 def test_blocks_of_a_page(tmp_path):
-    text = "# Title\n\n```python\nx = 1\n\ny = 2\n```\n\n* item\n  continued\n\n    old style\n\n``` text\n    a\n```\n"
+    text = (
+        "# Title\n\n```python\nx = 1\n\ny = 2\n```\n\n* item\n  continued\n\n    old"
+        " style\n\n``` text\n    a\n```\n"
+    )
     found = [(block.line, block.kind, block.text) for block in blocks(page_of(tmp_path, text))]
-    assert found == [(4, "python", "x = 1\n\ny = 2\n"), (12, "indented", "    old style\n"), (15, "text", "    a\n")]
+    assert found == [
+        (4, "python", "x = 1\n\ny = 2\n"),
+        (12, "indented", "    old style\n"),
+        (15, "text", "    a\n"),
+    ]
     with pytest.raises(ValueError, match=r"page.md:1: this fence is not closed"):
         blocks(page_of(tmp_path, "```python\nx = 1\n"))
 
@@ -74,8 +103,15 @@ def test_blocks_of_a_page(tmp_path):
         ("```python\nprint(model)\n```", NameError),
         ("```python\nx = 1\n```\n```output\n1\n```", AssertionError),
         ("```python\nprint('a b')\n```\n```output\na ... c\n```", AssertionError),
-        ("```bash\nlsq train-text --src train.en --tgt train.de --output o --no-such-option 1\n```", SystemExit),
-        ("```bash\nlsq train-text --src other.en --tgt train.de --output o\n```", FileNotFoundError),
+        (
+            "```bash\nlsq train-text --src train.en --tgt train.de --output o --no-such-option"
+            " 1\n```",
+            SystemExit,
+        ),
+        (
+            "```bash\nlsq train-text --src other.en --tgt train.de --output o\n```",
+            FileNotFoundError,
+        ),
         ("```bash\nlsq numbers --output o ...\n```", SystemExit),
         ("```bash\nlsq no-such-command\n```", ValueError),
         ("```bash\nno-such-program\n```", AssertionError),
@@ -87,7 +123,11 @@ def test_blocks_of_a_page(tmp_path):
         ("```bash\nrecipes/formats/run.sh messages runs/formats\n```", ValueError),
         ("```bash\ntorchrun --no-such-option train.py\n```", SystemExit),
         ("```bash\ntorchrun --nproc-per-node 2 train.py\n```", AssertionError),
-        ("```bash\nmkdir data\ntorchrun --no-python lsq train data --max-tokens 9 --no-such-option\n```", SystemExit),
+        (
+            "```bash\nmkdir data\ntorchrun --no-python lsq train data --max-tokens 9"
+            " --no-such-option\n```",
+            SystemExit,
+        ),
         ("```bash\nrecipes/wmt14_en_de/run.sh o --no-such-option\n```", AssertionError),
     ],
 )
@@ -115,7 +155,8 @@ def test_a_failure_is_told_while_a_process_of_the_command_lives(tmp_path):
 
 
 def test_commands_run_in_order(reader, tmp_path):
-    """A loop, a variable, one that makes data, one that needs them, and one that needs what an earlier block saved."""
+    """A loop, a variable, one that makes data, one that needs them, and one that needs what an
+    earlier block saved."""
     text = """```python
 # script.py
 x = 1

@@ -24,13 +24,16 @@ class Quadratic(nn.Module):
 
 
 def quadratic_samples(slope: float) -> list[Sample]:
-    """(x, curvature, target) of two samples, at whose outputs the squared gradient of half of the curvature times the
-    squared distance is the curvature. With slope 0 their gradients cancel."""
+    """(x, curvature, target) of two samples, at whose outputs the squared gradient of half of the
+    curvature times the squared distance is the curvature. With slope 0 their gradients cancel.
+    """
     chance = torch.Generator().manual_seed(2)
     model, x = Quadratic(), torch.randn(3, 40, generator=chance)
     curvature = torch.rand(3, 40, generator=chance) + 0.1
     outputs = x + model.shift.detach()
-    return [(x, curvature, outputs + sign * curvature.rsqrt()) for sign in (1.0, 1.0 if slope else -1.0)]
+    return [
+        (x, curvature, outputs + sign * curvature.rsqrt()) for sign in (1.0, 1.0 if slope else -1.0)
+    ]
 
 
 def quadratic_loss(model: nn.Module, sample: Sample) -> tuple[Tensor, float]:
@@ -61,7 +64,10 @@ class Layers(nn.Module):
 def word_batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
     chance = torch.Generator().manual_seed(4)
     return [
-        (torch.randint(11, (3, 5 + i), generator=chance), torch.randint(11, (3, 5 + i), generator=chance))
+        (
+            torch.randint(11, (3, 5 + i), generator=chance),
+            torch.randint(11, (3, 5 + i), generator=chance),
+        )
         for i in range(count)
     ]
 
@@ -69,4 +75,6 @@ def word_batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
 def word_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
     tokens, target = batch
     logits = model(tokens).double()
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), float(target.numel())
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), float(
+        target.numel()
+    )

@@ -7,19 +7,33 @@ from lsq.errors.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 
 COST = Cost(bits=4.5, cost=-0.25, first=-0.5, second=0.125, error=0.01)
 COSTS = Costs(
-    about={"model": "a", "numbers": [1, 2]}, weights="abc", clip="mse", formats=("int4/row", "nvfp4"), loss=2.5,
-    count=10.0, samples=3, finished=True,
+    about={"model": "a", "numbers": [1, 2]},
+    weights="abc",
+    clip="mse",
+    formats=("int4/row", "nvfp4"),
+    loss=2.5,
+    count=10.0,
+    samples=3,
+    finished=True,
     tensors=(
         TensorCosts(
-            name="a.weight", kind="weight", shape=(3, 4), values=12, transposed=False,
+            name="a.weight",
+            kind="weight",
+            shape=(3, 4),
+            values=12,
+            transposed=False,
             formats={"int4/row": COST, "nvfp4": dataclasses.replace(COST, cost=None)},
         ),
         TensorCosts(
-            name="a.weight", kind="activation", shape=(3, 4), values=20, transposed=False,
+            name="a.weight",
+            kind="activation",
+            shape=(3, 4),
+            values=20,
+            transposed=False,
             formats={"int4/row": COST, "nvfp4": COST},
         ),
     ),
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -38,22 +52,52 @@ def test_what_is_written_is_read(tmp_path, content):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda content: content.update(version=2), "version are 'lsq-sensitivity' and 2; they must be"),
+        (
+            lambda content: content.update(version=2),
+            "version are 'lsq-sensitivity' and 2; they must be",
+        ),
         (lambda content: content.pop("format"), "format and version are None"),
         (lambda content: content.pop("loss"), "no field 'loss'"),
         (lambda content: content.update(loss="low"), "loss is 'low'"),
         (lambda content: content.update(about=3), "about is 3"),
-        (lambda content: content["tensors"][1].update(kind="bias"), r"tensors\[1\].kind is 'bias'; allowed: 'weight'"),
-        (lambda content: content["tensors"][0].update(shape=[3, -4]), r"tensors\[0\].shape\[1\] is -4"),
+        (
+            lambda content: content["tensors"][1].update(kind="bias"),
+            r"tensors\[1\].kind is 'bias'; allowed: 'weight'",
+        ),
+        (
+            lambda content: content["tensors"][0].update(shape=[3, -4]),
+            r"tensors\[0\].shape\[1\] is -4",
+        ),
         (lambda content: content["tensors"][0].update(transposed=1), "transposed is 1"),
         (lambda content: content["tensors"][0].update(formats=[]), "must be an object"),
-        (lambda content: content["tensors"][0]["formats"].pop("nvfp4"), r"tensors\[0\].formats has not the names"),
-        (lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=None), "nvfp4.bits is None"),
-        (lambda content: content["tensors"][0]["formats"]["nvfp4"].pop("first"), "no field 'first'"),
-        (lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=-4.5), "bits is -4.5; it must be 0"),
-        (lambda content: content["tensors"][1]["formats"]["nvfp4"].update(error=-1), "error is -1; it must"),
-        (lambda content: content.update(finished="yes"), "finished is 'yes'; it must be true or false"),
-        (lambda content: content["tensors"][1].update(kind="weight"), "weight of a.weight, which stands there twice"),
+        (
+            lambda content: content["tensors"][0]["formats"].pop("nvfp4"),
+            r"tensors\[0\].formats has not the names",
+        ),
+        (
+            lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=None),
+            "nvfp4.bits is None",
+        ),
+        (
+            lambda content: content["tensors"][0]["formats"]["nvfp4"].pop("first"),
+            "no field 'first'",
+        ),
+        (
+            lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=-4.5),
+            "bits is -4.5; it must be 0",
+        ),
+        (
+            lambda content: content["tensors"][1]["formats"]["nvfp4"].update(error=-1),
+            "error is -1; it must",
+        ),
+        (
+            lambda content: content.update(finished="yes"),
+            "finished is 'yes'; it must be true or false",
+        ),
+        (
+            lambda content: content["tensors"][1].update(kind="weight"),
+            "weight of a.weight, which stands there twice",
+        ),
     ],
 )
 def test_another_file_is_refused(tmp_path, content, change, named):

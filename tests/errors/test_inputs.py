@@ -24,9 +24,12 @@ def test_products_are_named_by_their_weights():
     found = seen_in(model, weights, tokens)
     shapes = {(name, shape[-1], transposed) for name, shape, transposed in found}
     assert shapes == {
-        ("attention.in_proj_weight", 24, False), ("attention.out_proj.weight", 24, False), ("across", 24, True),
-        ("back.weight", 40, False), ("table.weight", 24, False),
-    }  # fmt: skip
+        ("attention.in_proj_weight", 24, False),
+        ("attention.out_proj.weight", 24, False),
+        ("across", 24, True),
+        ("back.weight", 40, False),
+        ("table.weight", 24, False),
+    }
     assert seen_in(model, {"back": model.back.weight}, tokens) == [("back", (10, 40), False)]
 
 

@@ -19,7 +19,10 @@ def test_points_and_lines(tmp_path, monkeypatch):
     weights, gradients = drawn[0].axes
     points, *lines = weights.lines
     assert points.get_xydata().tolist() == [[4.5, 19.0], [8.5, 42.0]]
-    assert {name.get_text(): name.xy for name in weights.texts} == {"int4/row": (4.5, 19.0), "int8/row": (8.5, 42.0)}
+    assert {name.get_text(): name.xy for name in weights.texts} == {
+        "int4/row": (4.5, 19.0),
+        "int8/row": (8.5, 42.0),
+    }
     labels = [line.get_label() for line in lines]
     assert "Gaussian: limit" in labels and "Laplacian: Lloyd-Max" in labels
     assert lines[0].get_xydata()[0].tolist() == pytest.approx([1, 6.02], abs=0.01)
@@ -29,7 +32,11 @@ def test_points_and_lines(tmp_path, monkeypatch):
 def test_names_do_not_lie_on_each_other(tmp_path, monkeypatch):
     """However near the points are; all are shown, also of more formats than there are colours."""
     drawn, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how))
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how),
+    )
     torch.manual_seed(1)
     errors = measure_tensors({"weight": torch.randn(32, 64)})
     draw(errors, tmp_path / "picture.png")
@@ -50,7 +57,9 @@ def test_a_file_is_written(tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a picture is a .png, .svg or .pdf; picture.gif is none"):
         draw(ERRORS, tmp_path / "picture.gif")
-    nothing = Errors(clip="kl", percentile=1.0, formats=("nvfp4",), entries=(entry("d", problem="it is odd"),))
+    nothing = Errors(
+        clip="kl", percentile=1.0, formats=("nvfp4",), entries=(entry("d", problem="it is odd"),)
+    )
     with pytest.raises(ValueError, match="nothing was measured"):
         draw(nothing, tmp_path / "picture.png")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""What is seen of a model's products, against the same written down by hand, and what is left as it was."""
+"""What is seen of a model's products, against the same written down by hand, and what is left as it
+was."""
 
 import copy
 import sys
@@ -18,7 +19,9 @@ sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would st
 transformers = pytest.importorskip("transformers")
 
 
-def seen(model: nn.Module, run, patterns=(), largest: int = 2**18) -> dict[tuple[str, str], torch.Tensor]:
+def seen(
+    model: nn.Module, run, patterns=(), largest: int = 2**18
+) -> dict[tuple[str, str], torch.Tensor]:
     return {(one.kind, one.name): one.values for one in gather(model, run, patterns, largest)}
 
 
@@ -29,11 +32,13 @@ def test_a_linear_layer_and_one_by_inputs():
     inner = functional.linear(x, model[0].weight, model[0].bias)
     gradient = 2 * model(x).detach()
     wanted = {
-        ("weight", "0.weight"): model[0].weight, ("weight", "1.weight"): model[1].weight.t(),
-        ("activation", "0.weight"): x.view(8, 5), ("activation", "1.weight"): inner.view(8, 7),
+        ("weight", "0.weight"): model[0].weight,
+        ("weight", "1.weight"): model[1].weight.t(),
+        ("activation", "0.weight"): x.view(8, 5),
+        ("activation", "1.weight"): inner.view(8, 7),
         ("gradient", "1.weight"): gradient.view(8, 3),
         ("gradient", "0.weight"): (gradient @ model[1].weight.t()).view(8, 7),
-    }  # fmt: skip
+    }
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor.detach())
@@ -54,7 +59,9 @@ def test_attention_of_pytorch():
     x, memory = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
     found = seen(model, lambda: model(x, x, x)[0].sum())
     assert set(found) == {
-        (kind, name) for kind in ("weight", "activation", "gradient") for name in ("in_proj_weight", "out_proj.weight")
+        (kind, name)
+        for kind in ("weight", "activation", "gradient")
+        for name in ("in_proj_weight", "out_proj.weight")
     }
     assert found["gradient", "in_proj_weight"].shape == (6, 24)
     found = seen(model, lambda: model(x, memory, memory)[0].sum())
@@ -68,7 +75,9 @@ def test_attention_of_fairseq():
     x = torch.randn(3, 2, 8)
     found = seen(attention, lambda: attention(x, x, x)[0].sum())
     names = {f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    assert set(found) == {(kind, name) for kind in ("weight", "activation", "gradient") for name in names}
+    assert set(found) == {
+        (kind, name) for kind in ("weight", "activation", "gradient") for name in names
+    }
     torch.testing.assert_close(found["activation", "v_proj.weight"], x.reshape(6, 8))
 
 
@@ -119,12 +128,16 @@ def test_a_weight_that_is_made_of_others_goes_by_its_shape():
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_layers_of_lsq_are_those_of_floats(mode):
-    config = LayerConfig(hidden=64, heads=4, feed_forward=96, quant=QuantConfig(mode=mode), dropout=0.1)
+    config = LayerConfig(
+        hidden=64, heads=4, feed_forward=96, quant=QuantConfig(mode=mode), dropout=0.1
+    )
     torch.manual_seed(3)
     model = TransformerEncoderLayer(config)
     x = torch.randn(5, 3, 64)
     found = seen(model, lambda: model(x).square().mean())
-    torch.testing.assert_close(found["activation", "self_attn.qkv_weight"], x.transpose(0, 1).reshape(15, 64))
+    torch.testing.assert_close(
+        found["activation", "self_attn.qkv_weight"], x.transpose(0, 1).reshape(15, 64)
+    )
     weights = {name for kind, name in found if kind == "weight"}
     assert {name for kind, name in found if kind == "activation"} == weights and len(weights) == 4
     assert {name for kind, name in found if kind == "gradient"} == weights
@@ -132,8 +145,15 @@ def test_layers_of_lsq_are_those_of_floats(mode):
 
 def small_gpt2() -> nn.Module:
     torch.manual_seed(1)
-    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=70, n_positions=16, bos_token_id=1,
-                                     eos_token_id=1)  # fmt: skip
+    config = transformers.GPT2Config(
+        n_embd=64,
+        n_layer=1,
+        n_head=2,
+        vocab_size=70,
+        n_positions=16,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -148,9 +168,10 @@ def test_a_converted_model_is_seen_as_the_float_one_was_and_stays_as_it_is():
     lsq.convert(model)
     model.train()
     run().backward()
-    before = copy.deepcopy(model.state_dict()), {
-        name: one.grad.clone() for name, one in model.named_parameters() if one.requires_grad
-    }
+    before = (
+        copy.deepcopy(model.state_dict()),
+        {name: one.grad.clone() for name, one in model.named_parameters() if one.requires_grad},
+    )
     found = seen(model, run)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -164,8 +185,14 @@ def test_a_converted_model_is_seen_as_the_float_one_was_and_stays_as_it_is():
 def test_weights_that_are_joined_are_seen_one_by_one():
     """The queries, keys and values of a converted BERT are one product."""
     torch.manual_seed(2)
-    config = transformers.BertConfig(vocab_size=70, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-                                     num_attention_heads=2, max_position_embeddings=16)  # fmt: skip
+    config = transformers.BertConfig(
+        vocab_size=70,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
     model = transformers.BertForMaskedLM(config)
     ids = torch.randint(0, 70, (2, 9))
     expected = seen(model, lambda: model(ids, labels=ids).loss)
@@ -189,7 +216,9 @@ def test_sparse_weights_are_what_masks_leave():
 
 
 def test_everything_is_put_back_when_something_fails():
-    model = nn.Sequential(QuantizedLinear(64, 64), nn.MultiheadAttention(64, 2), nn.Dropout()).train()
+    model = nn.Sequential(
+        QuantizedLinear(64, 64), nn.MultiheadAttention(64, 2), nn.Dropout()
+    ).train()
     model[2].eval()
 
     def run():

@@ -9,7 +9,14 @@ from torch.nn import functional
 from lsq.errors import Keep, read_costs, sensitivity
 from lsq.errors.costs import TensorCosts, write_costs
 from lsq.quant.numbers import scaled_format
-from tests.errors.models import Layers, Quadratic, quadratic_loss, quadratic_samples, word_batches, word_loss
+from tests.errors.models import (
+    Layers,
+    Quadratic,
+    quadratic_loss,
+    quadratic_samples,
+    word_batches,
+    word_loss,
+)
 
 FORMATS = ("int4/group16", "int3/row")
 
@@ -38,7 +45,9 @@ def test_estimate_needs_samples_by_themselves():
         return sum(total for total, _ in parts), sum(count for _, count in parts)
 
     together, apart = (
-        by_name(sensitivity(Quadratic(), loss, [pair], samples=samples, formats=["int3/row"]), "weight")["shift"]
+        by_name(
+            sensitivity(Quadratic(), loss, [pair], samples=samples, formats=["int3/row"]), "weight"
+        )["shift"]
         for samples in (None, [pair[:1], pair[1:]])
     )
     cost, known = together.formats["int3/row"], apart.formats["int3/row"]
@@ -54,12 +63,19 @@ def test_a_layer_that_does_nothing_costs_nothing():
 
 
 def test_costs_are_those_of_a_model_with_the_other_weight():
-    """Against a copy of the model; a weight that lies as [K, N] is cut along its columns, a tied one counts once."""
+    """Against a copy of the model; a weight that lies as [K, N] is cut along its columns, a tied
+    one counts once."""
     model, batches = Layers(), word_batches()
-    costs = sensitivity(model, word_loss, batches, formats=FORMATS, clip="absmax", activations=False)
+    costs = sensitivity(
+        model, word_loss, batches, formats=FORMATS, clip="absmax", activations=False
+    )
     assert set(by_name(costs, "weight")) == {
-        "table.weight", "attention.in_proj_weight", "attention.out_proj.weight", "across", "back.weight",
-    }  # fmt: skip
+        "table.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "across",
+        "back.weight",
+    }
 
     @torch.no_grad()
     def loss_of(one: nn.Module) -> float:
@@ -74,7 +90,9 @@ def test_costs_are_those_of_a_model_with_the_other_weight():
             matrix = weight.t().contiguous() if tensor.transposed else weight
             rounded = how.decode(how.encode(matrix))
             assert cost.bits == how.bits_per_value(matrix.shape)
-            assert cost.error == pytest.approx(float((rounded - matrix).square().sum() / matrix.square().sum()))
+            assert cost.error == pytest.approx(
+                float((rounded - matrix).square().sum() / matrix.square().sum())
+            )
             weight.copy_(rounded.t() if tensor.transposed else rounded)
             assert cost.cost == pytest.approx(loss_of(other) - loss_of(model), abs=1e-6)
     assert costs.loss == pytest.approx(loss_of(model), abs=1e-6)
@@ -88,10 +106,14 @@ def test_costs_of_activations_are_those_of_a_model_that_rounds_them():
     assert set(read) == set(by_name(costs, "weight"))
     assert read["back.weight"].values == sum(tokens.numel() for tokens, _ in batches) * 40
     how = scaled_format("int3/row")
-    model.eval().back.register_forward_pre_hook(lambda module, given: how.decode(how.encode(given[0])))
+    model.eval().back.register_forward_pre_hook(
+        lambda module, given: how.decode(how.encode(given[0]))
+    )
     found = [word_loss(model, batch) for batch in batches]
     after = sum(float(total) for total, _ in found) / sum(count for _, count in found)
-    assert read["back.weight"].formats["int3/row"].cost == pytest.approx(after - costs.loss, abs=1e-6)
+    assert read["back.weight"].formats["int3/row"].cost == pytest.approx(
+        after - costs.loss, abs=1e-6
+    )
 
 
 def test_the_model_is_left_as_it_was():
@@ -118,17 +140,33 @@ def test_the_model_is_left_as_it_was():
         except KeyboardInterrupt:
             assert stop_at is not None
         assert stop_at is None or calls == stop_at
-        assert all(torch.equal(one.view(torch.int32), before[name]) for name, one in model.state_dict().items())
-        assert (functional.linear, torch.addmm, torch.backends.mha.get_fastpath_enabled()) == (linear, addmm, True)
+        assert all(
+            torch.equal(one.view(torch.int32), before[name])
+            for name, one in model.state_dict().items()
+        )
+        assert (functional.linear, torch.addmm, torch.backends.mha.get_fastpath_enabled()) == (
+            linear,
+            addmm,
+            True,
+        )
         assert torch.equal(torch.get_rng_state(), state)
-        assert (model.training, model.attention.training, model.attention.out_proj.training) == (True, False, False)
+        assert (model.training, model.attention.training, model.attention.out_proj.training) == (
+            True,
+            False,
+            False,
+        )
         assert [one.requires_grad for one in (model.back.weight, model.across)] == [False, True]
-        assert torch.equal(model.across.grad, torch.ones_like(model.across)) and model.table.weight.grad is None
+        assert (
+            torch.equal(model.across.grad, torch.ones_like(model.across))
+            and model.table.weight.grad is None
+        )
 
 
 def test_a_stopped_measurement_goes_on(tmp_path):
     path, batches = tmp_path / "costs.json", word_batches()
-    whole = sensitivity(Layers(), word_loss, batches, formats=FORMATS, keep=Keep(about={"text": "words"}))
+    whole = sensitivity(
+        Layers(), word_loss, batches, formats=FORMATS, keep=Keep(about={"text": "words"})
+    )
     assert whole.finished
 
     class Stop(Exception):
@@ -176,7 +214,8 @@ def test_a_file_of_other_settings_is_refused(tmp_path):
 
 
 def test_a_file_that_was_edited_is_refused(tmp_path):
-    """Costs are believed, as in other files that may be edited; tensors must be those of the model."""
+    """Costs are believed, as in other files that may be edited; tensors must be those of the
+    model."""
     path = tmp_path / "costs.json"
 
     def measured():
@@ -186,7 +225,11 @@ def test_a_file_that_was_edited_is_refused(tmp_path):
     whole = measured()
     for number, changes, named in (
         (1, {"name": "other.weight"}, "activation of other.weight, which is not measured now"),
-        (0, {"shape": (3, 4)}, r"the weight of back.weight with shape=\[3, 4\], .* but it has shape="),
+        (
+            0,
+            {"shape": (3, 4)},
+            r"the weight of back.weight with shape=\[3, 4\], .* but it has shape=",
+        ),
         (0, {"transposed": True}, "transposed=True, but it has .* transposed=False; choose"),
         (1, {"values": 7}, "values=7, transposed=False, but"),
     ):
@@ -209,18 +252,28 @@ def test_activations_of_a_file_are_neither_given_nor_lost_without_being_asked_fo
     assert not weights.of("activation")
     assert sensitivity(Layers(), word_loss, word_batches(), **given).of("activation")
     content = path.read_bytes()
-    with pytest.raises(ValueError, match="the activation of back.weight, which is not measured now; measure it"):
+    with pytest.raises(
+        ValueError, match="the activation of back.weight, which is not measured now; measure it"
+    ):
         sensitivity(Layers(), word_loss, word_batches(), activations=False, **given)
     assert path.read_bytes() == content
 
 
 def test_patterns_choose():
-    costs = sensitivity(Layers(), word_loss, word_batches(), formats=FORMATS, tensors=["back*", "acr?ss"])
-    assert set(by_name(costs, "weight")) == set(by_name(costs, "activation")) == {"back.weight", "across"}
+    costs = sensitivity(
+        Layers(), word_loss, word_batches(), formats=FORMATS, tensors=["back*", "acr?ss"]
+    )
+    assert (
+        set(by_name(costs, "weight"))
+        == set(by_name(costs, "activation"))
+        == {"back.weight", "across"}
+    )
 
 
 def test_half_precision():
-    costs = sensitivity(Layers().to(torch.bfloat16), word_loss, word_batches(), formats=["int8/row", "int2/row"])
+    costs = sensitivity(
+        Layers().to(torch.bfloat16), word_loss, word_batches(), formats=["int8/row", "int2/row"]
+    )
     found = by_name(costs, "weight")["back.weight"].formats
     assert found["int2/row"].error > 100 * found["int8/row"].error > 0
 

@@ -26,7 +26,9 @@ def example(name: str, monkeypatch) -> ModuleType:
 def test_train_gpt(monkeypatch, capsys, tmp_path):
     train_gpt = example("train_gpt", monkeypatch)
     results = train_gpt.main([*SMALL, "--context", "32", "--float"])
-    assert results.keys() == {"bfloat16", "int8"} and abs(results["int8"] - results["bfloat16"]) < 0.1
+    assert (
+        results.keys() == {"bfloat16", "int8"} and abs(results["int8"] - results["bfloat16"]) < 0.1
+    )
     assert "4 of 5 linear layers run in int8" in capsys.readouterr().out
     text = tmp_path / "text"
     text.write_text("short")
@@ -55,8 +57,23 @@ def test_lora(monkeypatch, capsys):
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_fsdp(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "fsdp.py"), *SMALL, "--context", "32", "--checkpoint", str(tmp_path), "--gradients"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [
+        str(EXAMPLES / "fsdp.py"),
+        *SMALL,
+        "--context",
+        "32",
+        "--checkpoint",
+        str(tmp_path),
+        "--gradients",
+    ]
     for words in (["--float"], []):
         run = subprocess.run([*command, *words], capture_output=True, text=True, timeout=140)
         assert run.returncode == 0, run.stderr

@@ -1,4 +1,5 @@
-"""Models for CTranslate2: loaded by the package itself, beside ours with the same weights, in float and in int8."""
+"""Models for CTranslate2: loaded by the package itself, beside ours with the same weights, in float
+and in int8."""
 
 import sys
 
@@ -14,23 +15,39 @@ from tests.sampling import first
 
 TRANSLATION = [
     {},
-    {"pre_norm": True, "activation": "gelu", "tied": False, "shared": False}, {"activation": "silu"},
+    {"pre_norm": True, "activation": "gelu", "tied": False, "shared": False},
+    {"activation": "silu"},
     {"activation": "gelu_tanh"},
-    {"embedding": {"positions": "learned", "layer_norm": True, "scale": 1.0}, "quant": {"weight_format": "int4"}},
-    {"encoder_layers": 1, "decoder_layers": 3, "quant": {"weight_granularity": "tensor", "bits": 7}},
+    {
+        "embedding": {"positions": "learned", "layer_norm": True, "scale": 1.0},
+        "quant": {"weight_format": "int4"},
+    },
+    {
+        "encoder_layers": 1,
+        "decoder_layers": 3,
+        "quant": {"weight_granularity": "tensor", "bits": 7},
+    },
 ]
-LANGUAGE = [{"encoder_layers": 0}, {"encoder_layers": 0, "pre_norm": True, "tied": False, "words": 45}]
+LANGUAGE = [
+    {"encoder_layers": 0},
+    {"encoder_layers": 0, "pre_norm": True, "tied": False, "words": 45},
+]
 
 
 @pytest.fixture
 def ctranslate2():
-    return pytest.importorskip("ctranslate2", reason="needs CTranslate2; pip install '.[ctranslate2]'")
+    return pytest.importorskip(
+        "ctranslate2", reason="needs CTranslate2; pip install '.[ctranslate2]'"
+    )
 
 
 def vocabularies(model: DecodingModel) -> dict[str, list[str]]:
     """The words of each side; special ones are those of tests/decode/models.py."""
     names = ["<s>", "<pad>", "</s>", "<unk>"]
-    return {side: [*names, *(f"w{n}" for n in range(4, it.words))] for side, it in model.architecture.stacks.items()}
+    return {
+        side: [*names, *(f"w{n}" for n in range(4, it.words))]
+        for side, it in model.architecture.stacks.items()
+    }
 
 
 def write(folder, model: DecodingModel) -> str:
@@ -42,7 +59,9 @@ def write(folder, model: DecodingModel) -> str:
 def tables(model: DecodingModel) -> dict[str, torch.Tensor]:
     """The words' rows of each side as CTranslate2 has them."""
     found = {side: rounded_rows(model.words(side).numpy()) for side in model.architecture.stacks}
-    return {side: torch.from_numpy(codes / scale[:, None]) for side, (codes, scale) in found.items()}
+    return {
+        side: torch.from_numpy(codes / scale[:, None]) for side, (codes, scale) in found.items()
+    }
 
 
 @torch.no_grad()
@@ -52,7 +71,9 @@ def twin(model: DecodingModel, options: dict) -> SmallModel:
     for name, parameter in twin.named_parameters():
         if name + ".codes" in model.tensors:
             rows, columns = parameter.shape
-            parameter.copy_(model.codes(name, columns)[:rows] * model.tensors[name + ".scale"][:rows, None])
+            parameter.copy_(
+                model.codes(name, columns)[:rows] * model.tensors[name + ".scale"][:rows, None]
+            )
         elif not name.endswith("embed_tokens.weight"):
             parameter.copy_(model.tensors[name])
     for side, table in tables(model).items():
@@ -66,11 +87,14 @@ def draw(length: int, seed: int) -> torch.Tensor:
     return torch.cat([torch.randint(4, 37, (length,), generator=chance), torch.tensor([EOS])])
 
 
-PAIRS = [(draw(source, 1), draw(target, 2)) for source, target in ((5, 7), (11, 3), (1, 1), (8, 12))]
+PAIRS = [
+    (draw(source, 1), draw(target, 2)) for source, target in ((5, 7), (11, 3), (1, 1), (8, 12))
+]
 
 
 def scores(model: SmallModel) -> torch.Tensor:
-    """The log-probabilities of all words of the targets, each after the one before, first after the end of a sentence.
+    """The log-probabilities of all words of the targets, each after the one before, first after the
+    end of a sentence.
 
     A language model knows nothing of the sources.
     """
@@ -83,23 +107,34 @@ def scores(model: SmallModel) -> torch.Tensor:
     return found.squeeze(2)[targets != PADDING]
 
 
-def translator_scores(ctranslate2, path: str, model: DecodingModel, compute_type: str) -> torch.Tensor:
+def translator_scores(
+    ctranslate2, path: str, model: DecodingModel, compute_type: str
+) -> torch.Tensor:
     """The same by CTranslate2."""
     known = vocabularies(model)
     named = [
-        [[known[side][word] for word in words[:-1]] for side, words in zip(("encoder", "decoder"), pair, strict=True)]
+        [
+            [known[side][word] for word in words[:-1]]
+            for side, words in zip(("encoder", "decoder"), pair, strict=True)
+        ]
         for pair in PAIRS
     ]
     translator = ctranslate2.Translator(path, compute_type=compute_type)
-    results = translator.score_batch([source for source, _ in named], [target for _, target in named])
+    results = translator.score_batch(
+        [source for source, _ in named], [target for _, target in named]
+    )
     return torch.cat([torch.tensor(result.log_probs) for result in results])
 
 
-def generator_scores(ctranslate2, path: str, model: DecodingModel, compute_type: str) -> torch.Tensor:
+def generator_scores(
+    ctranslate2, path: str, model: DecodingModel, compute_type: str
+) -> torch.Tensor:
     """The same by CTranslate2's language model."""
     known = vocabularies(model)["decoder"]
     generator = ctranslate2.Generator(path, compute_type=compute_type)
-    results = generator.score_batch([[known[word] for word in [EOS, *target]] for _, target in PAIRS])
+    results = generator.score_batch(
+        [[known[word] for word in [EOS, *target]] for _, target in PAIRS]
+    )
     return torch.cat([torch.tensor(result.log_probs) for result in results])
 
 
@@ -109,7 +144,10 @@ def test_in_float_it_computes_with_our_weights(tmp_path, ctranslate2, options):
     path = write(tmp_path / "model", model)
     score = translator_scores if "encoder" in model.architecture.stacks else generator_scores
     assert_close(
-        score(ctranslate2, path, model, "float32"), scores(twin(model, options)), rtol=1e-4, atol=2e-4
+        score(ctranslate2, path, model, "float32"),
+        scores(twin(model, options)),
+        rtol=1e-4,
+        atol=2e-4,
     )
 
 
@@ -125,7 +163,8 @@ def test_in_int8_it_is_near_ours(tmp_path, ctranslate2, options):
 
 
 def variable(variables: dict, name: str):
-    """One of CTranslate2's specification, where equal ones are there once, and the others by its name."""
+    """One of CTranslate2's specification, where equal ones are there once, and the others by its
+    name."""
     found = variables[name]
     return variables[found] if isinstance(found, str) else found
 
@@ -133,17 +172,23 @@ def variable(variables: dict, name: str):
 def test_codes_and_scales_are_the_learned_ones(ctranslate2):
     model = model_of(small_model())
     known = vocabularies(model)
-    variables = ctranslate2_folder.specification(model, known["encoder"], known["decoder"]).variables()
+    variables = ctranslate2_folder.specification(
+        model, known["encoder"], known["decoder"]
+    ).variables()
     for theirs, ours in (
         ("encoder/layer_1/self_attention/linear_0", "encoder.layers.1.self_attn.qkv_weight"),
         ("decoder/layer_0/attention/linear_1", "decoder.layers.0.encoder_attn.key_value_weight"),
         ("decoder/layer_0/ffn/linear_1", "decoder.layers.0.feed_forward.fc2_weight"),
         ("decoder/projection", "decoder.output_projection.weight"),
     ):
-        codes, scale = (variable(variables, f"{theirs}/{part}").numpy() for part in ("weight", "weight_scale"))
+        codes, scale = (
+            variable(variables, f"{theirs}/{part}").numpy() for part in ("weight", "weight_scale")
+        )
         rows = len(codes)
         assert torch.equal(torch.from_numpy(codes), model.tensors[ours + ".codes"][:rows])
-        assert_close(1 / torch.from_numpy(scale), model.tensors[ours + ".scale"][:rows], rtol=2e-7, atol=0)
+        assert_close(
+            1 / torch.from_numpy(scale), model.tensors[ours + ".scale"][:rows], rtol=2e-7, atol=0
+        )
     assert len(variable(variables, "decoder/projection/weight").numpy()) == 37
 
 
@@ -170,17 +215,28 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, ctranslate2, monkeyp
 
 def test_what_it_cannot_compute_is_refused(tmp_path, ctranslate2):
     model = model_of(small_model(encoder_layers=1, decoder_layers=1, layer_norm_epsilon=1e-3))
-    with pytest.raises(ValueError, match="norm is 'layer' with an epsilon of 0.001; a model for CTranslate2 must"):
+    with pytest.raises(
+        ValueError, match="norm is 'layer' with an epsilon of 0.001; a model for CTranslate2 must"
+    ):
         write(tmp_path / "model", model)
     for options, words in (
-        ({"gated": True}, "gated is True and bias True; a model for CTranslate2 must have False and True"),
-        ({"bias": False}, "gated is False and bias False"), ({"activation": "squared_relu"}, "'squared_relu'"),
-    ):  # fmt: skip
+        (
+            {"gated": True},
+            "gated is True and bias True; a model for CTranslate2 must have False and True",
+        ),
+        ({"bias": False}, "gated is False and bias False"),
+        ({"activation": "squared_relu"}, "'squared_relu'"),
+    ):
         with pytest.raises(ValueError, match=words):
-            write(tmp_path / "model", model_of(small_model(encoder_layers=1, decoder_layers=1, **options)))
+            write(
+                tmp_path / "model",
+                model_of(small_model(encoder_layers=1, decoder_layers=1, **options)),
+            )
     model = model_of(small_model(encoder_layers=1, decoder_layers=1))
     with pytest.raises(ValueError, match="vocabulary .* has size 2"):
-        ctranslate2_folder.write(tmp_path / "model", model, ["a", "b"], vocabularies(model)["decoder"])
+        ctranslate2_folder.write(
+            tmp_path / "model", model, ["a", "b"], vocabularies(model)["decoder"]
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -22,7 +22,11 @@ from tests.fuzz.mutations import mutated_bytes, mutated_json
 CONFIGURATIONS = [
     {},
     {"encoder_layers": 0, "words": 21, "tied": False, "pre_norm": True},
-    {"shared": False, "quant": {"weight_format": "int4"}, "embedding": {"positions": "learned", "layer_norm": True}},
+    {
+        "shared": False,
+        "quant": {"weight_format": "int4"},
+        "embedding": {"positions": "learned", "layer_norm": True},
+    },
     {"quant": {"weight_granularity": "tensor", "bits": 5}, "activation": "gelu"},
 ]
 
@@ -35,10 +39,19 @@ def small(options: str) -> DecodingModel:
 def exported(**options) -> ExportedModel:
     """With tensors of its own."""
     model = small(repr(options))
-    model = DecodingModel(architecture=model.architecture, tensors={n: t.clone() for n, t in model.tensors.items()})
-    words = {side: tuple(f"{side}{n}\u2581" for n in range(it.words)) for side, it in model.architecture.stacks.items()}
+    model = DecodingModel(
+        architecture=model.architecture, tensors={n: t.clone() for n, t in model.tensors.items()}
+    )
+    words = {
+        side: tuple(f"{side}{n}\u2581" for n in range(it.words))
+        for side, it in model.architecture.stacks.items()
+    }
     return ExportedModel(
-        model=model, source=words.get("encoder"), target=words["decoder"], subwords=b"pieces\0\xff", trained_length=30,
+        model=model,
+        source=words.get("encoder"),
+        target=words["decoder"],
+        subwords=b"pieces\0\xff",
+        trained_length=30,
         search=SearchOptions(beam=3, max_len_b=30),
     )
 
@@ -51,7 +64,10 @@ def same(one: ExportedModel, other: ExportedModel) -> bool:
         one.model.architecture == other.model.architecture
         and all(getattr(one, name) == getattr(other, name) for name in names)
         and mine.keys() == others.keys()
-        and all(torch.equal(mine[name].view(torch.uint8), others[name].view(torch.uint8)) for name in mine)
+        and all(
+            torch.equal(mine[name].view(torch.uint8), others[name].view(torch.uint8))
+            for name in mine
+        )
     )
 
 
@@ -81,7 +97,11 @@ def sparse() -> ExportedModel:
 
 def test_sparse_codes_take_less_room(tmp_path):
     before = sparse()
-    names = [name for name in before.model.tensors if name.startswith("encoder.layers.0.f") and name.endswith(".codes")]
+    names = [
+        name
+        for name in before.model.tensors
+        if name.startswith("encoder.layers.0.f") and name.endswith(".codes")
+    ]
     assert names
     model_file.write(tmp_path / "dense", exported())
     model_file.write(tmp_path / "sparse", before)
@@ -99,14 +119,34 @@ def test_sparse_codes_take_less_room(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda metadata, tensors: tensors.pop(next(name for name in tensors if name.endswith(".indices"))), "alone"),
-        (lambda metadata, tensors: [one.zero_() for name, one in tensors.items() if name.endswith(".indices")],
-         "the checksum of .*indices does not fit"),
-        (lambda metadata, tensors: tensors.update({name: one[:, :-1].contiguous() for name, one in tensors.items()
-                                                   if name.endswith(".values")}), "they must be int8"),
-        (lambda metadata, tensors: metadata.update(format="lsq model 1"), "the model (lacks|has unknown) tensors"),
+        (
+            lambda metadata, tensors: tensors.pop(
+                next(name for name in tensors if name.endswith(".indices"))
+            ),
+            "alone",
+        ),
+        (
+            lambda metadata, tensors: [
+                one.zero_() for name, one in tensors.items() if name.endswith(".indices")
+            ],
+            "the checksum of .*indices does not fit",
+        ),
+        (
+            lambda metadata, tensors: tensors.update(
+                {
+                    name: one[:, :-1].contiguous()
+                    for name, one in tensors.items()
+                    if name.endswith(".values")
+                }
+            ),
+            "they must be int8",
+        ),
+        (
+            lambda metadata, tensors: metadata.update(format="lsq model 1"),
+            "the model (lacks|has unknown) tensors",
+        ),
     ],
-)  # fmt: skip
+)
 def test_sparse_codes_that_do_not_fit_are_named(tmp_path, change, reason):
     path = tmp_path / "model.safetensors"
     model_file.write(path, sparse())
@@ -123,11 +163,13 @@ import sys
 from pathlib import Path
 from lsq.export import model_file
 found = model_file.read(Path({str(path)!r}))
-ranges = [line.split()[0].split("-") for line in open("/proc/self/maps") if line.rstrip().endswith("model.safetensors")]
+maps = [line for line in open("/proc/self/maps") if line.rstrip().endswith("model.safetensors")]
+ranges = [line.split()[0].split("-") for line in maps]
 for name, tensor in found.model.tensors.items():
     mapped = any(int(low, 16) <= tensor.data_ptr() < int(high, 16) for low, high in ranges)
     assert mapped == name.endswith(".codes"), name
-assert not [name for name in sys.modules if name.split(".")[0] in ("fairseq", "omegaconf", "matplotlib")]
+late = ("fairseq", "omegaconf", "matplotlib")
+assert not [name for name in sys.modules if name.split(".")[0] in late]
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -159,7 +201,10 @@ def test_no_damage_is_read_in_silence(tmp_path, part, count):
 def rewritten(path, change):
     """`path`, written again with other metadata, under a checksum that fits."""
     with safe_open(path, framework="pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}
+        metadata, tensors = (
+            file.metadata(),
+            {name: file.get_tensor(name).clone() for name in file.keys()},
+        )
     del metadata[model_file.CHECKSUM]
     change(metadata, tensors)
     metadata[model_file.CHECKSUM] = model_file.checksum_of_texts(metadata)
@@ -169,19 +214,34 @@ def rewritten(path, change):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda metadata, tensors: metadata.update(format="lsq model 3"), "its format is 'lsq model 3'"),
+        (
+            lambda metadata, tensors: metadata.update(format="lsq model 3"),
+            "its format is 'lsq model 3'",
+        ),
         (lambda metadata, tensors: metadata.pop("format"), "its format is ''"),
         (lambda metadata, tensors: metadata.pop("architecture"), "architecture"),
-        (lambda metadata, tensors: metadata.update(target='["a"]'), "the decoder has 37 words, and its vocabulary 1"),
-        (lambda metadata, tensors: metadata.update(source="null"), "the encoder has 37 words, and its vocabulary 0"),
+        (
+            lambda metadata, tensors: metadata.update(target='["a"]'),
+            "the decoder has 37 words, and its vocabulary 1",
+        ),
+        (
+            lambda metadata, tensors: metadata.update(source="null"),
+            "the encoder has 37 words, and its vocabulary 0",
+        ),
         (lambda metadata, tensors: metadata.update(tensors="[]"), "tensors"),
         (lambda metadata, tensors: metadata.update(source='{"a": 1}'), "source"),
         (lambda metadata, tensors: metadata.update(trained_length='"x"'), "trained_length"),
-        (lambda metadata, tensors: metadata.update(search='{"beem": 2}'), "search has an option that this version"),
+        (
+            lambda metadata, tensors: metadata.update(search='{"beem": 2}'),
+            "search has an option that this version",
+        ),
         (lambda metadata, tensors: metadata.update(search='{"beam": 0}'), "beam is 0"),
         (lambda metadata, tensors: tensors.popitem(), "lacks tensors"),
         (lambda metadata, tensors: tensors.update(more=torch.zeros(3)), "unknown tensors: more"),
-        (lambda metadata, tensors: next(iter(tensors.values())).neg_(), "the checksum of .* does not fit"),
+        (
+            lambda metadata, tensors: next(iter(tensors.values())).neg_(),
+            "the checksum of .* does not fit",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, change, reason):
@@ -192,13 +252,20 @@ def test_what_does_not_fit_is_named(tmp_path, change, reason):
         model_file.read(path)
 
 
-@pytest.mark.parametrize(("length", "expected"), [
-    ("30", SearchOptions(max_len_b=30)), ("null", SearchOptions()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        ("30", SearchOptions(max_len_b=30)),
+        ("null", SearchOptions()),
+    ],
+)
 def test_earlier_files_know_the_longest_translation_alone(tmp_path, length, expected):
     path = tmp_path / "model.safetensors"
     model_file.write(path, exported())
-    rewritten(path, lambda metadata, tensors: metadata.pop("search") and metadata.update(trained_length=length))
+    rewritten(
+        path,
+        lambda metadata, tensors: metadata.pop("search") and metadata.update(trained_length=length),
+    )
     assert model_file.read(path).search == expected
 
 

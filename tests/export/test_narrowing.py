@@ -1,4 +1,5 @@
-"""Models whose weights are rounded to 4 bits: near what they were, stored in half, and computed with as they stand."""
+"""Models whose weights are rounded to 4 bits: near what they were, stored in half, and computed
+with as they stand."""
 
 import pytest
 import torch
@@ -23,7 +24,11 @@ def test_no_clip_that_is_tried_is_better():
     stored, scale = least_squares(values, FORM)
     error = (decoded(stored, scale, 100) - values).square().sum(1)
     for part in (1.0, 0.8, 0.64):
-        other = (decoded(*FORM.encode(values, part * values.abs().amax(1)), 100) - values).square().sum(1)
+        other = (
+            (decoded(*FORM.encode(values, part * values.abs().amax(1)), 100) - values)
+            .square()
+            .sum(1)
+        )
         assert (error <= other * 1.0001).all()
     assert 10 * (values.square().sum() / error.sum()).log10() > 18.5
 
@@ -45,11 +50,15 @@ def test_nan_and_infinity_stay_visible():
 def test_values_whose_squares_are_no_floats(size):
     torch.manual_seed(0)
     values = torch.randn(4, 40)
-    wanted, found = (decoded(*least_squares(values * factor, FORM), 40) / factor for factor in (1.0, size))
+    wanted, found = (
+        decoded(*least_squares(values * factor, FORM), 40) / factor for factor in (1.0, size)
+    )
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"quant": {"weight_granularity": "tensor", "bits": 6}}, {"encoder_layers": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"quant": {"weight_granularity": "tensor", "bits": 6}}, {"encoder_layers": 0}]
+)
 def test_a_model(options):
     before = model_of(small_model(**options))
     after = with_int4(before)

@@ -1,4 +1,5 @@
-"""What models of ours are asked beside fairseq's, and decoding with a state beside decoding from scratch."""
+"""What models of ours are asked beside fairseq's, and decoding with a state beside decoding from
+scratch."""
 
 from dataclasses import dataclass
 
@@ -43,7 +44,8 @@ def assert_close_in_int8(theirs, ours, sample: dict, words: torch.Tensor) -> Non
 
 
 def decoded_alike(task, model, sample: dict, options: Beam, **prefix) -> list[list[dict]]:
-    """Hypotheses of each sentence, by fairseq's generator; AssertionError where decoding from scratch differs."""
+    """Hypotheses of each sentence, by fairseq's generator; AssertionError where decoding from
+    scratch differs."""
     model.eval()
     model(**sample["net_input"])
     found = []
@@ -63,11 +65,12 @@ ADDED_TO = KeptInputGradient, KeptWeightGradient
 
 
 class Steps:
-    """What all operations of a model wrote, pass by pass, in one place: noted, then compared with another place's.
+    """What all operations of a model wrote, pass by pass, in one place: noted, then compared with
+    another place's.
 
-    In the other place each operation reads what those of the first wrote, so that what differs is its own doing: a
-    gradient's code that falls to the other side of a border changes all that follows by more than any rounding of
-    sums does.
+    In the other place each operation reads what those of the first wrote, so that what differs is
+    its own doing: a gradient's code that falls to the other side of a border changes all that
+    follows by more than any rounding of sums does.
     """
 
     def __init__(self):
@@ -118,10 +121,11 @@ class Followed(Execution):
 
 
 def assert_same_steps(build, batch, arguments: str, where: str, monkeypatch) -> None:
-    """Each operation of a model's first training step and of its evaluation does on the CPU what it does elsewhere.
+    """Each operation of a model's first training step and of its evaluation does on the CPU what it
+    does elsewhere.
 
-    `where` are the options that say where. One code of ten thousand may fall to the other side of its border, where
-    float sums went in another order.
+    `where` are the options that say where. One code of ten thousand may fall to the other side of
+    its border, where float sums went in another order.
     """
     monkeypatch.setattr(Followed, "steps", steps := Steps(), raising=False)
     monkeypatch.setattr(module, "Execution", Followed)
@@ -134,17 +138,31 @@ def assert_same_steps(build, batch, arguments: str, where: str, monkeypatch) -> 
         loss.backward()
         with torch.no_grad():
             evaluated, *_ = model.eval()(**sample["net_input"], target=sample["target"])
-        results.append({"loss": loss, "evaluated": evaluated, **{
-            name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-        }})
+        results.append(
+            {
+                "loss": loss,
+                "evaluated": evaluated,
+                **{
+                    name: parameter.grad
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None
+                },
+            }
+        )
         steps.follow()
     assert steps.found.keys() == steps.noted.keys()
     for key, expected in steps.noted.items():
         if expected.is_floating_point():
             assert_alike(steps.found[key], expected, key)
     codes = [key for key, tensor in steps.noted.items() if tensor.dtype == torch.int8]
-    different = torch.cat([(steps.found[key].int() - steps.noted[key].int()).flatten() for key in codes])
-    assert len(codes) > 20 and different.abs().max() <= 1 and different.count_nonzero() < 1e-4 * different.numel()
+    different = torch.cat(
+        [(steps.found[key].int() - steps.noted[key].int()).flatten() for key in codes]
+    )
+    assert (
+        len(codes) > 20
+        and different.abs().max() <= 1
+        and different.count_nonzero() < 1e-4 * different.numel()
+    )
     expected, actual = results
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -152,6 +170,7 @@ def assert_same_steps(build, batch, arguments: str, where: str, monkeypatch) -> 
 
 
 def assert_alike(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    """To 1e-4 of the largest value: what a value lost by rounding, of its step, is the least certain."""
+    """To 1e-4 of the largest value: what a value lost by rounding, of its step, is the least
+    certain."""
     tolerance = 1e-4 * expected.abs().max().item() + 1e-9
     assert_close(actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")

@@ -17,21 +17,28 @@ from tests.configurations import quick_configurations  # noqa: F401
 
 WORDS = "abcdefghij"
 TINY = (
-    "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-attention-heads 4 --encoder-layers 2 "
-    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers 2"
+    "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-attention-heads 4 --encoder-layers"
+    " 2 "
+    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers"
+    " 2"
 ).split()
 SHORT = (
-    "--arch lsq_transformer --task lsq_translation --criterion lsq_label_smoothed_cross_entropy --label-smoothing 0.1 "
-    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 8 --cpu --no-progress-bar --log-interval 1 "
+    "--arch lsq_transformer --task lsq_translation --criterion lsq_label_smoothed_cross_entropy"
+    " --label-smoothing 0.1 "
+    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 8 --cpu --no-progress-bar"
+    " --log-interval 1 "
     "--no-epoch-checkpoints --disable-validation --num-workers 0 --dropout 0.1"
 ).split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """fairseq 0.12 is older than the libraries under it: their advice about its code is not for us."""
+    """fairseq 0.12 is older than the libraries under it: their advice about its code is not for
+    us."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+            )
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +50,17 @@ def toy(tmp_path_factory) -> Path:
         lines = [" ".join(chance.choices(WORDS, k=chance.randint(2, 9))) for _ in range(count)]
         (folder / f"{split}.xx").write_text("\n".join(lines) + "\n")
         (folder / f"{split}.yy").write_text("\n".join(line[::-1] for line in lines) + "\n")
-    arguments = ["-s", "xx", "-t", "yy", "--destdir", str(folder / "bin"), "--joined-dictionary", "--workers", "1"]
+    arguments = [
+        "-s",
+        "xx",
+        "-t",
+        "yy",
+        "--destdir",
+        str(folder / "bin"),
+        "--joined-dictionary",
+        "--workers",
+        "1",
+    ]
     arguments += ["--trainpref", str(folder / "train"), "--validpref", str(folder / "valid")]
     preprocess.main(options.get_preprocessing_parser().parse_args(arguments))
     return folder / "bin"
@@ -63,18 +80,29 @@ def corpus(tmp_path_factory):
                 line.append(word)
             lines.append(" ".join(WORDS[letter] for letter in line))
         (folder / split).write_text("\n".join(lines) + "\n")
-    given = ["--only-source", "--trainpref", str(folder / "train"), "--validpref", str(folder / "valid")]
-    preprocess.main(options.get_preprocessing_parser().parse_args([*given, "--destdir", str(folder / "bin")]))
+    given = [
+        "--only-source",
+        "--trainpref",
+        str(folder / "train"),
+        "--validpref",
+        str(folder / "valid"),
+    ]
+    preprocess.main(
+        options.get_preprocessing_parser().parse_args([*given, "--destdir", str(folder / "bin")])
+    )
     return folder / "bin"
 
 
 @pytest.fixture
 def parse(toy):
-    """parse("--option value ...") -> the namespace that fairseq makes of a training's command line."""
+    """parse("--option value ...") -> the namespace that fairseq makes of a training's command
+    line."""
 
     def parse(arguments: str | list[str] = "") -> Namespace:
         extra = arguments.split() if isinstance(arguments, str) else arguments
-        return options.parse_args_and_arch(options.get_training_parser(), [str(toy), *TINY, *SHORT, *extra])
+        return options.parse_args_and_arch(
+            options.get_training_parser(), [str(toy), *TINY, *SHORT, *extra]
+        )
 
     return parse
 
@@ -93,7 +121,8 @@ def build(parse):
 
 @pytest.fixture
 def pair(build, request):
-    """pair(options) -> (task, fairseq's model by THEIRS of the test's file, ours in float mode with its weights)."""
+    """pair(options) -> (task, fairseq's model by THEIRS of the test's file, ours in float mode with
+    its weights)."""
 
     def pair(options: str):
         task, theirs = build(f"{options} {request.module.THEIRS}")
@@ -107,7 +136,8 @@ def pair(build, request):
 
 @pytest.fixture
 def train(parse):
-    """train(save folder, "--option value ...") trains as fairseq-train does and returns the last checkpoint's state."""
+    """train(save folder, "--option value ...") trains as fairseq-train does and returns the last
+    checkpoint's state."""
 
     def train(folder: Path, arguments: str = "") -> dict:
         extra = [*arguments.split(), "--save-dir", str(folder)]
@@ -135,6 +165,8 @@ def batch():
 @pytest.fixture
 def group(tmp_path):
     """A group of this process alone."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     distributed.destroy_process_group()

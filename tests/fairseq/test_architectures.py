@@ -19,14 +19,21 @@ def test_dimensions_are_those_of_fairseq(suffix):
     ARCH_CONFIG_REGISTRY["lsq_transformer" + suffix](ours)
     ARCH_CONFIG_REGISTRY["transformer" + suffix](theirs)
     assert ARCH_MODEL_REGISTRY["lsq_transformer" + suffix] is LSQTransformerModel
-    added = {"lsq_from": None} | {f"lsq_{field.name}": field.default for field in fields(QuantConfig)}
+    added = {"lsq_from": None} | {
+        f"lsq_{field.name}": field.default for field in fields(QuantConfig)
+    }
     assert vars(ours) == vars(theirs) | added
 
 
 def test_given_options_win():
     args = Namespace(encoder_layers=1, lsq_bits=4)
     ARCH_CONFIG_REGISTRY["lsq_transformer_wmt_en_de_big"](args)
-    assert (args.encoder_layers, args.decoder_layers, args.encoder_embed_dim, args.lsq_bits) == (1, 6, 1024, 4)
+    assert (args.encoder_layers, args.decoder_layers, args.encoder_embed_dim, args.lsq_bits) == (
+        1,
+        6,
+        1024,
+        4,
+    )
 
 
 def test_an_architecture_is_ours_whatever_its_name(monkeypatch):
@@ -34,11 +41,19 @@ def test_an_architecture_is_ours_whatever_its_name(monkeypatch):
     args = train.parse_training(["data", "--arch", "tiny", "--max-tokens", "100"], with_data=False)
     assert (args.criterion, args.task) == ("lsq_label_smoothed_cross_entropy", "lsq_translation")
     with pytest.raises(ValueError, match="tiny computes in int8 and float32"):
-        train.parse_training(["data", "--arch", "tiny", "--max-tokens", "100", "--fp16"], with_data=False)
+        train.parse_training(
+            ["data", "--arch", "tiny", "--max-tokens", "100", "--fp16"], with_data=False
+        )
 
 
 def test_who_trains_what():
-    assert architectures.task_of("lsq_transformer") == architectures.task_of("transformer") == "lsq_translation"
+    assert (
+        architectures.task_of("lsq_transformer")
+        == architectures.task_of("transformer")
+        == "lsq_translation"
+    )
     assert architectures.model_of("lsq_transformer_wmt_en_de") is LSQTransformerModel
-    with pytest.raises(ValueError, match="arch is 'transformer'; allowed: lsq_transformer, lsq_transformer_iwslt"):
+    with pytest.raises(
+        ValueError, match="arch is 'transformer'; allowed: lsq_transformer, lsq_transformer_iwslt"
+    ):
         architectures.model_of("transformer")

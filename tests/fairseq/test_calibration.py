@@ -16,7 +16,11 @@ def test_restart_measures_every_weight_once(build, monkeypatch):
     original = ProgramModule.calibrate_weights
 
     def calibrate_weights(self) -> None:
-        measured.extend(name for name, _ in quantized_tensors(self) if name.endswith("_weight") or name == "weight")
+        measured.extend(
+            name
+            for name, _ in quantized_tensors(self)
+            if name.endswith("_weight") or name == "weight"
+        )
         original(self)
 
     monkeypatch.setattr(ProgramModule, "calibrate_weights", calibrate_weights)

@@ -21,8 +21,12 @@ def model(build):
     return build("")[1]
 
 
-def test_loading_measures_the_clips_of_weights_and_asks_for_those_of_activations(model, fairseq_state):
-    name, clip = next((name, clip) for name, clip in quantized_tensors(model) if name.endswith("fc1_weight"))
+def test_loading_measures_the_clips_of_weights_and_asks_for_those_of_activations(
+    model, fairseq_state
+):
+    name, clip = next(
+        (name, clip) for name, clip in quantized_tensors(model) if name.endswith("fc1_weight")
+    )
     model.encoder.layers[0].schedule.calibrated = True
     fairseq_state["encoder.layers.0.fc1.weight"] *= 100.0
     before = clip.clone()
@@ -50,20 +54,26 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_copied(model, fai
 
 def test_missing_part_of_a_joined_weight_is_named(model, fairseq_state):
     del fairseq_state["encoder.layers.0.self_attn.k_proj.weight"]
-    with pytest.raises(ValueError, match="encoder.layers.0.self_attn.qkv_weight needs .* q, k, v .* has no k"):
+    with pytest.raises(
+        ValueError, match="encoder.layers.0.self_attn.qkv_weight needs .* q, k, v .* has no k"
+    ):
         checkpoint.load_float(model, fairseq_state)
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(()), torch.zeros(32, 31)])
 def test_a_part_of_a_joined_weight_that_does_not_fit_is_named(model, fairseq_state, value):
     fairseq_state["encoder.layers.0.self_attn.k_proj.weight"] = value
-    with pytest.raises(ValueError, match="encoder.layers.0.self_attn.qkv_weight joins projections, whose shapes"):
+    with pytest.raises(
+        ValueError, match="encoder.layers.0.self_attn.qkv_weight joins projections, whose shapes"
+    ):
         checkpoint.load_float(model, fairseq_state)
 
 
 def test_shared_here_but_different_there(build, fairseq_state):
     _, model = build("--share-all-embeddings")
-    with pytest.raises(ValueError, match="decoder.embed_tokens.weight: the same parameter as encoder.embed_tokens"):
+    with pytest.raises(
+        ValueError, match="decoder.embed_tokens.weight: the same parameter as encoder.embed_tokens"
+    ):
         checkpoint.load_float(model, fairseq_state)
 
 
@@ -81,7 +91,9 @@ def test_start_from_a_trained_transformer(train, build, batch, tmp_path):
 
     state = train(tmp_path / "int8", f"--lsq-from {path} --max-update 2 --lr 1e-9")
     assert state["cfg"]["model"].lsq_from is None, "an int8 checkpoint must not need the float one"
-    torch.testing.assert_close(state["model"]["encoder.embed_tokens.weight"], weight, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        state["model"]["encoder.embed_tokens.weight"], weight, rtol=0, atol=1e-6
+    )
     assert all(value for name, value in state["model"].items() if name.endswith("calibrated"))
 
 
@@ -90,7 +102,10 @@ def test_start_from_a_trained_transformer(train, build, batch, tmp_path):
     [
         ("--encoder-attention-heads 2", "--encoder-attention-heads: 4 in the checkpoint, 2 here"),
         ("--activation-fn gelu", "--activation-fn: relu in the checkpoint, gelu here"),
-        ("--decoder-layers 1", "decoder.layers.1.feed_forward.fc1_bias: .48. in the checkpoint, nothing here"),
+        (
+            "--decoder-layers 1",
+            "decoder.layers.1.feed_forward.fc1_bias: .48. in the checkpoint, nothing here",
+        ),
     ],
 )
 def test_start_from_another_model_is_refused(train, build, tmp_path, given, message):
@@ -104,7 +119,10 @@ def test_start_from_nothing(build, tmp_path):
         build(f"--lsq-from {tmp_path}/none.pt")
     with pytest.raises(IsADirectoryError, match="--lsq-from .*: .* is a folder"):
         build(f"--lsq-from {tmp_path}")
-    for content, said in ((b"", "is damaged: it is empty"), (b"no checkpoint", "is not a checkpoint of fairseq's")):
+    for content, said in (
+        (b"", "is damaged: it is empty"),
+        (b"no checkpoint", "is not a checkpoint of fairseq's"),
+    ):
         (tmp_path / "other.pt").write_bytes(content)
         with pytest.raises(ValueError, match=f"--lsq-from .*: .*other.pt {said}"):
             build(f"--lsq-from {tmp_path}/other.pt")
@@ -114,7 +132,9 @@ def test_start_from_nan(build, train, tmp_path):
     state = train(tmp_path, FAIRSEQ + " --max-update 1")
     state["model"]["encoder.embed_tokens.weight"][3, 5] = float("nan")
     torch.save(state, tmp_path / "nan.pt")
-    with pytest.raises(ValueError, match="nan.pt cannot be used: encoder.embed_tokens.weight holds 1 values of 512"):
+    with pytest.raises(
+        ValueError, match="nan.pt cannot be used: encoder.embed_tokens.weight holds 1 values of 512"
+    ):
         build(f"--lsq-from {tmp_path}/nan.pt")
 
 
@@ -122,7 +142,9 @@ def test_start_from_nan(build, train, tmp_path):
 def test_unusable_clip_in_a_checkpoint_is_named(model, value):
     state = model.state_dict()
     state["encoder.layers.1.feed_forward.activation_clip"] = torch.tensor([value])
-    with pytest.raises(ValueError, match="encoder.layers.1.feed_forward.activation_clip in the checkpoint is"):
+    with pytest.raises(
+        ValueError, match="encoder.layers.1.feed_forward.activation_clip in the checkpoint is"
+    ):
         model.load_state_dict(state)
 
 
@@ -130,19 +152,24 @@ def test_unusable_clip_in_a_checkpoint_is_named(model, value):
 def test_impossible_count_of_passes_is_named(model, value):
     state = model.state_dict()
     state["decoder.layers.0.passes"] = torch.tensor(value)
-    with pytest.raises(ValueError, match=r"decoder.layers.0.passes in the checkpoint is .*a number from -1 to"):
+    with pytest.raises(
+        ValueError, match=r"decoder.layers.0.passes in the checkpoint is .*a number from -1 to"
+    ):
         model.load_state_dict(state)
 
 
 def test_calibrated_is_a_truth_value(model):
     state = model.state_dict()
     state["decoder.layers.0.calibrated"] = torch.tensor(7)
-    with pytest.raises(ValueError, match="decoder.layers.0.calibrated in the checkpoint is 7; it must"):
+    with pytest.raises(
+        ValueError, match="decoder.layers.0.calibrated in the checkpoint is 7; it must"
+    ):
         model.load_state_dict(state)
 
 
 def mean_of_fairseq(states: list[dict]) -> dict:
-    """As scripts/average_checkpoints.py of fairseq: all tensors are added up, then divided in place."""
+    """As scripts/average_checkpoints.py of fairseq: all tensors are added up, then divided in
+    place."""
     found = {}
     for state in states:
         for name, value in state.items():
@@ -196,26 +223,39 @@ def test_the_mean_of_what_was_not_measured_is_measured_anew(build, batch):
 
 def test_a_checkpoint_of_integers_is_loaded(model):
     """As it was before all of a model's state were floats."""
-    state, kinds = model.state_dict(), {"passes": torch.int64, "calibrated": torch.bool, "fallen": torch.bool}
+    state, kinds = (
+        model.state_dict(),
+        {"passes": torch.int64, "calibrated": torch.bool, "fallen": torch.bool},
+    )
     for name, value in state.items():
         state[name] = value.to(kinds.get(name.rpartition(".")[2], value.dtype))
         if name.endswith(".format"):
             state[name] = value.to(torch.uint8)
-    state["decoder.layers.0.passes"], state["decoder.layers.0.calibrated"] = torch.tensor(5), torch.tensor(True)
+    state["decoder.layers.0.passes"], state["decoder.layers.0.calibrated"] = (
+        torch.tensor(5),
+        torch.tensor(True),
+    )
     model.load_state_dict(state)
-    assert model.decoder.layers[0].schedule.passes == 5 and model.decoder.layers[0].schedule.calibrated
+    assert (
+        model.decoder.layers[0].schedule.passes == 5 and model.decoder.layers[0].schedule.calibrated
+    )
 
 
 @pytest.fixture
 def aged():
-    """aged(state): as versions before 0.2 wrote it, with clips before biases and counts of inner modules."""
+    """aged(state): as versions before 0.2 wrote it, with clips before biases and counts of inner
+    modules."""
 
     def aged(state: dict) -> dict:
         for name in [name for name in state if name.endswith("self_attn.out_weight")]:
             layer = name.removesuffix("self_attn.out_weight")
             blocks = [block for block in BLOCKS if layer + block + ".input_clip" in state]
             for block in blocks:
-                more = {"calibrated": torch.tensor(False), "passes": torch.tensor(0), BLOCKS[block]: torch.ones(1)}
+                more = {
+                    "calibrated": torch.tensor(False),
+                    "passes": torch.tensor(0),
+                    BLOCKS[block]: torch.ones(1),
+                }
                 state.update((f"{layer}{block}.{name}", value) for name, value in more.items())
         return state
 
@@ -228,13 +268,17 @@ BLOCKS = {"self_attn": "out_clip", "encoder_attn": "out_clip", "feed_forward": "
 """Blocks of layers -> the clip that each had more."""
 
 
-def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(build, batch, aged, caplog):
+def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(
+    build, batch, aged, caplog
+):
     task, before = build("")
     sample = batch(task)["net_input"]
     before.train()(**sample)
     state = aged(before.state_dict())
     assert len([name for name in state if name.endswith("_clip")]) == 64
-    measured = [name for name in state if name.endswith("_clip") and not name.endswith("weight_clip")]
+    measured = [
+        name for name in state if name.endswith("_clip") and not name.endswith("weight_clip")
+    ]
     for name in measured:
         state[name] = state[name] * 1000.0
     _, after = build("")
@@ -243,7 +287,9 @@ def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(bui
     assert warned == ["a checkpoint of an older version; clips of activations are measured again"]
     layers = [*after.encoder.layers, *after.decoder.layers]
     schedules = [layer.schedule for layer in layers]
-    assert not any(one.calibrated for one in schedules) and all(one.passes == 1 for one in schedules)
+    assert not any(one.calibrated for one in schedules) and all(
+        one.passes == 1 for one in schedules
+    )
     after.eval()(**sample)
     assert all(layer.schedule.calibrated for layer in layers)
     clips = {name: clip for name, clip in quantized_tensors(after) if ".layers." in name}
@@ -251,7 +297,9 @@ def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(bui
 
 
 @pytest.mark.thorough
-def test_an_older_checkpoint_is_translated_with_but_not_trained_on_with_its_optimizer(train, tmp_path, aged):
+def test_an_older_checkpoint_is_translated_with_but_not_trained_on_with_its_optimizer(
+    train, tmp_path, aged
+):
     path = tmp_path / "checkpoint_last.pt"
     state = train(tmp_path, "--max-update 2")
     aged(state["model"])
@@ -259,7 +307,9 @@ def test_an_older_checkpoint_is_translated_with_but_not_trained_on_with_its_opti
     state["last_optimizer_state"]["param_groups"][0]["params"].append(number)
     torch.save(state, path)
     checkpoint_utils.load_model_ensemble_and_task([str(path)])
-    with pytest.raises(ValueError, match="optimizer is of other parameters .*older version.* add --reset-optimizer"):
+    with pytest.raises(
+        ValueError, match="optimizer is of other parameters .*older version.* add --reset-optimizer"
+    ):
         train(tmp_path, "--max-update 3")
     assert train(tmp_path, "--max-update 1 --reset-optimizer")
 
@@ -278,9 +328,13 @@ def test_generating_from_an_unusable_checkpoint_says_why(train, toy, tmp_path):
     state = train(tmp_path, "--max-update 1")
     state["model"]["decoder.output_projection.input_clip"].fill_(float("nan"))
     torch.save(state, tmp_path / "broken.pt")
-    with pytest.raises(ValueError, match="decoder.output_projection.input_clip holds 1 values of 1 that are NaN"):
+    with pytest.raises(
+        ValueError, match="decoder.output_projection.input_clip holds 1 values of 1 that are NaN"
+    ):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "broken.pt")])
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint_last.pt")])
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task(
+        [str(tmp_path / "checkpoint_last.pt")]
+    )
     assert type(model).__name__ == "LSQTransformerModel"
 
 
@@ -289,7 +343,10 @@ def test_a_training_goes_on_with_what_it_was_trained_with(train, parse, tmp_path
     """Whatever the defaults are by now; options that are given win."""
     train(tmp_path / "two", "--max-update 2 --lsq-backward float --lsq-clip-gradient lsq")
     resumed = train(tmp_path / "two", "--max-update 4")
-    assert resumed["cfg"]["model"].lsq_backward == "float" and resumed["cfg"]["model"].lsq_clip_gradient == "lsq"
+    assert (
+        resumed["cfg"]["model"].lsq_backward == "float"
+        and resumed["cfg"]["model"].lsq_clip_gradient == "lsq"
+    )
     whole = train(tmp_path / "whole", "--max-update 4 --lsq-backward float --lsq-clip-gradient lsq")
     assert all(torch.equal(value, whole["model"][name]) for name, value in resumed["model"].items())
     last = tmp_path / "two" / "checkpoint_last.pt"

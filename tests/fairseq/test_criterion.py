@@ -17,7 +17,8 @@ VARIANTS = {
 
 @pytest.fixture
 def run(parse, build, batch):
-    """run(criterion, options, mode) -> (loss, sample size, logging output, gradient of the source's words)."""
+    """run(criterion, options, mode) -> (loss, sample size, logging output, gradient of the source's
+    words)."""
 
     def run(name: str, options: str, mode: str):
         torch.manual_seed(5)

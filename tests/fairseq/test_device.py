@@ -1,4 +1,5 @@
-"""--lsq-device and --lsq-activations: where layers compute, and that they compute the same everywhere."""
+"""--lsq-device and --lsq-activations: where layers compute, and that they compute the same
+everywhere."""
 
 import logging
 import shutil
@@ -27,19 +28,28 @@ def backends_of(model) -> set:
     return {module.backend for module in model.modules() if isinstance(module, ProgramModule)}
 
 
-@pytest.mark.parametrize("arguments, activations", [
-    ("", None), ("--lsq-device cpu", None), ("--lsq-device cpu --lsq-activations float32", None),
-    (EMULATOR, torch.float32), (f"{EMULATOR} --lsq-activations bfloat16", torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, activations",
+    [
+        ("", None),
+        ("--lsq-device cpu", None),
+        ("--lsq-device cpu --lsq-activations float32", None),
+        (EMULATOR, torch.float32),
+        (f"{EMULATOR} --lsq-activations bfloat16", torch.bfloat16),
+    ],
+)
 def test_every_layer_computes_there(build, arguments, activations):
     _, model = build(arguments)
     assert backends_of(model) == {None if activations is None else backend("emulated", activations)}
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ("--lsq-device cuda", "--lsq-device cuda: --cpu was given, too; leave one of them out"),
-    ("--lsq-activations bfloat16", "--lsq-activations bfloat16 is for cuda and the emulator"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--lsq-device cuda", "--lsq-device cuda: --cpu was given, too; leave one of them out"),
+        ("--lsq-activations bfloat16", "--lsq-activations bfloat16 is for cuda and the emulator"),
+    ],
+)
 def test_what_does_not_work_is_refused(build, arguments, message):
     with pytest.raises(ValueError, match=message):
         build(arguments)
@@ -65,18 +75,24 @@ def test_the_log_says_where_and_why(train, tmp_path, caplog, monkeypatch, fault)
     with caplog.at_level(logging.INFO, logger=device.__name__):
         train(tmp_path / "default", "--max-update 1")
         train(tmp_path / "asked", "--max-update 1 --lsq-device cpu")
-        train(tmp_path / "fairseq", "--max-update 1 --arch transformer --criterion label_smoothed_cross_entropy")
+        train(
+            tmp_path / "fairseq",
+            "--max-update 1 --arch transformer --criterion label_smoothed_cross_entropy",
+        )
     said = [record.getMessage() for record in caplog.records if record.name == device.__name__]
     where = "layers compute on cpu, activations in float32"
     assert said == [f"{where}: {fault or '--cpu was given'}", where]
 
 
 def test_the_log_says_what_is_decoded(build, caplog):
-    _, model = build("--lsq-activation-format int8,decoder.layers.0.*fc2*=nvfp4 --lsq-gradient-format int8")
+    _, model = build(
+        "--lsq-activation-format int8,decoder.layers.0.*fc2*=nvfp4 --lsq-gradient-format int8"
+    )
     with caplog.at_level(logging.INFO, logger=device.__name__):
         device.report(model, Namespace(lsq_device="cpu"))
     assert caplog.records[-1].getMessage() == (
-        "multiplied as decoded values, no faster than floats: int8/row (7 weights), int8/tensor (9 activations), "
+        "multiplied as decoded values, no faster than floats: int8/row (7 weights), int8/tensor (9"
+        " activations), "
         "nvfp4 (1 activation)"
     )
 
@@ -120,7 +136,9 @@ def run(toy, losses, monkeypatch):
         monkeypatch.setattr(LSQTranslationTask, "build_model", build)
         losses.clear()
         given = [word for word in SHORT if word != "--disable-validation"]
-        given += f"--adam-eps 0.001 --max-update {updates} --save-interval-updates 2 --save-dir {folder}".split()
+        given += (
+            f"--adam-eps 0.001 --max-update {updates} --save-interval-updates 2 --save-dir {folder}"
+        ).split()
         args = options.parse_args_and_arch(
             options.get_training_parser(), [str(toy), *TINY, *given, *arguments.split()]
         )
@@ -135,15 +153,20 @@ def run(toy, losses, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("activations, each, tolerance", [("float32", 3e-3, 3e-4), ("bfloat16", 6e-3, 1e-3)])
+@pytest.mark.parametrize(
+    "activations, each, tolerance", [("float32", 3e-3, 3e-4), ("bfloat16", 6e-3, 1e-3)]
+)
 def test_a_training_in_the_emulator_is_that_of_the_cpu(run, tmp_path, activations, each, tolerance):
     """With validations and a resume in between; and it goes on on the CPU.
 
-    A batch has about a hundred words: one code that differs changes its loss by a thousandth soon, and bfloat16 changes
-    more of them. Mean losses of trainings whose weights began a last bit apart differ by 1.5e-4 (the standard deviation
-    of 16 on the CPU, and of 8 in the emulator), so that means of several are compared.
+    A batch has about a hundred words: one code that differs changes its loss by a thousandth soon,
+    and bfloat16 changes more of them. Mean losses of trainings whose weights began a last bit apart
+    differ by 1.5e-4 (the standard deviation of 16 on the CPU, and of 8 in the emulator), so that
+    means of several are compared.
     """
-    wanted = torch.stack([run(tmp_path / f"cpu{nudge}", 5, nudge=nudge) for nudge in range(8)]).mean(dim=0)
+    wanted = torch.stack(
+        [run(tmp_path / f"cpu{nudge}", 5, nudge=nudge) for nudge in range(8)]
+    ).mean(dim=0)
     emulated = f"{EMULATOR} --lsq-activations {activations}"
     trainings = []
     for nudge in range(3):
@@ -160,11 +183,15 @@ def test_a_training_in_the_emulator_is_that_of_the_cpu(run, tmp_path, activation
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arguments", [
-    "--attention-dropout 0.1 --activation-dropout 0.1",
-    "--encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
-    "--lsq-backward float", "--lsq-clip-gradient lsq --lsq-weight-granularity tensor",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--attention-dropout 0.1 --activation-dropout 0.1",
+        "--encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
+        "--lsq-backward float",
+        "--lsq-clip-gradient lsq --lsq-weight-granularity tensor",
+    ],
+)
 def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch, monkeypatch, arguments):
     assert_same_steps(build, batch, arguments, EMULATOR, monkeypatch)
 
@@ -173,6 +200,8 @@ def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch, monkeypatch, a
 @pytest.mark.timeout(600)
 def test_two_processes_in_the_emulator_exchange_codes(toy, tmp_path):
     given = f"--max-update 2 --lsq-gradients int8 {EMULATOR}"
-    log, (first, second) = train_by_two(tmp_path, command(toy, tmp_path / "save", given), seconds=500)
+    log, (first, second) = train_by_two(
+        tmp_path, command(toy, tmp_path / "save", given), seconds=500
+    )
     assert "gradients: int8 between 2 workers" in log
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,5 @@
-"""Models of lsq as checkpoints of fairseq's own: loaded by fairseq, beside what they were made from."""
+"""Models of lsq as checkpoints of fairseq's own: loaded by fairseq, beside what they were made
+from."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -20,17 +21,21 @@ from tests.fairseq.test_language_model import TINY as TINY_LM
 
 VARIANTS = [
     "",
-    "--share-all-embeddings --encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
-    "--encoder-learned-pos --decoder-learned-pos --layernorm-embedding --no-scale-embedding --max-source-positions 50",
+    "--share-all-embeddings --encoder-normalize-before --decoder-normalize-before --activation-fn"
+    " gelu",
+    "--encoder-learned-pos --decoder-learned-pos --layernorm-embedding --no-scale-embedding"
+    " --max-source-positions 50",
 ]
 LANGUAGE_MODELS = [
     "",
-    "--share-decoder-input-output-embed --decoder-normalize-before --no-decoder-final-norm --add-bos-token",
+    "--share-decoder-input-output-embed --decoder-normalize-before --no-decoder-final-norm"
+    " --add-bos-token",
 ]
 
 
 def trained(model, *inputs):
-    """`model` in eval mode after a training pass, with norms and biases that are not as they begin."""
+    """`model` in eval mode after a training pass, with norms and biases that are not as they
+    begin."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -45,7 +50,9 @@ def sentences(words: int, *shape: int) -> torch.Tensor:
 
 def loaded(path, data):
     """What fairseq makes of a file."""
-    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data)})
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], {"data": str(data)}
+    )
     return model.eval(), task
 
 
@@ -74,7 +81,13 @@ def translation(parse, toy):
         words = len(task.target_dictionary)
         inputs = sentences(words, 3, 7), torch.tensor([7, 7, 7]), sentences(words, 3, 5)
         model = trained(task.build_model(args), *inputs)
-        return Made(model=model, args=args, inputs=inputs, languages=Languages(source="xx", target="yy"), data=toy)
+        return Made(
+            model=model,
+            args=args,
+            inputs=inputs,
+            languages=Languages(source="xx", target="yy"),
+            data=toy,
+        )
 
     return translation
 
@@ -121,10 +134,15 @@ def test_an_int8_model_multiplies_the_same_weights(tmp_path, translation, argume
 def test_a_language_model(tmp_path, language_model, arguments):
     made = language_model(f"{arguments} --lsq-mode float")
     theirs, task = loaded(made.write(tmp_path), made.data)
-    assert type(theirs) is TransformerLanguageModel and type(task).__name__ == "LanguageModelingTask"
+    assert (
+        type(theirs) is TransformerLanguageModel and type(task).__name__ == "LanguageModelingTask"
+    )
     assert_close(theirs(*made.inputs)[0], made.model(*made.inputs)[0], rtol=1e-5, atol=1e-5)
     made = language_model(arguments)
-    expected, found = made.model(*made.inputs)[0], loaded(made.write(tmp_path), made.data)[0](*made.inputs)[0]
+    expected, found = (
+        made.model(*made.inputs)[0],
+        loaded(made.write(tmp_path), made.data)[0](*made.inputs)[0],
+    )
     assert 0 < (found - expected).square().mean() / expected.square().mean() < 1e-2
 
 

@@ -1,4 +1,5 @@
-"""lsq's search in the place of fairseq's generator: the same lines, and a word where fairseq's is needed."""
+"""lsq's search in the place of fairseq's generator: the same lines, and a word where fairseq's is
+needed."""
 
 import json
 import logging
@@ -29,17 +30,24 @@ def found_by(task, model, sample, args, kind, **prefix):
 
 
 SEARCHES = [
-    {}, {"beam": 1, "unnormalized": True}, {"lenpen": 0.5, "unkpen": 1.0, "min_len": 3}, {"diverse_beam_groups": 0},
+    {},
+    {"beam": 1, "unnormalized": True},
+    {"lenpen": 0.5, "unkpen": 1.0, "min_len": 3},
+    {"diverse_beam_groups": 0},
     {"diverse_beam_groups": 2, "beam": 4},
-]  # fmt: skip
+]
 DRAWN = [{"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2}]
 """In int8 the modules draw from fairseq's generator themselves, and the engine does not."""
 
 
-@pytest.mark.parametrize("mode, given", [
-    *first((("int8", given) for given in SEARCHES), 2), *first((("float", given) for given in DRAWN), 1),
-    *(pytest.param("float", given, marks=pytest.mark.thorough) for given in SEARCHES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode, given",
+    [
+        *first((("int8", given) for given in SEARCHES), 2),
+        *first((("float", given) for given in DRAWN), 1),
+        *(pytest.param("float", given, marks=pytest.mark.thorough) for given in SEARCHES),
+    ],
+)
 def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
     task, model = build(f"--lsq-mode {mode}")
     assert (engine_place([model]) is not None) == (mode == "int8")
@@ -49,9 +57,13 @@ def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
     prefixes = [None, sample["target"][:, :2]] if "diverse_beam_groups" not in given else [None]
     for prefix in prefixes:
         kinds = (SequenceGenerator, LSQGenerator)
-        theirs, ours = (found_by(task, model, sample, args, kind, prefix_tokens=prefix) for kind in kinds)
+        theirs, ours = (
+            found_by(task, model, sample, args, kind, prefix_tokens=prefix) for kind in kinds
+        )
         for expected, actual in zip(theirs, ours, strict=True):
-            assert [each["tokens"].tolist() for each in actual] == [each["tokens"].tolist() for each in expected]
+            assert [each["tokens"].tolist() for each in actual] == [
+                each["tokens"].tolist() for each in expected
+            ]
             for one, other in zip(expected, actual, strict=True):
                 assert one.keys() == other.keys()
                 for name in ("score", "positional_scores"):
@@ -70,16 +82,25 @@ def test_the_engine_decodes_where_the_layers_compute(build, batch):
     use(next(model.children()), None)  # the encoder
     assert engine_place([model]) is None
     for here, there in zip(*found, strict=True):
-        assert [each["tokens"].tolist() for each in here] == [each["tokens"].tolist() for each in there]
+        assert [each["tokens"].tolist() for each in here] == [
+            each["tokens"].tolist() for each in there
+        ]
 
 
-@pytest.mark.parametrize("given, named, kind", [
-    ({"match_source_len": True}, "--match-source-len True", SequenceGenerator),
-    ({"diversity_rate": 0.5}, "--diversity-rate 0.5", SequenceGenerator),
-    ({"constraints": "ordered"}, "--constraints ordered", SequenceGenerator),
-    ({"score_reference": True}, "--score-reference True", SequenceScorer),
-    ({"sampling": True, "sampling_topk": 3, "sampling_topp": 0.5}, "--sampling-topk and", SequenceGenerator),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, named, kind",
+    [
+        ({"match_source_len": True}, "--match-source-len True", SequenceGenerator),
+        ({"diversity_rate": 0.5}, "--diversity-rate 0.5", SequenceGenerator),
+        ({"constraints": "ordered"}, "--constraints ordered", SequenceGenerator),
+        ({"score_reference": True}, "--score-reference True", SequenceScorer),
+        (
+            {"sampling": True, "sampling_topk": 3, "sampling_topp": 0.5},
+            "--sampling-topk and",
+            SequenceGenerator,
+        ),
+    ],
+)
 def test_fairseq_generates_where_the_search_cannot(build, caplog, given, named, kind):
     task, model = build()
     with caplog.at_level(logging.INFO):
@@ -91,11 +112,17 @@ def test_so_it_does_with_what_is_no_option(build, caplog):
     task, model = build()
     with caplog.at_level(logging.INFO):
         extra = {"lm_model": model, "lm_weight": 0.5}
-        assert type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)) is SequenceGenerator
+        assert (
+            type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra))
+            is SequenceGenerator
+        )
         task.build_generator([model], Namespace(), seq_gen_cls=SequenceGenerator)
         assert "because of --lm-path" in caplog.text and "because of seq_gen_cls" in caplog.text
         extra = {"lm_model": None, "lm_weight": 0.5}
-        assert type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)) is LSQGenerator
+        assert (
+            type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra))
+            is LSQGenerator
+        )
 
 
 def test_options_out_of_their_range_are_refused():
@@ -108,11 +135,15 @@ def test_options_out_of_their_range_are_refused():
 def test_constraints_are_refused(build, batch):
     task, model = build()
     with pytest.raises(ValueError, match="knows no constraints"):
-        task.build_generator([model], Namespace()).generate([model], batch(task), constraints=torch.ones(1))
+        task.build_generator([model], Namespace()).generate(
+            [model], batch(task), constraints=torch.ones(1)
+        )
 
 
 def test_validation_translates_with_the_weights_of_the_moment(build, batch):
-    task, model = build(["--eval-bleu", "--eval-bleu-args", json.dumps({"beam": 2, "max_len_b": 9})])
+    task, model = build(
+        ["--eval-bleu", "--eval-bleu-args", json.dumps({"beam": 2, "max_len_b": 9})]
+    )
     sample = batch(task)
     model(**sample["net_input"])
     found = []
@@ -121,7 +152,9 @@ def test_validation_translates_with_the_weights_of_the_moment(build, batch):
             model.decoder.output_projection.weight.mul_(factor)
         model.eval()
         task.begin_valid_epoch(1, model)
-        found.append(task.inference_step(task.sequence_generator, [model], sample)[0][0]["tokens"].tolist())
+        found.append(
+            task.inference_step(task.sequence_generator, [model], sample)[0][0]["tokens"].tolist()
+        )
     assert isinstance(task.sequence_generator, LSQGenerator) and found[0] != found[1]
 
 
@@ -130,9 +163,11 @@ def test_a_training_says_how_it_translates(build, caplog):
     for arguments, expected in (
         ([], None),
         (["--eval-bleu"], SearchOptions()),
-        (["--eval-bleu", "--eval-bleu-args", json.dumps(given)],
-         SearchOptions(beam=2, max_len_b=9, length_penalty=0.6, normalize_scores=False)),
-    ):  # fmt: skip
+        (
+            ["--eval-bleu", "--eval-bleu-args", json.dumps(given)],
+            SearchOptions(beam=2, max_len_b=9, length_penalty=0.6, normalize_scores=False),
+        ),
+    ):
         assert evaluation_of_task(build(arguments)[0].cfg) == expected
     assert "leaves out" not in caplog.text
     other = Namespace(eval_bleu=True, eval_bleu_args='{"beam": 3, "match_source_len": true}')
@@ -156,17 +191,41 @@ def test_empty_lines_have_one_hypothesis_without_words(build, batch, kind):
     for number, (one, other) in enumerate(zip(before, after, strict=True)):
         tokens = [[words.eos()]] if number in (1, 2) else [each["tokens"].tolist() for each in one]
         assert [each["tokens"].tolist() for each in other] == tokens
-    assert one[0].keys() == after[1][0].keys() and after[1][0]["positional_scores"].tolist() == [0.0]
+    assert one[0].keys() == after[1][0].keys() and after[1][0]["positional_scores"].tolist() == [
+        0.0
+    ]
 
 
 def test_every_option_of_generation_is_known():
     """One that a newer fairseq has is looked at before it is passed over."""
     ignored = {
-        "nbest", "unnormalized", "no_early_stop", "no_beamable_mm", "replace_unk", "sacrebleu", "prefix_size",
-        "print_step", "lm_path", "lm_weight", "iter_decode_eos_penalty", "iter_decode_max_iter",
-        "iter_decode_force_max_iter", "iter_decode_with_beam", "iter_decode_with_external_reranker",
-        "retain_iter_history", "retain_dropout", "retain_dropout_modules", "decoding_format", "no_seed_provided",
-        "eos_token", "beam_mt", "max_len_a_mt", "max_len_b_mt", "lenpen_mt",
-    }  # fmt: skip
+        "nbest",
+        "unnormalized",
+        "no_early_stop",
+        "no_beamable_mm",
+        "replace_unk",
+        "sacrebleu",
+        "prefix_size",
+        "print_step",
+        "lm_path",
+        "lm_weight",
+        "iter_decode_eos_penalty",
+        "iter_decode_max_iter",
+        "iter_decode_force_max_iter",
+        "iter_decode_with_beam",
+        "iter_decode_with_external_reranker",
+        "retain_iter_history",
+        "retain_dropout",
+        "retain_dropout_modules",
+        "decoding_format",
+        "no_seed_provided",
+        "eos_token",
+        "beam_mt",
+        "max_len_a_mt",
+        "max_len_b_mt",
+        "lenpen_mt",
+    }
     known = {*generator.FIELDS.values(), *generator.OTHERS, *ignored}
-    assert {name for name in GenerationConfig.__dataclass_fields__ if not name.startswith("_")} <= known
+    assert {
+        name for name in GenerationConfig.__dataclass_fields__ if not name.startswith("_")
+    } <= known

@@ -21,7 +21,9 @@ def model() -> nn.Module:
 
 
 def residuals(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {f"residual.{name}": torch.randn(value.numel()) for name, value in model.named_parameters()}
+    return {
+        f"residual.{name}": torch.randn(value.numel()) for name, value in model.named_parameters()
+    }
 
 
 def of(rank: int, workers: int) -> Topology:
@@ -82,15 +84,23 @@ def test_any_damage_to_a_file_is_found(tmp_path, group, model):
     gradient_state.write(tmp_path, ALONE, 7, residuals(model))
     file = gradient_state.path(tmp_path, ALONE)
     whole = file.read_bytes()
-    flipped = [whole[:place] + bytes([whole[place] ^ 0x01]) + whole[place + 1 :] for place in range(len(whole))]
+    flipped = [
+        whole[:place] + bytes([whole[place] ^ 0x01]) + whole[place + 1 :]
+        for place in range(len(whole))
+    ]
     for content in [*flipped, *(whole[:length] for length in range(0, len(whole), 9))]:
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"rank-0-of-1.safetensors is damaged or cannot be read \(.*remove this"):
+        with pytest.raises(
+            ValueError,
+            match=r"rank-0-of-1.safetensors is damaged or cannot be read \(.*remove this",
+        ):
             gradient_state.read(tmp_path, ALONE, 7, model, CPU)
 
 
 def test_a_file_without_a_checksum_is_refused(tmp_path, group, model):
-    gradient_state.path(tmp_path, ALONE).write_bytes(save(residuals(model), {"updates": "7", "workers": "1"}))
+    gradient_state.path(tmp_path, ALONE).write_bytes(
+        save(residuals(model), {"updates": "7", "workers": "1"})
+    )
     with pytest.raises(ValueError, match="its checksum does not fit"):
         gradient_state.read(tmp_path, ALONE, 7, model, CPU)
 
@@ -100,7 +110,9 @@ def test_full_disk_keeps_the_previous_file(tmp_path, group, model, monkeypatch):
     file = gradient_state.path(tmp_path, ALONE)
     before = file.read_bytes()
     monkeypatch.setattr(files, "open_partial", lambda path: open("/dev/full", "wb"))
-    with pytest.raises(CheckpointNotWritten, match="could not write .*rank-0-of-1.*that were there before are kept"):
+    with pytest.raises(
+        CheckpointNotWritten, match="could not write .*rank-0-of-1.*that were there before are kept"
+    ):
         gradient_state.write(tmp_path, ALONE, 8, residuals(model))
     assert file.read_bytes() == before and names(tmp_path) == {file.name, "store"}
 

@@ -1,4 +1,5 @@
-"""fairseq-hydra-train: options in groups of a YAML file, and the same training as fairseq-train's."""
+"""fairseq-hydra-train: options in groups of a YAML file, and the same training as
+fairseq-train's."""
 
 import json
 from pathlib import Path
@@ -25,7 +26,8 @@ FLAT |= {"dropout": 0.1}
 
 @pytest.fixture
 def train_by_hydra(toy, tmp_path):
-    """train_by_hydra(save folder, model, updates, **groups) as fairseq-hydra-train with a file of groups.
+    """train_by_hydra(save folder, model, updates, **groups) as fairseq-hydra-train with a file of
+    groups.
 
     Returns the last checkpoint's state.
     """
@@ -33,10 +35,18 @@ def train_by_hydra(toy, tmp_path):
     def train_by_hydra(folder, model: dict, updates: int, **groups: dict) -> dict:
         given = {
             "common": {
-                "user_dir": str(USER_DIR), "cpu": True, "no_progress_bar": True, "log_interval": 1,
+                "user_dir": str(USER_DIR),
+                "cpu": True,
+                "no_progress_bar": True,
+                "log_interval": 1,
                 "reset_logging": False,
             },
-            "task": {"_name": "lsq_translation", "data": str(toy), "source_lang": "xx", "target_lang": "yy"},
+            "task": {
+                "_name": "lsq_translation",
+                "data": str(toy),
+                "source_lang": "xx",
+                "target_lang": "yy",
+            },
             "model": model,
             "criterion": {"_name": "lsq_label_smoothed_cross_entropy", "label_smoothing": 0.1},
             "optimizer": {"_name": "lsq_adam"},
@@ -44,7 +54,7 @@ def train_by_hydra(toy, tmp_path):
             "dataset": {"max_tokens": 120, "num_workers": 0, "disable_validation": True},
             "optimization": {"max_update": updates, "lr": [0.003]},
             "checkpoint": {"save_dir": str(folder), "no_epoch_checkpoints": True},
-        }  # fmt: skip
+        }
         file = tmp_path / "training.yaml"
         file.write_text(json.dumps(given | groups))
         hydra_init("training")
@@ -62,12 +72,16 @@ def train_by_hydra(toy, tmp_path):
 @pytest.mark.parametrize("updates", [[1], pytest.param([2, 3], marks=pytest.mark.thorough)])
 def test_it_trains_as_fairseq_train_does(train, train_by_hydra, toy, tmp_path, updates):
     """Also where it is started again."""
-    expected = train(tmp_path / "one", f"--max-update {updates[-1]} --optimizer lsq_adam --lsq-bits 7")
+    expected = train(
+        tmp_path / "one", f"--max-update {updates[-1]} --optimizer lsq_adam --lsq-bits 7"
+    )
     model = {"_name": "lsq_transformer", **NESTED, "lsq_bits": 7}
     for until in updates:
         found = train_by_hydra(tmp_path / "other", model, until)
     assert found["optimizer_history"][-1]["num_updates"] == updates[-1]
-    assert all(torch.equal(found["model"][name], value) for name, value in expected["model"].items())
+    assert all(
+        torch.equal(found["model"][name], value) for name, value in expected["model"].items()
+    )
     kept = options_in(tmp_path / "other" / "checkpoint_last.pt", "model")
     assert quantization(kept).bits == 7 and kept["encoder_ffn_embed_dim"] == 48
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
@@ -81,51 +95,91 @@ WMT = {"_name": "lsq_transformer_wmt_en_de", **FLAT}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("model", "groups"), [
-    (WMT, {"optimizer": {"_name": "adam"}}), (WMT, OTHER_LOSS), ({"_name": "transformer", **NESTED}, OTHER_LOSS),
-    (WMT, {"lr_scheduler": {"_name": "inverse_sqrt", "warmup_updates": 4}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        (WMT, {"optimizer": {"_name": "adam"}}),
+        (WMT, OTHER_LOSS),
+        ({"_name": "transformer", **NESTED}, OTHER_LOSS),
+        (WMT, {"lr_scheduler": {"_name": "inverse_sqrt", "warmup_updates": 4}}),
+    ],
+)
 def test_other_parts(train_by_hydra, tmp_path, model, groups):
     found = train_by_hydra(tmp_path / "save", model, 2, **groups)
     assert found["optimizer_history"][-1]["num_updates"] == 2
-    assert any(name.endswith("_clip") for name in found["model"]) == model["_name"].startswith("lsq_")
+    assert any(name.endswith("_clip") for name in found["model"]) == model["_name"].startswith(
+        "lsq_"
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("criterion", ["lsq_label_smoothed_cross_entropy", "cross_entropy"])
 def test_a_language_model(train_by_hydra, corpus, tmp_path, criterion):
-    model = {"_name": "lsq_transformer_lm", **{name: one for name, one in FLAT.items() if "encoder" not in name}}
+    model = {
+        "_name": "lsq_transformer_lm",
+        **{name: one for name, one in FLAT.items() if "encoder" not in name},
+    }
     found = train_by_hydra(
-        tmp_path / "save", model, 2, criterion={"_name": criterion},
+        tmp_path / "save",
+        model,
+        2,
+        criterion={"_name": criterion},
         task={
-            "_name": "lsq_language_modeling", "data": str(corpus), "tokens_per_sample": 16,
+            "_name": "lsq_language_modeling",
+            "data": str(corpus),
+            "tokens_per_sample": 16,
             "sample_break_mode": "eos",
         },
-    )  # fmt: skip
+    )
     assert found["cfg"]["model"]["max_target_positions"] == 16
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"lsq_bitz": 4}, r"model\.lsq_bitz is no option of lsq_transformer \(near is lsq_bits\); leave it out"),
-    ({"encoder": {"width": 3}}, r"model\.encoder_width is no option of lsq_transformer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"lsq_bitz": 4},
+            r"model\.lsq_bitz is no option of lsq_transformer \(near is lsq_bits\); leave it out",
+        ),
+        ({"encoder": {"width": 3}}, r"model\.encoder_width is no option of lsq_transformer"),
+    ],
+)
 def test_unknown_options_are_refused(given, message):
     configuration = OmegaConf.create({"model": {"_name": "lsq_transformer", **given}})
-    with pytest.raises(ValueError, match=message), options.as_namespace(configuration.model, LSQTransformerModel):
+    with (
+        pytest.raises(ValueError, match=message),
+        options.as_namespace(configuration.model, LSQTransformerModel),
+    ):
         pass
 
 
 def test_all_options_are_kept_with_what_a_model_sets():
-    root = OmegaConf.create({
-        "common": {"fp16": True}, "checkpoint": {"save_dir": "there"},
-        "model": {"_name": "lsq_transformer", "encoder": {"layers": 1}, "quant_noise": {"pq": 0.1}, "lsq_from": "x.pt"},
-    })  # fmt: skip
+    root = OmegaConf.create(
+        {
+            "common": {"fp16": True},
+            "checkpoint": {"save_dir": "there"},
+            "model": {
+                "_name": "lsq_transformer",
+                "encoder": {"layers": 1},
+                "quant_noise": {"pq": 0.1},
+                "lsq_from": "x.pt",
+            },
+        }
+    )
     OmegaConf.set_struct(root, True)
-    with options.as_namespace(root.model, LSQTransformerModel, OmegaConf.create({"tokens": 5})) as args:
+    with options.as_namespace(
+        root.model, LSQTransformerModel, OmegaConf.create({"tokens": 5})
+    ) as args:
         assert (args.fp16, args.save_dir, args.tokens) == (True, "there", 5)
         assert (args.encoder_layers, args.quant_noise_pq) == (1, 0.1)
         args.lsq_from, args.lsq_bits = None, 4
     assert OmegaConf.to_container(root.model) == {
-        "_name": "lsq_transformer", "encoder_layers": 1, "quant_noise_pq": 0.1, "lsq_from": None, "lsq_bits": 4,
-        "fp16": True, "save_dir": "there", "tokens": 5,
-    }  # fmt: skip
+        "_name": "lsq_transformer",
+        "encoder_layers": 1,
+        "quant_noise_pq": 0.1,
+        "lsq_from": None,
+        "lsq_bits": 4,
+        "fp16": True,
+        "save_dir": "there",
+        "tokens": 5,
+    }

@@ -1,4 +1,5 @@
-"""lsq_transformer_lm: equal to fairseq's in float, trained, resumed, evaluated and generated with by fairseq."""
+"""lsq_transformer_lm: equal to fairseq's in float, trained, resumed, evaluated and generated with
+by fairseq."""
 
 import itertools
 import logging
@@ -33,20 +34,28 @@ from tests.fairseq.two_workers import train_by_two
 from tests.sampling import first
 
 TINY = (
-    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers 2 "
+    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers"
+    " 2 "
     "--tokens-per-sample 16 --sample-break-mode eos"
 ).split()
 SHORT = (
-    "--arch lsq_transformer_lm --task lsq_language_modeling --criterion lsq_label_smoothed_cross_entropy "
-    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 6 --cpu --no-progress-bar --log-interval 1 "
+    "--arch lsq_transformer_lm --task lsq_language_modeling --criterion"
+    " lsq_label_smoothed_cross_entropy "
+    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 6 --cpu --no-progress-bar"
+    " --log-interval 1 "
     "--no-epoch-checkpoints --disable-validation --num-workers 0 --dropout 0.1"
 ).split()
-THEIRS = "--arch transformer_lm --decoder-input-dim 32 --decoder-output-dim 32 --criterion cross_entropy"
+THEIRS = (
+    "--arch transformer_lm --decoder-input-dim 32 --decoder-output-dim 32 --criterion cross_entropy"
+)
 VARIANTS = {
     "post-norm": "",
     "pre-norm": "--decoder-normalize-before --activation-fn gelu --add-bos-token",
     "shared": "--share-decoder-input-output-embed --decoder-learned-pos --decoder-normalize-before",
-    "others": "--layernorm-embedding --no-scale-embedding --decoder-normalize-before --no-decoder-final-norm",
+    "others": (
+        "--layernorm-embedding --no-scale-embedding --decoder-normalize-before"
+        " --no-decoder-final-norm"
+    ),
     "blocks": "--sample-break-mode none --tokens-per-sample 11",
 }
 
@@ -57,7 +66,9 @@ def parse(corpus):
 
     def parse(arguments: str | list[str] = "") -> Namespace:
         extra = arguments.split() if isinstance(arguments, str) else arguments
-        return options.parse_args_and_arch(options.get_training_parser(), [str(corpus), *TINY, *SHORT, *extra])
+        return options.parse_args_and_arch(
+            options.get_training_parser(), [str(corpus), *TINY, *SHORT, *extra]
+        )
 
     return parse
 
@@ -91,9 +102,13 @@ def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch, monkeypatch, n
 
 
 @pytest.mark.parametrize("mode", ["float", "int8"])
-@pytest.mark.parametrize("theirs, more", [
-    ("cross_entropy", ""), ("label_smoothed_cross_entropy", "--label-smoothing 0.1 --report-accuracy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "theirs, more",
+    [
+        ("cross_entropy", ""),
+        ("label_smoothed_cross_entropy", "--label-smoothing 0.1 --report-accuracy"),
+    ],
+)
 def test_the_fused_criterion_equals_those_of_fairseq(parse, build, batch, theirs, more, mode):
     found = []
     for name in (theirs, "lsq_label_smoothed_cross_entropy"):
@@ -111,7 +126,9 @@ def test_the_fused_criterion_equals_those_of_fairseq(parse, build, batch, theirs
     assert actual[1] == expected[1]
     for key, value in expected[2].items():
         torch.testing.assert_close(torch.as_tensor(actual[2][key]), torch.as_tensor(value))
-    torch.testing.assert_close(actual[3], expected[3], rtol=0, atol=1e-4 * expected[3].abs().max().item())
+    torch.testing.assert_close(
+        actual[3], expected[3], rtol=0, atol=1e-4 * expected[3].abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -119,19 +136,29 @@ def test_dimensions_are_those_of_fairseq(suffix):
     ours, theirs = Namespace(), Namespace()
     ARCH_CONFIG_REGISTRY["lsq_transformer_lm" + suffix](ours)
     ARCH_CONFIG_REGISTRY["transformer_lm" + suffix](theirs)
-    added = {"lsq_from": None} | {f"lsq_{field.name}": field.default for field in fields(QuantConfig)}
+    added = {"lsq_from": None} | {
+        f"lsq_{field.name}": field.default for field in fields(QuantConfig)
+    }
     assert vars(ours) == vars(theirs) | added
 
 
 def test_the_defaults_are_those_of_fairseqs_dataclass(parse):
     args, theirs = parse("--decoder-embed-dim 512"), TransformerLanguageModelConfig()
-    given = {"_name", "dropout", "decoder_ffn_embed_dim", "decoder_layers", "decoder_attention_heads"}
+    given = {
+        "_name",
+        "dropout",
+        "decoder_ffn_embed_dim",
+        "decoder_layers",
+        "decoder_attention_heads",
+    }
     for field in fields(theirs):
         if field.name not in given and "${" not in str(field.default):
             assert getattr(args, field.name) == getattr(theirs, field.name), field.name
 
 
-@pytest.mark.parametrize(("name", "mode"), first(itertools.product(["pre-norm", "shared"], ["int8", "float"]), 1))
+@pytest.mark.parametrize(
+    ("name", "mode"), first(itertools.product(["pre-norm", "shared"], ["int8", "float"]), 1)
+)
 def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mode):
     """Prefixes of several lengths are continued, by lsq's search as by fairseq's."""
     task, model = build(f"{VARIANTS[name]} --lsq-mode {mode}")
@@ -139,7 +166,9 @@ def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mo
     prefixes = sample["target"][:, :3]
     found = decoded_alike(task, model, sample, Beam(beam=3, max_len_b=14), prefix_tokens=prefixes)
     generator = task.build_generator([model], Beam(beam=3, max_len_b=14))
-    assert (engine_place([model]) is not None) == (mode == "int8") and isinstance(generator, LSQGenerator)
+    assert (engine_place([model]) is not None) == (mode == "int8") and isinstance(
+        generator, LSQGenerator
+    )
     searched = task.inference_step(generator, [model], sample, prefix_tokens=prefixes)
     for ours, theirs in zip(searched, found, strict=True):
         assert [list(h["tokens"]) for h in ours] == [list(h["tokens"]) for h in theirs]
@@ -149,9 +178,14 @@ def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mo
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("given", [
-    "--lsq-backward float --update-freq 2 --sample-break-mode none", "", "--lsq-mode float --criterion cross_entropy",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--lsq-backward float --update-freq 2 --sample-break-mode none",
+        "",
+        "--lsq-mode float --criterion cross_entropy",
+    ],
+)
 def test_resuming_continues_to_the_bit(train, tmp_path, given):
     whole = train(tmp_path / "whole", f"--max-update 9 {given}")["model"]
     train(tmp_path / "parts", f"--max-update 4 {given}")
@@ -164,16 +198,27 @@ def test_resuming_continues_to_the_bit(train, tmp_path, given):
 def test_memory_is_planned_and_quantisers_are_watched(train, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         states = {
-            mode: train(tmp_path / mode, f"--add-bos-token --lsq-memory {mode}")["model"] for mode in ("guard", "naive")
+            mode: train(tmp_path / mode, f"--add-bos-token --lsq-memory {mode}")["model"]
+            for mode in ("guard", "naive")
         }
-    assert all(torch.equal(states["guard"][name], states["naive"][name]) for name in states["guard"])
+    assert all(
+        torch.equal(states["guard"][name], states["naive"][name]) for name in states["guard"]
+    )
     said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
-    assert said[0].startswith("memory (guard): ") and "bounded by 15 sentences of 17 and 17 tokens" in said[0]
+    assert (
+        said[0].startswith("memory (guard): ")
+        and "bounded by 15 sentences of 17 and 17 tokens" in said[0]
+    )
     tables = [record.getMessage() for record in caplog.records if record.name == signals.__name__]
-    assert any("Quantised tensors at update 1" in table and "decoder.layers.*.self_attn" in table for table in tables)
+    assert any(
+        "Quantised tensors at update 1" in table and "decoder.layers.*.self_attn" in table
+        for table in tables
+    )
 
 
-@pytest.mark.parametrize("given, sentences", [("", 8), ("--batch-size 3", 3), ("--add-bos-token", 15)])
+@pytest.mark.parametrize(
+    "given, sentences", [("", 8), ("--batch-size 3", 3), ("--add-bos-token", 15)]
+)
 def test_the_largest_batch_bounds_all(build, parse, given, sentences):
     task, model = build(given)
     criterion = task.build_criterion(parse(given))
@@ -185,7 +230,12 @@ def test_the_largest_batch_bounds_all(build, parse, given, sentences):
     for length in (1, 5, longest - extra):
         words = torch.full((min(120 // length, 3 if "batch" in given else 120), length + extra), 5)
         net_input = {"src_tokens": words, "src_lengths": torch.full((len(words),), length + extra)}
-        sample = {"net_input": net_input, "target": words, "ntokens": words.numel(), "nsentences": len(words)}
+        sample = {
+            "net_input": net_input,
+            "target": words,
+            "ntokens": words.numel(),
+            "nsentences": len(words),
+        }
         criterion(model, sample)[0].backward()
 
 
@@ -203,7 +253,10 @@ def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
     assert state["cfg"]["model"].lsq_from is None
     for given, message in (
         ("--decoder-attention-heads 2", "--decoder-attention-heads: 4 in the checkpoint, 2 here"),
-        ("--no-decoder-final-norm", r"decoder.layer_norm.weight: \[32\] in the checkpoint, nothing here"),
+        (
+            "--no-decoder-final-norm",
+            r"decoder.layer_norm.weight: \[32\] in the checkpoint, nothing here",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             build(f"{same} --lsq-from {path} {given}")
@@ -211,24 +264,48 @@ def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
 
 @pytest.mark.thorough
 def test_evaluation_and_generation_as_of_fairseq(train, corpus, tmp_path, capsys):
-    """Perplexities of ours and of fairseq's, trained alike, and a generation of each from prefixes."""
+    """Perplexities of ours and of fairseq's, trained alike, and a generation of each from
+    prefixes."""
     found = []
     for given in (f"{THEIRS} --decoder-normalize-before", "--decoder-normalize-before"):
         folder = tmp_path / str(len(found))
         train(folder, f"{given} --max-update 40 --lr 0.01 --max-tokens 240")
-        data = [str(corpus), "--path", str(folder / "checkpoint_last.pt"), "--cpu", "--gen-subset", "valid"]
+        data = [
+            str(corpus),
+            "--path",
+            str(folder / "checkpoint_last.pt"),
+            "--cpu",
+            "--gen-subset",
+            "valid",
+        ]
         data += ["--num-workers", "0", "--sample-break-mode", "eos"]
-        args = options.parse_args_and_arch(options.get_eval_lm_parser(), [*data, "--task", "lsq_language_modeling"])
+        args = options.parse_args_and_arch(
+            options.get_eval_lm_parser(), [*data, "--task", "lsq_language_modeling"]
+        )
         found.append(eval_lm.main(convert_namespace_to_omegaconf(args))["loss"].item())
-        generate.run([*data, "--prefix-size", "1", "--beam", "2", "--max-len-b", "9", "--results-path", str(folder)])
+        generate.run(
+            [
+                *data,
+                "--prefix-size",
+                "1",
+                "--beam",
+                "2",
+                "--max-len-b",
+                "9",
+                "--results-path",
+                str(folder),
+            ]
+        )
         lines = (folder / "generate-valid.txt").read_text().splitlines()
         assert sum(line.startswith("H-") for line in lines) == 16
-    assert found[0] == pytest.approx(found[1], abs=0.15) and found[1] < 2.4  # 3.5 bits before any training
+    # 3.5 bits before any training
+    assert found[0] == pytest.approx(found[1], abs=0.15) and found[1] < 2.4
 
 
 @pytest.mark.thorough
 def test_it_learns_as_fairseqs_does(pair, build, batch):
-    """The same first weights and batches: after 60 updates the losses of int8 are those of float."""
+    """The same first weights and batches: after 60 updates the losses of int8 are those of
+    float."""
     task, theirs, _ = pair("--decoder-normalize-before")
     _, ours = build("--decoder-normalize-before")
     checkpoint.load_float(ours, theirs.state_dict())
@@ -239,9 +316,13 @@ def test_it_learns_as_fairseqs_does(pair, build, batch):
         optimizer = torch.optim.Adam(model.train().parameters(), lr=5e-3)
         found = []
         for update in range(60):
-            sample = dataset.collater([dataset[(20 * update + index) % len(dataset)] for index in range(20)])
+            sample = dataset.collater(
+                [dataset[(20 * update + index) % len(dataset)] for index in range(20)]
+            )
             logits = model(**sample["net_input"])[0]
-            loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), sample["target"], ignore_index=1)
+            loss = torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2), sample["target"], ignore_index=1
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -250,17 +331,25 @@ def test_it_learns_as_fairseqs_does(pair, build, batch):
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1] < 1.5
 
 
-@pytest.mark.parametrize("given", ["--output-dictionary-size 12", "--pad-to-fixed-length --pad-to-fixed-bsz"])
+@pytest.mark.parametrize(
+    "given", ["--output-dictionary-size 12", "--pad-to-fixed-length --pad-to-fixed-bsz"]
+)
 def test_other_shapes_of_batches_train(train, tmp_path, given):
     train(tmp_path, f"{given} --batch-size 50 --max-update 2")
 
 
-@pytest.mark.parametrize("given, message", [
-    ("--adaptive-softmax-cutoff 5,8", r"does not support --adaptive-softmax-cutoff \(5,8\)"),
-    ("--character-embeddings", "does not support --character-embeddings"),
-    ("--decoder-input-dim 16", "--decoder-input-dim 16, --decoder-output-dim 32; make them equal"),
-    ("--past-target", "Unsupported language modeling target: past"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("--adaptive-softmax-cutoff 5,8", r"does not support --adaptive-softmax-cutoff \(5,8\)"),
+        ("--character-embeddings", "does not support --character-embeddings"),
+        (
+            "--decoder-input-dim 16",
+            "--decoder-input-dim 16, --decoder-output-dim 32; make them equal",
+        ),
+        ("--past-target", "Unsupported language modeling target: past"),
+    ],
+)
 def test_what_it_does_not_do_is_refused(build, given, message):
     with pytest.raises(ValueError, match=message):
         build(given)
@@ -268,8 +357,14 @@ def test_what_it_does_not_do_is_refused(build, given, message):
 
 def test_tasks_and_models_that_do_not_fit_are_refused(corpus, toy):
     for given, message in (
-        (f"{corpus} --arch lsq_transformer --task lsq_language_modeling", "lsq_transformer is none; use --arch lsq_"),
-        (f"{toy} --arch lsq_transformer_lm --task lsq_translation", "not translate; .* --task lsq_language_modeling"),
+        (
+            f"{corpus} --arch lsq_transformer --task lsq_language_modeling",
+            "lsq_transformer is none; use --arch lsq_",
+        ),
+        (
+            f"{toy} --arch lsq_transformer_lm --task lsq_translation",
+            "not translate; .* --task lsq_language_modeling",
+        ),
     ):
         args = options.parse_args_and_arch(options.get_training_parser(), given.split())
         with pytest.raises(ValueError, match=message):
@@ -277,8 +372,13 @@ def test_tasks_and_models_that_do_not_fit_are_refused(corpus, toy):
 
 
 def test_lsq_train_takes_its_task_and_criterion(corpus):
-    args = parse_training([str(corpus), "--arch", "lsq_transformer_lm_gpt2_tiny", "--max-tokens", "120"])
-    assert (args.task, args.criterion) == ("lsq_language_modeling", "lsq_label_smoothed_cross_entropy")
+    args = parse_training(
+        [str(corpus), "--arch", "lsq_transformer_lm_gpt2_tiny", "--max-tokens", "120"]
+    )
+    assert (args.task, args.criterion) == (
+        "lsq_language_modeling",
+        "lsq_label_smoothed_cross_entropy",
+    )
     with pytest.raises(ValueError, match="ctc is not for --task lsq_language_modeling"):
         limits.check_training(Namespace(**{**vars(args), "criterion": "ctc"}))
 
@@ -288,14 +388,26 @@ def test_its_memory_and_products_follow_from_its_options():
     assert memory.describe_training(given, 40).plan.peak > 0
     products = products_of_training(given, 40, backward=["int8"], tokens=[96], rows=[10])
     assert {key.op for key in products} == {
-        "project", "vocabulary_loss", "vocabulary_loss_gradient", "project_input_gradient", "project_weight_gradient"
+        "project",
+        "vocabulary_loss",
+        "vocabulary_loss_gradient",
+        "project_input_gradient",
+        "project_weight_gradient",
     }
     assert isinstance(memory.build_training(given, 40)[1], LSQTransformerLanguageModel)
 
 
 @pytest.mark.thorough
 def test_two_workers_that_exchange_codes_end_with_the_same_parameters(corpus, tmp_path):
-    common = [str(corpus), *TINY, *SHORT, "--save-dir", str(tmp_path / "save"), "--lsq-gradients", "int8"]
+    common = [
+        str(corpus),
+        *TINY,
+        *SHORT,
+        "--save-dir",
+        str(tmp_path / "save"),
+        "--lsq-gradients",
+        "int8",
+    ]
     output, (first, second) = train_by_two(tmp_path, common)
     assert "gradients: int8 between 2 workers" in output
     assert any(name.endswith("_clip") for name in first)

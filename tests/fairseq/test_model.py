@@ -1,4 +1,5 @@
-"""The model: equal to fairseq's in float, usable by fairseq's generators, and the same step by step."""
+"""The model: equal to fairseq's in float, usable by fairseq's generators, and the same step by
+step."""
 
 import copy
 
@@ -8,7 +9,12 @@ import torch
 from lsq.fairseq import checkpoint
 from lsq.layers import quantized_tensors
 from lsq.program import rehearsal
-from tests.fairseq.comparison import Beam, assert_close_in_int8, assert_equal_in_float, decoded_alike
+from tests.fairseq.comparison import (
+    Beam,
+    assert_close_in_int8,
+    assert_equal_in_float,
+    decoded_alike,
+)
 from tests.sampling import first
 
 THEIRS = "--arch transformer --criterion label_smoothed_cross_entropy"
@@ -16,8 +22,13 @@ VARIANTS = {
     "post-norm": "",
     "pre-norm": "--encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
     "shared": "--share-all-embeddings --encoder-learned-pos --decoder-learned-pos",
-    "normed embedding": "--layernorm-embedding --no-scale-embedding --share-decoder-input-output-embed",
-    "uneven": "--encoder-layers 1 --decoder-layers 3 --encoder-attention-heads 2 --decoder-ffn-embed-dim 80",
+    "normed embedding": (
+        "--layernorm-embedding --no-scale-embedding --share-decoder-input-output-embed"
+    ),
+    "uneven": (
+        "--encoder-layers 1 --decoder-layers 3 --encoder-attention-heads 2"
+        " --decoder-ffn-embed-dim 80"
+    ),
 }
 
 
@@ -89,11 +100,16 @@ def test_a_batch_with_padding_equals_its_sentences_one_by_one(build, batch, name
     found = []
     for samples in ([batch(task)], sentences_of(task, 7)):
         model.zero_grad()
-        loss = sum(model(**one["net_input"], target=one["target"], label_smoothing=0.1)[0] for one in samples)
+        loss = sum(
+            model(**one["net_input"], target=one["target"], label_smoothing=0.1)[0]
+            for one in samples
+        )
         loss.backward()
         found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
     for together, alone in zip(*found, strict=True):
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5 * max(1.0, alone.abs().max().item()))
+        torch.testing.assert_close(
+            together, alone, rtol=0, atol=1e-5 * max(1.0, alone.abs().max().item())
+        )
 
 
 def sentences_of(task, count):
@@ -102,7 +118,9 @@ def sentences_of(task, count):
     return [dataset.collater([dataset[number]]) for number in range(count)]
 
 
-@pytest.mark.parametrize("options", ["--lsq-backward int8", "--lsq-backward float", "--lsq-mode float"])
+@pytest.mark.parametrize(
+    "options", ["--lsq-backward int8", "--lsq-backward float", "--lsq-mode float"]
+)
 def test_no_operation_of_a_training_step_has_more_rows_than_words(build, options):
     task, model = build(f"{options} --encoder-normalize-before --layernorm-embedding")
     lengths = torch.tensor([150, *[5] * 30])
@@ -111,7 +129,9 @@ def test_no_operation_of_a_training_step_has_more_rows_than_words(build, options
         sentence[:length] = torch.randint(4, 16, (length,))
     widest = max(max(parameter.shape) for parameter in model.parameters())
     assert widest < lengths.sum() < tokens.numel() / 10
-    step = rehearsal.rehearse(lambda: model.train()(tokens, lengths, tokens, target=tokens)[0], model.parameters())
+    step = rehearsal.rehearse(
+        lambda: model.train()(tokens, lengths, tokens, target=tokens)[0], model.parameters()
+    )
     for program in dict.fromkeys(step.programs):
         for operation in program.operations:
             rows = [tensor.shape[0] for tensor in operation.outputs if len(tensor.shape) == 2]
@@ -128,7 +148,9 @@ def test_torch_compile_changes_nothing(build, batch, caplog):
     for model in (eager, torch.compile(compiled, backend="eager")):
         torch.manual_seed(3)
         for _ in range(3):
-            loss, _, features = model(**sample["net_input"], target=sample["target"], label_smoothing=0.1)
+            loss, _, features = model(
+                **sample["net_input"], target=sample["target"], label_smoothing=0.1
+            )
             loss.backward()
         found.append((loss, features))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -148,13 +170,17 @@ def test_one_step_at_a_time_gives_the_logits_of_the_whole(build, batch, mode):
     tokens, state = net_input["prev_output_tokens"], {}
     present = tokens.ne(task.target_dictionary.pad())
     for step in range(tokens.shape[1]):
-        logits, _ = model.decoder(tokens[:, : step + 1], encoder_out=encoder_out, incremental_state=state)
+        logits, _ = model.decoder(
+            tokens[:, : step + 1], encoder_out=encoder_out, incremental_state=state
+        )
         assert logits.shape[1] == 1
         here = present[:, step]
         torch.testing.assert_close(logits[here, 0], whole[here, step], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", ["", "--lsq-mode float", "--share-all-embeddings --encoder-normalize-before"])
+@pytest.mark.parametrize(
+    "options", ["", "--lsq-mode float", "--share-all-embeddings --encoder-normalize-before"]
+)
 def test_incremental_decoding_gives_the_hypotheses_of_decoding_from_scratch(build, batch, options):
     task, model = build(options)
     decoded_alike(task, model, batch(task), Beam())
@@ -167,7 +193,9 @@ def test_loss_equals_that_of_the_logits(build, batch):
     logits, _ = model(**sample["net_input"])
     loss, nll, features = model(**sample["net_input"], target=sample["target"], label_smoothing=0.1)
     words = sample["target"].ne(task.target_dictionary.pad())
-    expected = torch.nn.functional.cross_entropy(logits[words], sample["target"][words], reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        logits[words], sample["target"][words], reduction="sum"
+    )
     torch.testing.assert_close(nll, expected)
     expected = torch.nn.functional.cross_entropy(
         logits[words], sample["target"][words], reduction="sum", label_smoothing=0.1 * 16 / 15
@@ -218,5 +246,7 @@ def test_no_update_takes_a_clip_far(build, batch):
 def test_a_batch_without_sentences_is_refused(build):
     _, model = build()
     none = torch.zeros(0, 5, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"the tokens are \(0, 5\); they must be \[sentences, time\] with at"):
+    with pytest.raises(
+        ValueError, match=r"the tokens are \(0, 5\); they must be \[sentences, time\] with at"
+    ):
         model(none, torch.zeros(0, dtype=torch.int64), none, target=none)

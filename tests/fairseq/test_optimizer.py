@@ -18,11 +18,16 @@ RATES = "--lr-scheduler inverse_sqrt --warmup-updates 4 --weight-decay 0.01 --ad
 
 def config(**options):
     """As fairseq makes it of the command line."""
-    return SimpleNamespace(lr=[0.1], adam_betas="(0.9, 0.98)", adam_eps=1e-8, weight_decay=0.0, **options)
+    return SimpleNamespace(
+        lr=[0.1], adam_betas="(0.9, 0.98)", adam_eps=1e-8, weight_decay=0.0, **options
+    )
 
 
 @pytest.mark.parametrize(
-    "options", sampling.first(["--lsq-backward int8 --update-freq 2", "--clip-norm 1.0", "--lsq-mode float"], 1)
+    "options",
+    sampling.first(
+        ["--lsq-backward int8 --update-freq 2", "--clip-norm 1.0", "--lsq-mode float"], 1
+    ),
 )
 def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # noqa: F811
     """Within what rounding of floats makes of the first updates."""
@@ -39,10 +44,13 @@ def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # n
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [
-    pytest.param("--lsq-backward int8 --update-freq 2", marks=pytest.mark.thorough),
-    "--clip-norm 0.5 --lsq-memory naive",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("--lsq-backward int8 --update-freq 2", marks=pytest.mark.thorough),
+        "--clip-norm 0.5 --lsq-memory naive",
+    ],
+)
 def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):  # noqa: F811
     whole = train(tmp_path / "whole", f"--max-update 6 {OURS} {options}")["model"]
     expected = losses.copy()
@@ -62,14 +70,21 @@ def test_one_adam_goes_on_from_the_other(train, tmp_path, first, second):
 
 
 def test_codes_come_from_the_optimizer(train, tmp_path, monkeypatch):
-    """Every weight is rounded by the first passes, and later only where clips of weights are measured."""
+    """Every weight is rounded by the first passes, and later only where clips of weights are
+    measured."""
     made, steps, stepped, rounded = [], [], LSQAdam.step, RoundWeight.cpu
     monkeypatch.setattr(RoundWeight, "cpu", lambda one: (made.append(1), rounded(one)))
     monkeypatch.setattr(LSQAdam, "step", lambda one: (stepped(one), steps.append(len(made))))
     train(tmp_path, f"--max-update 6 {OURS} --lsq-calibration-passes 2")
     weights = steps[0]
     assert weights > 10
-    assert [now - before for before, now in zip(steps, steps[1:], strict=False)] == [0, weights, 0, 0, 0]
+    assert [now - before for before, now in zip(steps, steps[1:], strict=False)] == [
+        0,
+        weights,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("option", ["fp16", "bf16", "amp", "use_bmuf"])
@@ -86,7 +101,9 @@ def test_gradients_are_left_as_they_are():
     assert optimizer.clip_grad_norm(1.0) == 2.0
     assert (parameter.grad == 2.0).all() and float(optimizer.gradient_factor) == pytest.approx(0.25)
     optimizer.step()
-    assert optimizer.gradient_factor == 1.0 and upkeep.of(parameter).optimizer() is optimizer.optimizer
+    assert (
+        optimizer.gradient_factor == 1.0 and upkeep.of(parameter).optimizer() is optimizer.optimizer
+    )
     optimizer.zero_grad()
     assert parameter.grad is None
 
@@ -94,6 +111,8 @@ def test_gradients_are_left_as_they_are():
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", ["--lsq-gradients int8", "--update-freq 2 --clip-norm 0.1"])
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, options):
-    given = command(toy, tmp_path / "save", f"--max-update 4 --lsq-calibration-passes 1 {OURS} {options}")
+    given = command(
+        toy, tmp_path / "save", f"--max-update 4 --lsq-calibration-passes 1 {OURS} {options}"
+    )
     _, (first, second) = train_by_two(tmp_path, given)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,5 @@
-"""The model's options: made from QuantConfig, checked, and nothing of fairseq's is ignored silently."""
+"""The model's options: made from QuantConfig, checked, and nothing of fairseq's is ignored
+silently."""
 
 from argparse import ArgumentParser
 from dataclasses import fields
@@ -58,21 +59,41 @@ def test_defaults_are_those_of_the_configuration(parse):
 def test_value_that_is_not_allowed(parse):
     with pytest.raises(ValueError, match="bits is 9; it must be a whole number from 2 to 8"):
         options.quantization(parse("--lsq-bits 9"))
-    with pytest.raises(ValueError, match="'median'; allowed: 'fixed', 'absmax', 'percentile', 'mse'"):
+    with pytest.raises(
+        ValueError, match="'median'; allowed: 'fixed', 'absmax', 'percentile', 'mse'"
+    ):
         options.quantization(parse("--lsq-weight-init median"))
 
 
 def test_layer_config_takes_each_side(parse):
     args = parse(
-        "--encoder-attention-heads 2 --decoder-ffn-embed-dim 64 --decoder-normalize-before --activation-fn gelu "
+        "--encoder-attention-heads 2 --decoder-ffn-embed-dim 64 --decoder-normalize-before"
+        " --activation-fn gelu "
         "--dropout 0.3 --attention-dropout 0.2 --relu-dropout 0.1 --lsq-bits 6"
     )
     encoder, decoder = options.layer_config(args, "encoder"), options.layer_config(args, "decoder")
-    assert (encoder.hidden, encoder.heads, encoder.feed_forward, encoder.pre_norm) == (32, 2, 48, False)
-    assert (decoder.hidden, decoder.heads, decoder.feed_forward, decoder.pre_norm) == (32, 4, 64, True)
+    assert (encoder.hidden, encoder.heads, encoder.feed_forward, encoder.pre_norm) == (
+        32,
+        2,
+        48,
+        False,
+    )
+    assert (decoder.hidden, decoder.heads, decoder.feed_forward, decoder.pre_norm) == (
+        32,
+        4,
+        64,
+        True,
+    )
     assert encoder.activation == "gelu" and encoder.quant.bits == 6
-    assert (encoder.dropout, encoder.attention_dropout, encoder.activation_dropout) == (0.3, 0.2, 0.1)
-    assert options.layer_config(parse("--activation-fn gelu_accurate"), "encoder").activation == "gelu_tanh"
+    assert (encoder.dropout, encoder.attention_dropout, encoder.activation_dropout) == (
+        0.3,
+        0.2,
+        0.1,
+    )
+    assert (
+        options.layer_config(parse("--activation-fn gelu_accurate"), "encoder").activation
+        == "gelu_tanh"
+    )
 
 
 @pytest.mark.parametrize(

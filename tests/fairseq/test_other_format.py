@@ -18,14 +18,18 @@ KEPT = "the optimizer's state is kept"
 @pytest.fixture
 def trained(train, tmp_path):
     """The folder of a short training in int8, and its last checkpoint."""
-    return tmp_path / "int8", train(tmp_path / "int8", "--max-update 2 --share-all-embeddings --lsq-clips learned")
+    return tmp_path / "int8", train(
+        tmp_path / "int8", "--max-update 2 --share-all-embeddings --lsq-clips learned"
+    )
 
 
 def without_formats(state: dict) -> dict:
     """As earlier versions wrote it."""
     older = copy.copy(state)
     older["model"] = {
-        name: one for name, one in state["model"].items() if not name.endswith((".format", ".fallen"))
+        name: one
+        for name, one in state["model"].items()
+        if not name.endswith((".format", ".fallen"))
     }
     return older
 
@@ -35,7 +39,9 @@ def test_a_checkpoint_in_another_format_goes_on(train, trained, tmp_path):
     found = converted(folder / LAST, {"weight_format": "int4"})
     after = found.state
     assert (found.weights, found.activations_due, found.optimizer) == (23, False, KEPT)
-    changed = {name for name, one in before["model"].items() if not torch.equal(after["model"][name], one)}
+    changed = {
+        name for name, one in before["model"].items() if not torch.equal(after["model"][name], one)
+    }
     assert all(name.endswith((CLIPS, ".format")) for name in changed)
     assert after["cfg"]["model"].lsq_weight_format == "int4" and after["cfg"]["model"].lsq_bits == 8
     moments = after["last_optimizer_state"]["state"]
@@ -54,41 +60,66 @@ def test_formats_that_change_activations_or_shapes(trained):
     assert found.activations_due and found.optimizer == KEPT
     assert not any(one for name, one in found.state["model"].items() if name.endswith("calibrated"))
     found = converted(folder / LAST, {"weight_granularity": "tensor"})
-    assert "_weight_clip has another shape): a training goes on with --reset-optimizer" in found.optimizer
+    assert (
+        "_weight_clip has another shape): a training goes on with --reset-optimizer"
+        in found.optimizer
+    )
     assert found.state["last_optimizer_state"] is None
-    assert all(one.shape == (1,) for name, one in found.state["model"].items() if name.endswith(CLIPS))
+    assert all(
+        one.shape == (1,) for name, one in found.state["model"].items() if name.endswith(CLIPS)
+    )
 
 
 def test_patterns_and_formats_without_clips(train, trained, tmp_path):
     folder, before = trained
-    found = converted(folder / LAST, {"weight_format": "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"})
+    found = converted(
+        folder / LAST, {"weight_format": "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"}
+    )
     assert found.weights == 19 and "it is of " in found.optimizer
-    assert not any(name.startswith("encoder.layers.0.") and name.endswith(CLIPS) for name in found.state["model"])
+    assert not any(
+        name.startswith("encoder.layers.0.") and name.endswith(CLIPS)
+        for name in found.state["model"]
+    )
     torch.save(found.state, tmp_path / LAST)
     back = converted(tmp_path / LAST, {"weight_format": "int8"})
     assert back.weights == 23 and back.optimizer == "it holds no optimizer's state"
     assert back.state["model"].keys() == before["model"].keys()
     (tmp_path / "on").mkdir()
-    resumed = train(tmp_path / "on", f"--restore-file {tmp_path / LAST} --share-all-embeddings --max-update 2")
+    resumed = train(
+        tmp_path / "on", f"--restore-file {tmp_path / LAST} --share-all-embeddings --max-update 2"
+    )
     assert resumed["cfg"]["model"].lsq_weight_format.endswith("float32")
 
 
 def test_clips_that_were_fixed_are_measured_once_that_is_said(train, tmp_path):
     folder = tmp_path / "fixed"
-    before = train(folder, "--max-update 1 --lsq-weight-init fixed --lsq-activation-init fixed")["model"]
-    with pytest.raises(ValueError, match="is 'fixed', under which nothing is measured: add --weight-init mse"):
+    before = train(folder, "--max-update 1 --lsq-weight-init fixed --lsq-activation-init fixed")[
+        "model"
+    ]
+    with pytest.raises(
+        ValueError, match="is 'fixed', under which nothing is measured: add --weight-init mse"
+    ):
         converted(folder / LAST, {"weight_format": "nvfp4"})
     found = converted(folder / LAST, {"weight_format": "nvfp4", "weight_init": "mse"}).state
-    assert (found["cfg"]["model"].lsq_weight_init, found["cfg"]["model"].lsq_activation_init) == ("mse", "fixed")
+    assert (found["cfg"]["model"].lsq_weight_init, found["cfg"]["model"].lsq_activation_init) == (
+        "mse",
+        "fixed",
+    )
     clips = [name for name in before if name.endswith(CLIPS)]
-    assert all((before[name] - 1).abs().max() < 0.1 and (found["model"][name] < 0.9).all() for name in clips)
+    assert all(
+        (before[name] - 1).abs().max() < 0.1 and (found["model"][name] < 0.9).all()
+        for name in clips
+    )
 
 
 def test_of_a_language_model(train, corpus, tmp_path):
     arguments = (
-        "--arch lsq_transformer_lm --task lsq_language_modeling --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 "
-        "--decoder-attention-heads 2 --decoder-layers 1 --tokens-per-sample 16 --sample-break-mode eos --cpu "
-        "--max-tokens 120 --max-update 2 --num-workers 0 --optimizer adam --lr 0.001 --no-epoch-checkpoints"
+        "--arch lsq_transformer_lm --task lsq_language_modeling --decoder-embed-dim 16"
+        " --decoder-ffn-embed-dim 32 "
+        "--decoder-attention-heads 2 --decoder-layers 1 --tokens-per-sample 16 --sample-break-mode"
+        " eos --cpu "
+        "--max-tokens 120 --max-update 2 --num-workers 0 --optimizer adam --lr 0.001"
+        " --no-epoch-checkpoints"
     )
     assert cli.main(["train", str(corpus), *arguments.split(), "--save-dir", str(tmp_path)]) == 0
     found = converted(tmp_path / LAST, {"weight_format": "int4"})
@@ -102,7 +133,10 @@ def test_what_is_not_converted(train, trained, tmp_path):
     train(tmp_path / "float", "--lsq-mode float --max-update 1")
     with pytest.raises(ValueError, match="is of a float model, which has no clips; .*--lsq-from"):
         converted(tmp_path / "float" / LAST, {"bits": 4})
-    theirs = "--arch transformer --task translation --criterion label_smoothed_cross_entropy --max-update 1"
+    theirs = (
+        "--arch transformer --task translation --criterion label_smoothed_cross_entropy"
+        " --max-update 1"
+    )
     train(tmp_path / "theirs", theirs)
     with pytest.raises(ValueError, match="is of transformer, and not of lsq"):
         converted(tmp_path / "theirs" / LAST, {"bits": 4})
@@ -117,12 +151,20 @@ def test_another_format_is_refused_where_it_is_loaded(train, trained, tmp_path, 
     torch.save(without_formats(state) if older else state, path)
     for how in ("--restore-file", "--finetune-from-model"):
         with pytest.raises(Exception) as caught:
-            train(tmp_path / how, f"{how} {path} --lsq-weight-format int4 --share-all-embeddings --max-update 4")
+            train(
+                tmp_path / how,
+                f"{how} {path} --lsq-weight-format int4 --share-all-embeddings --max-update 4",
+            )
         errors = f"{caught.value} {caught.value.__context__}"
-        assert "was trained with weight_format='int8', but this model has weight_format='int4'" in errors, errors
+        assert (
+            "was trained with weight_format='int8', but this model has weight_format='int4'"
+            in errors
+        ), errors
         assert "--output OTHER --weight-format int4" in errors
     resumed = train(tmp_path / "on", f"--restore-file {path} --share-all-embeddings --max-update 3")
-    assert resumed["model"]["encoder.layers.0.format"].equal(state["model"]["encoder.layers.0.format"])
+    assert resumed["model"]["encoder.layers.0.format"].equal(
+        state["model"]["encoder.layers.0.format"]
+    )
 
 
 def test_an_older_checkpoint_is_converted_as_its_options_say(trained, build, tmp_path):

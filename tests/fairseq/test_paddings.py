@@ -17,7 +17,10 @@ def collate(samples):
 
 def test_a_batch_has_its_paddings():
     batch = Collater(collate, PAD)([1, 2])
-    assert torch.equal(batch[BATCH].src_tokens, TOKENS == PAD) and batch[BATCH].prev_output_tokens is None
+    assert (
+        torch.equal(batch[BATCH].src_tokens, TOKENS == PAD)
+        and batch[BATCH].prev_output_tokens is None
+    )
     assert Collater(collate, PAD)([]) == {}, "the batch of a process that has none left"
 
 
@@ -42,10 +45,17 @@ def test_a_model_takes_them_instead_of_looking_at_the_tokens(build, batch):
 def test_batches_of_a_training_have_them(build):
     task, _ = build("")
     task.load_dataset("train")
-    iterator = task.get_batch_iterator(task.dataset("train"), max_tokens=200, max_positions=(50, 50))
+    iterator = task.get_batch_iterator(
+        task.dataset("train"), max_tokens=200, max_positions=(50, 50)
+    )
     again = task.get_batch_iterator(task.dataset("train"), max_tokens=200, max_positions=(50, 50))
     for found in (iterator, again):
         one = next(iter(found.next_epoch_itr(shuffle=False)))
         inputs = one["net_input"]
-        assert torch.equal(one[BATCH].src_tokens, inputs["src_tokens"] == task.source_dictionary.pad())
-        assert torch.equal(one[BATCH].prev_output_tokens, inputs["prev_output_tokens"] == task.source_dictionary.pad())
+        assert torch.equal(
+            one[BATCH].src_tokens, inputs["src_tokens"] == task.source_dictionary.pad()
+        )
+        assert torch.equal(
+            one[BATCH].prev_output_tokens,
+            inputs["prev_output_tokens"] == task.source_dictionary.pad(),
+        )

@@ -25,7 +25,9 @@ from tests.gemm.operands import asked
 
 VOCABULARY = 75
 PADDED = 80
-fused = pytest.mark.skipif(not loader.available(), reason="references multiply in other ways; needs the C++ library")
+fused = pytest.mark.skipif(
+    not loader.available(), reason="references multiply in other ways; needs the C++ library"
+)
 
 
 def keys_of(parse, options="", **changes):
@@ -44,14 +46,19 @@ def run_on_the_cpu(work):
 
 
 def prepared_for_cuda(programs):
-    """The products that cuBLASLt, emulated, finds an algorithm for in what programs launch, if kernels end none."""
+    """The products that cuBLASLt, emulated, finds an algorithm for in what programs launch, if
+    kernels end none."""
     products = Products(torch.device("cpu"), library=emulated().path)
     try:
-        operations = [placed(one, "cpu", torch.bfloat16) for program in programs for one in program.operations]
+        operations = [
+            placed(one, "cpu", torch.bfloat16) for program in programs for one in program.operations
+        ]
         entries = []
         with gemm.ended_by(None):
             for one in operations:
-                entries += one.cuda(*(torch.empty(shape, dtype=dtype) for shape, dtype in one.cuda_scratch()))
+                entries += one.cuda(
+                    *(torch.empty(shape, dtype=dtype) for shape, dtype in one.cuda_scratch())
+                )
         return {products.prepare(entry).key for entry in entries if isinstance(entry, Product)}
     finally:
         products.close()
@@ -59,7 +66,13 @@ def prepared_for_cuda(programs):
 
 def test_products_of_a_training(parse):
     keys = keys_of(parse)
-    weights = {"qkv": (96, 32), "out": (32, 32), "fc1": (48, 32), "fc2": (32, 48), "key value": (64, 32)}
+    weights = {
+        "qkv": (96, 32),
+        "out": (32, 32),
+        "fc1": (48, 32),
+        "fc2": (32, 48),
+        "key value": (64, 32),
+    }
     for n, k in (*weights.values(), (PADDED, 32)):
         assert asked("project_input_gradient", 96, k, n) in keys
         assert asked("project_weight_gradient", n, k, 96) in keys
@@ -77,7 +90,10 @@ def test_batches_and_modes_add_up(parse):
     assert set(few) < set(keys_of(parse))
     both = keys_of(parse, backward=["float", "int8"], tokens=[96, 64], rows=[10, 5])
     assert set(both) == {
-        key for tokens in (96, 64) for rows in (10, 5) for key in keys_of(parse, tokens=[tokens], rows=[rows])
+        key
+        for tokens in (96, 64)
+        for rows in (10, 5)
+        for key in keys_of(parse, tokens=[tokens], rows=[rows])
     }
     assert both.index(asked("project", 96, 32, 32)) < both.index(asked("project", 64, 32, 32))
 
@@ -86,7 +102,9 @@ def test_batches_and_modes_add_up(parse):
 @pytest.mark.parametrize("backward", ["float", "int8"])
 @pytest.mark.parametrize("more", ["", "--lsq-mode float", "--lsq-backward-dtype bfloat16"])
 def test_on_cuda_they_are_what_the_prepared_programs_launch(parse, backward, more):
-    options = f"--lsq-activation-init fixed --lsq-weight-init fixed --lsq-backward {backward} {more}"
+    options = (
+        f"--lsq-activation-init fixed --lsq-weight-init fixed --lsq-backward {backward} {more}"
+    )
     given = parse(f"--share-all-embeddings {options}")
     _, model, criterion = build_training(given, VOCABULARY)
     programs = [*training_programs(model, criterion, 96), *generation_programs(model, 10)]
@@ -97,7 +115,9 @@ def test_on_cuda_they_are_what_the_prepared_programs_launch(parse, backward, mor
 
 @fused
 @pytest.mark.parametrize("backward", ["float", "int8"])
-@pytest.mark.parametrize("more", ["", "--encoder-normalize-before --decoder-normalize-before --lsq-clip-gradient lsq"])
+@pytest.mark.parametrize(
+    "more", ["", "--encoder-normalize-before --decoder-normalize-before --lsq-clip-gradient lsq"]
+)
 def test_they_are_what_a_step_runs(build, parse, backward, more):
     task, model = build(f"--lsq-backward {backward} --lsq-activation-init fixed {more}")
     criterion = task.build_criterion(parse(""))
@@ -107,7 +127,9 @@ def test_they_are_what_a_step_runs(build, parse, backward, more):
         "ntokens": tokens,
         "nsentences": tokens,
         "net_input": {
-            "src_tokens": words, "src_lengths": torch.ones(tokens, dtype=torch.int64), "prev_output_tokens": words,
+            "src_tokens": words,
+            "src_lengths": torch.ones(tokens, dtype=torch.int64),
+            "prev_output_tokens": words,
         },
         "target": words,
     }

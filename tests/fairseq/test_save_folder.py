@@ -14,7 +14,9 @@ def released():
 def test_a_training_has_its_folder_alone(tmp_path):
     folder = tmp_path / "a" / "b"
     checkpoint_utils.verify_checkpoint_directory(str(folder))
-    with pytest.raises(Busy, match=f"is writing into {folder}; wait for it, or choose another --save-dir"):
+    with pytest.raises(
+        Busy, match=f"is writing into {folder}; wait for it, or choose another --save-dir"
+    ):
         with locked_folder(folder, "choose another --save-dir"):
             pass
     save_folder.release()

@@ -1,4 +1,5 @@
-"""Training signals: what is collected when, what is warned of, and what TensorBoard and the summary show."""
+"""Training signals: what is collected when, what is warned of, and what TensorBoard and the summary
+show."""
 
 import logging
 from dataclasses import replace
@@ -16,7 +17,8 @@ FACTOR = 0.25
 
 @pytest.fixture
 def step(build, batch):
-    """step(model="--option ...", signals' options) -> (signals, one(update)), where one is a training pass."""
+    """step(model="--option ...", signals' options) -> (signals, one(update)), where one is a
+    training pass."""
 
     def step(model: str = "", **options):
         task, model = build(model)
@@ -69,17 +71,25 @@ def test_warned_once_for_each_tensor(step, caplog):
     for update in (1, 2):
         one(update)
     warned = [record.message for record in caplog.records if record.name == "lsq.fairseq.signals"]
-    activations = {name for name, statistics in signals.last.items() if statistics.kind == "activation"}
+    activations = {
+        name for name, statistics in signals.last.items() if statistics.kind == "activation"
+    }
     assert len(warned) == len(activations) > 0
     assert {message.split(",")[0] for message in warned} == activations
-    assert all("update 1: " in message and "try --lsq-activation-init absmax" in message for message in warned)
+    assert all(
+        "update 1: " in message and "try --lsq-activation-init absmax" in message
+        for message in warned
+    )
     assert signals.summary().endswith(f"{len(activations)} of 54 tensors were warned of")
 
 
 def test_wide_clips_are_warned_of(step, caplog):
     signals, one = step("--lsq-activation-init fixed --lsq-activation-clip 1000", interval=1)
     one(1)
-    assert "decoder.output_projection.input, update 1: its largest code is 0 of 127, fewer than 4 bits" in caplog.text
+    assert (
+        "decoder.output_projection.input, update 1: its largest code is 0 of 127, fewer than 4 bits"
+        in caplog.text
+    )
 
 
 def test_tensorboard_holds_four_figures_of_every_tensor(step, tmp_path):
@@ -90,7 +100,9 @@ def test_tensorboard_holds_four_figures_of_every_tensor(step, tmp_path):
     events = EventAccumulator(str(tmp_path / "lsq")).Reload()
     names = [name for name, _ in quantized_tensors(signals.model)]
     figures = ("clip", "clipped_share", "zero_share", "clip_gradient")
-    assert set(events.Tags()["scalars"]) == {f"{figure}/{name}" for figure in figures for name in names}
+    assert set(events.Tags()["scalars"]) == {
+        f"{figure}/{name}" for figure in figures for name in names
+    }
     points = events.Scalars("clip/decoder.output_projection.input")
     assert [point.step for point in points] == [1, 2, 4]
     clip = signals.clips["decoder.output_projection.input"]
@@ -113,17 +125,30 @@ def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
     name, *figures = row.split()
     assert name == "encoder.layers.*.self_attn.context"
     assert figures == ["activation", "1.5..2.5", "4.000%", "10.00%", "100..101"]
-    assert [*heading.split()[:3], warned] == ["tensor", "kind", "clip", "0 of 54 tensors were warned of"]
+    assert [*heading.split()[:3], warned] == [
+        "tensor",
+        "kind",
+        "clip",
+        "0 of 54 tensors were warned of",
+    ]
 
 
 def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lsq.layers.signals.LEAST_INTERVAL", 2)
     caplog.set_level(logging.INFO)
-    train(tmp_path / "save", f"--max-update 3 --log-interval 2 --tensorboard-logdir {tmp_path}/board")
-    summaries = [record.message for record in caplog.records if "Quantised tensors at update 2" in record.message]
+    train(
+        tmp_path / "save", f"--max-update 3 --log-interval 2 --tensorboard-logdir {tmp_path}/board"
+    )
+    summaries = [
+        record.message
+        for record in caplog.records
+        if "Quantised tensors at update 2" in record.message
+    ]
     assert len(summaries) == 1
     events = EventAccumulator(str(tmp_path / "board" / "lsq")).Reload()
-    assert [point.step for point in events.Scalars("zero_share/encoder.layers.0.self_attn.qkv_weight")] == [1, 2]
+    assert [
+        point.step for point in events.Scalars("zero_share/encoder.layers.0.self_attn.qkv_weight")
+    ] == [1, 2]
 
 
 def test_float_training_has_no_signals(train, tmp_path, caplog):

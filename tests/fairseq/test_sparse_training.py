@@ -1,4 +1,5 @@
-"""--lsq-sparsity: masks over a training in fairseq, between workers, in checkpoints and in what is exported."""
+"""--lsq-sparsity: masks over a training in fairseq, between workers, in checkpoints and in what is
+exported."""
 
 import pytest
 import torch
@@ -25,9 +26,17 @@ def two_of_four(kept: torch.Tensor) -> bool:
 def test_masks_follow_the_schedule(train, tmp_path):
     """Dense, sparse, dense from zeros."""
     plain = train(tmp_path / "plain", "--max-update 2")["model"]
-    found = [train(tmp_path, f"--max-update {n} --lsq-sparsity 2:4,every=2,begin=2,end=5") for n in (1, 2, 4, 5)]
+    found = [
+        train(tmp_path, f"--max-update {n} --lsq-sparsity 2:4,every=2,begin=2,end=5")
+        for n in (1, 2, 4, 5)
+    ]
     first, second, fourth, last = (one["model"] for one in found)
-    assert mask(first).all() and two_of_four(mask(second)) and two_of_four(mask(fourth)) and mask(last).all()
+    assert (
+        mask(first).all()
+        and two_of_four(mask(second))
+        and two_of_four(mask(fourth))
+        and mask(last).all()
+    )
     assert torch.equal(second[WEIGHT], plain[WEIGHT]) and (fourth[WEIGHT] != 0).all()
     zeros = last[WEIGHT] == 0
     assert zeros.float().mean() == 0.5
@@ -41,16 +50,25 @@ def test_a_dense_training_goes_on_sparse(train, build, tmp_path, mode):
     dense = train(tmp_path / "dense", f"--max-update 2 --lsq-mode {mode}")["model"]
     last = tmp_path / "dense" / "checkpoint_last.pt"
     given = f"--lsq-mode {mode} --lsq-sparsity 2:4,every=0"
-    sparse = train(tmp_path / "sparse", f"--finetune-from-model {last} --max-update 1 {given}")["model"]
+    sparse = train(tmp_path / "sparse", f"--finetune-from-model {last} --max-update 1 {given}")[
+        "model"
+    ]
     kept = mask(sparse)
     assert two_of_four(kept)
-    assert (dense[WEIGHT].abs() * kept).unflatten(1, (-1, 4)).sum(2).equal(
-        dense[WEIGHT].abs().unflatten(1, (-1, 4)).topk(2, dim=2).values.sum(2)
+    assert (
+        (dense[WEIGHT].abs() * kept)
+        .unflatten(1, (-1, 4))
+        .sum(2)
+        .equal(dense[WEIGHT].abs().unflatten(1, (-1, 4)).topk(2, dim=2).values.sum(2))
     )
     _, model = build(given)
     model.load_state_dict(sparse)
-    assert torch.equal(model.decoder.layers[1].values_of("encoder_attn.key_value_weight") != 0, kept)
-    with pytest.raises(ValueError, match="the checkpoint is of a sparse model .*add --lsq-sparsity 2:4"):
+    assert torch.equal(
+        model.decoder.layers[1].values_of("encoder_attn.key_value_weight") != 0, kept
+    )
+    with pytest.raises(
+        ValueError, match="the checkpoint is of a sparse model .*add --lsq-sparsity 2:4"
+    ):
         build(f"--lsq-mode {mode}")[1].load_state_dict(sparse)
 
 
@@ -72,8 +90,12 @@ def test_a_sparse_float_training_goes_on_in_int8(train, build, tmp_path):
 
 @pytest.mark.thorough
 def test_workers_have_the_same_masks(toy, tmp_path):
-    given = "--max-update 4 --lsq-sparsity 2:4,every=2,decay=1 --clip-norm 0.1 --optimizer lsq_adam".split()
-    _, (one, other) = train_by_two(tmp_path, [str(toy), *TINY, *SHORT, *given, "--save-dir", str(tmp_path)])
+    given = (
+        "--max-update 4 --lsq-sparsity 2:4,every=2,decay=1 --clip-norm 0.1 --optimizer lsq_adam"
+    ).split()
+    _, (one, other) = train_by_two(
+        tmp_path, [str(toy), *TINY, *SHORT, *given, "--save-dir", str(tmp_path)]
+    )
     assert two_of_four(mask(one))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

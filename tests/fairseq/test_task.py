@@ -1,4 +1,5 @@
-"""Training through fairseq: resumable to the bit, alone or with others, by the folder for --user-dir."""
+"""Training through fairseq: resumable to the bit, alone or with others, by the folder for
+--user-dir."""
 
 import os
 import subprocess
@@ -31,11 +32,14 @@ def losses(monkeypatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("options", [
-    "--lsq-backward int8 --update-freq 2",
-    "--lsq-sparsity 2:4,every=2,begin=1",
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in ("", "--lsq-mode float")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--lsq-backward int8 --update-freq 2",
+        "--lsq-sparsity 2:4,every=2,begin=1",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("", "--lsq-mode float")),
+    ],
+)
 def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):
     whole = train(tmp_path / "whole", f"--max-update 6 {options}")["model"]
     expected = losses.copy()
@@ -52,7 +56,16 @@ def test_user_dir_contains_one_folder_of_a_name_that_nobody_else_has():
 
 
 def command(toy, folder, options: str) -> list[str]:
-    return [str(toy), "--user-dir", str(USER_DIR), *TINY, *SHORT, "--save-dir", str(folder), *options.split()]
+    return [
+        str(toy),
+        "--user-dir",
+        str(USER_DIR),
+        *TINY,
+        *SHORT,
+        "--save-dir",
+        str(folder),
+        *options.split(),
+    ]
 
 
 def test_fairseq_train_needs_only_the_user_dir(toy, tmp_path):
@@ -65,9 +78,13 @@ def test_fairseq_train_needs_only_the_user_dir(toy, tmp_path):
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 
-@pytest.mark.parametrize("criterion", [
-    "lsq_label_smoothed_cross_entropy", pytest.param("label_smoothed_cross_entropy", marks=pytest.mark.thorough),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        "lsq_label_smoothed_cross_entropy",
+        pytest.param("label_smoothed_cross_entropy", marks=pytest.mark.thorough),
+    ],
+)
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     given = command(toy, tmp_path / "save", f"--max-update 3 --criterion {criterion}")
     _, (first, second) = train_by_two(tmp_path, given)
@@ -86,5 +103,7 @@ def test_two_processes_share_clips_whatever_wraps_the_model(toy, tmp_path, clips
 def test_checksums_of_dictionaries_that_are_none(build, checksums):
     task, _ = build()
     task.load_state_dict(task.state_dict())
-    with pytest.raises(ValueError, match="has another source and target dictionary than the checkpoint was trained"):
+    with pytest.raises(
+        ValueError, match="has another source and target dictionary than the checkpoint was trained"
+    ):
         task.load_state_dict({"lsq_dictionaries": checksums})

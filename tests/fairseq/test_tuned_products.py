@@ -1,4 +1,5 @@
-"""Training by tuned products: the same bits, a report of what was tuned, and files of other machines refused."""
+"""Training by tuned products: the same bits, a report of what was tuned, and files of other
+machines refused."""
 
 import dataclasses
 import gc
@@ -28,11 +29,14 @@ def tuned_file(path, keys, **changes):
     """A file for this CPU that runs each product a few rows at a time, with b copied."""
     entries = [
         Entry(
-            key=key, configuration=CpuConfiguration(rows=24, b_layout="padded"), spread=0.01, date=now(),
+            key=key,
+            configuration=CpuConfiguration(rows=24, b_layout="padded"),
+            spread=0.01,
+            date=now(),
             times=Times(chosen=1.0, default=2.0, float=3.0),
         )
         for key in keys
-    ]  # fmt: skip
+    ]
     validators = dataclasses.replace(device.here("cpu"), **changes)
     configuration_file.write(path, ConfigurationFile(validators=validators, entries=tuple(entries)))
     return path
@@ -46,7 +50,9 @@ def test_training_is_the_same_to_the_bit_and_says_what_was_tuned(train, tmp_path
         plain = train(tmp_path / "plain", f"{BACKWARD} --lsq-gemm-coverage {listed}")["model"]
         gc.collect()  # the report comes when fairseq's task goes, and cycles keep that
     missed = product_list.read(listed)
-    assert {use.key for use in lookup.table().uses() if use.seconds > 0 and use.entry is None} == set(missed)
+    assert {
+        use.key for use in lookup.table().uses() if use.seconds > 0 and use.entry is None
+    } == set(missed)
     assert missed and "no file for this device; lsq tune makes one" in caplog.text
 
     path = tuned_file(tmp_path / "tuned.json", missed)
@@ -54,14 +60,20 @@ def test_training_is_the_same_to_the_bit_and_says_what_was_tuned(train, tmp_path
         tmp_path / "tuned", f"{BACKWARD} --lsq-gemm-config {path} --lsq-gemm-coverage {listed}"
     )["model"]
     gc.collect()
-    assert product_list.read(listed) == [] and coverage.shares(lookup.table(), "calls") == (1.0, 0.0)
+    assert product_list.read(listed) == [] and coverage.shares(lookup.table(), "calls") == (
+        1.0,
+        0.0,
+    )
     assert [each.path for each in lookup.table().used] == [path]
     assert all(torch.equal(plain[name], tuned[name]) for name in plain)
 
 
 def test_products_of_every_device_that_ran_some_are_reported(monkeypatch, tmp_path, caplog):
     here = device.here("cpu")
-    cpu, gpu, idle = (lookup.Table(dataclasses.replace(here, device=name)) for name in ("A CPU", "A GPU", "Another"))
+    cpu, gpu, idle = (
+        lookup.Table(dataclasses.replace(here, device=name))
+        for name in ("A CPU", "A GPU", "Another")
+    )
     keys = [ProductKey(op="project", m=48, n=32, k=16), ProductKey(op="project", m=48, n=64, k=16)]
     for table, asked in ((cpu, keys[:1]), (gpu, keys)):
         for key in asked:
@@ -69,7 +81,11 @@ def test_products_of_every_device_that_ran_some_are_reported(monkeypatch, tmp_pa
     monkeypatch.setattr(lookup, "tables", lambda: [cpu, gpu, idle])
     with caplog.at_level(logging.INFO):
         tuned_products.report(str(tmp_path / "missed.csv"))
-    assert "products on A CPU" in caplog.text and "products on A GPU" in caplog.text and "Another" not in caplog.text
+    assert (
+        "products on A CPU" in caplog.text
+        and "products on A GPU" in caplog.text
+        and "Another" not in caplog.text
+    )
     assert set(product_list.read(tmp_path / "missed.csv")) == set(keys)
 
 
@@ -81,6 +97,8 @@ def test_a_file_of_another_machine_is_refused_with_the_reason(train, tmp_path):
 
 @pytest.mark.parametrize("name", ["nowhere/missed.csv", "."])
 def test_a_list_that_could_not_be_written_is_refused_before_the_training(train, tmp_path, name):
-    with pytest.raises(ValueError, match="--lsq-gemm-coverage .* cannot be written; name a file in a folder"):
+    with pytest.raises(
+        ValueError, match="--lsq-gemm-coverage .* cannot be written; name a file in a folder"
+    ):
         train(tmp_path / "run", f"{BACKWARD} --lsq-gemm-coverage {tmp_path / name}")
     assert not list((tmp_path / "run").glob("*.pt"))

@@ -25,10 +25,14 @@ def train_by_two(
         AssertionError: a process failed; the text is what it printed.
     """
     given = (
-        f"--distributed-world-size 2 --distributed-init-method file://{folder}/meeting --distributed-no-spawn "
+        f"--distributed-world-size 2 --distributed-init-method file://{folder}/meeting"
+        " --distributed-no-spawn "
         f"--distributed-backend gloo --ddp-backend {ddp}"
     ).split()
-    both = [CONTEXT.Process(target=_process, args=(rank, folder, [*arguments, *given])) for rank in range(2)]
+    both = [
+        CONTEXT.Process(target=_process, args=(rank, folder, [*arguments, *given]))
+        for rank in range(2)
+    ]
     for process in both:
         process.start()
     for rank, process in enumerate(both):

@@ -28,6 +28,8 @@ def trained(prepared, tmp_path_factory) -> Path:  # noqa: F811
 @pytest.fixture
 def group(tmp_path):
     """A group of this process alone."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     distributed.destroy_process_group()

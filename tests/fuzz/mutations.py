@@ -1,4 +1,5 @@
-"""Files as they come from broken disks, other programs and tired people: mutations drawn from a seeded generator."""
+"""Files as they come from broken disks, other programs and tired people: mutations drawn from a
+seeded generator."""
 
 import copy
 import json
@@ -7,14 +8,88 @@ import random
 import re
 from typing import Any
 
-NUMBERS = ["0", "-1", "1", "-0", "NaN", "inf", "-Infinity", "1e308", "1e400", "0.5", "1e-320", "9" * 5000, "", " 7 "]
-NUMBERS += [str(2**63), str(-(2**63) - 1), str(2**62), str(2**31), str(2**64), "1_000", "٣", "²", "0x10", "+5", "1,5"]
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "-0",
+    "NaN",
+    "inf",
+    "-Infinity",
+    "1e308",
+    "1e400",
+    "0.5",
+    "1e-320",
+    "9" * 5000,
+    "",
+    " 7 ",
+]
+NUMBERS += [
+    str(2**63),
+    str(-(2**63) - 1),
+    str(2**62),
+    str(2**31),
+    str(2**64),
+    "1_000",
+    "٣",
+    "²",
+    "0x10",
+    "+5",
+    "1,5",
+]
 """In the place of a number."""
-STRANGE = [None, True, False, 0, -1, 1, 16, 2**31, 2**64, 1e308, 0.5, math.inf, math.nan, [], {}, [[]], {"a": {"b": 1}}]
-STRANGE += ["", "x", "\x00", "\ud800", "a" * 999, "1", "nt", "tn", "int8", "as_is", "nk", "matmul", "00" * 64]
+STRANGE = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    16,
+    2**31,
+    2**64,
+    1e308,
+    0.5,
+    math.inf,
+    math.nan,
+    [],
+    {},
+    [[]],
+    {"a": {"b": 1}},
+]
+STRANGE += [
+    "",
+    "x",
+    "\x00",
+    "\ud800",
+    "a" * 999,
+    "1",
+    "nt",
+    "tn",
+    "int8",
+    "as_is",
+    "nk",
+    "matmul",
+    "00" * 64,
+]
 STRANGE += [[[[[[[[[[]]]]]]]]]]
 """In the place of a value of JSON."""
-PIECES = [b"[", b"{", b'"', b"}", b"]", b",", b":", b"-", b"9", b"e9", b"\\u", b"NaN", b"\0", b"\xef\xbb\xbf"]
+PIECES = [
+    b"[",
+    b"{",
+    b'"',
+    b"}",
+    b"]",
+    b",",
+    b":",
+    b"-",
+    b"9",
+    b"e9",
+    b"\\u",
+    b"NaN",
+    b"\0",
+    b"\xef\xbb\xbf",
+]
 PIECES += [b"\n", b"\r", "\u2028".encode(), b"\xff", b"\xed\xa0\x80", b"\t", b"'", b"%s", b"../"]
 PIECES += ["\u202e".encode(), "👩‍👩‍👧".encode()]
 """In the place of some bytes."""
@@ -48,12 +123,15 @@ def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
             middle = chance.randrange(len(found) + 1)
             found = found[middle:] + found[:middle]
         else:
-            found[start:start] = chance.choice([b"[", b'{"a":', b"9", b"\0", b"word "]) * chance.choice([1, 30, 5000])
+            found[start:start] = chance.choice(
+                [b"[", b'{"a":', b"9", b"\0", b"word "]
+            ) * chance.choice([1, 30, 5000])
     return bytes(found)
 
 
 def mutated_text(content: bytes, chance: random.Random) -> bytes:
-    """The same, and what befalls text: other numbers, encodings and line ends, byte order marks, huge lines."""
+    """The same, and what befalls text: other numbers, encodings and line ends, byte order marks,
+    huge lines."""
     kind = chance.randrange(12)
     if kind == 0:
         return _with_number(content, chance)
@@ -61,16 +139,23 @@ def mutated_text(content: bytes, chance: random.Random) -> bytes:
         encoding = chance.choice(["utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7", "cp037"])
         return content.decode("utf-8", "replace").encode(encoding, "replace")
     if kind == 2:
-        return content.replace(b"\n", chance.choice([b"\r\n", b"\r", b"\n\n", b"", b"\0", "\u2028".encode(), b"\x85"]))
+        return content.replace(
+            b"\n", chance.choice([b"\r\n", b"\r", b"\n\n", b"", b"\0", "\u2028".encode(), b"\x85"])
+        )
     if kind == 3:
         lines = content.split(b"\n")
         line = chance.randrange(len(lines))
-        lines[line] = chance.choice([b"", lines[line] * 3000, b" ", b"a" * 200_000, b"\0" * 3000, b'"' + lines[line]])
+        lines[line] = chance.choice(
+            [b"", lines[line] * 3000, b" ", b"a" * 200_000, b"\0" * 3000, b'"' + lines[line]]
+        )
         return b"\n".join(lines)
     if kind == 4:
         lines = content.split(b"\n")
         line, other = chance.randrange(len(lines)), chance.randrange(len(lines))
-        lines[line], lines[other] = lines[other], lines[line] if chance.random() < 0.5 else lines[other]
+        lines[line], lines[other] = (
+            lines[other],
+            lines[line] if chance.random() < 0.5 else lines[other],
+        )
         return b"\n".join(lines)
     if kind == 5:
         empty = [b"", b"\n", b"\0", b"\xef\xbb\xbf", b" \n \n"]
@@ -79,7 +164,8 @@ def mutated_text(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_table(content: bytes, chance: random.Random) -> bytes:
-    """The same, and what befalls comma-separated values: columns that go, come, change places or separators."""
+    """The same, and what befalls comma-separated values: columns that go, come, change places or
+    separators."""
     rows = [line.split(b",") for line in content.split(b"\n")]
     row = chance.choice(rows)
     column = chance.randrange(len(row))
@@ -103,15 +189,19 @@ def mutated_table(content: bytes, chance: random.Random) -> bytes:
 
 
 def mutated_json(content: bytes, chance: random.Random) -> bytes:
-    """The text changed as any text, or values of other types, sizes and depths put in the place of each field."""
+    """The text changed as any text, or values of other types, sizes and depths put in the place of
+    each field."""
     if chance.random() < 0.5:
         return mutated_text(content, chance)
     values = mutated_values(json.loads(content), chance, STRANGE)
-    return json.dumps(values, indent=chance.choice([None, 3]), sort_keys=chance.random() < 0.1).encode()
+    return json.dumps(
+        values, indent=chance.choice([None, 3]), sort_keys=chance.random() < 0.1
+    ).encode()
 
 
 def mutated_values(content: Any, chance: random.Random, strange: list[Any]) -> Any:
-    """A copy with one value replaced, removed, changed a little, or put beside its own under another name.
+    """A copy with one value replaced, removed, changed a little, or put beside its own under
+    another name.
 
     Args:
         content: dicts and lists within one another.
@@ -136,9 +226,13 @@ def mutated_values(content: Any, chance: random.Random, strange: list[Any]) -> A
     elif kind == 2:
         other, key = chance.choice(places)
         inner[name] = copy.deepcopy(other[key])
-    elif kind == 3 and (numbers := [place for place in places if type(place[0][place[1]]) in (int, float)]):
+    elif kind == 3 and (
+        numbers := [place for place in places if type(place[0][place[1]]) in (int, float)]
+    ):
         inner, name = chance.choice(numbers)
-        inner[name] = chance.choice([2 * inner[name], inner[name] + 1, inner[name] / 2, inner[name] - 1, -inner[name]])
+        inner[name] = chance.choice(
+            [2 * inner[name], inner[name] + 1, inner[name] / 2, inner[name] - 1, -inner[name]]
+        )
     else:
         inner[name] = copy.deepcopy(chance.choice(strange))
     return content
@@ -152,14 +246,40 @@ def _with_number(content: bytes, chance: random.Random) -> bytes:
     return content[: place.start()] + chance.choice(NUMBERS).encode() + content[place.end() :]
 
 
-NONSENSE = [*NUMBERS, " ", "x", "--", "-", "-x", "none", "True", "[]", "{}", "(1,", "../..", ".", "missing/file", "%s"]
-NONSENSE += ["a" * 5000, "\udcff", "👩‍👩‍👧", "$(touch planted)", "{0}", "int8,float", "a:b", "@given"]
+NONSENSE = [
+    *NUMBERS,
+    " ",
+    "x",
+    "--",
+    "-",
+    "-x",
+    "none",
+    "True",
+    "[]",
+    "{}",
+    "(1,",
+    "../..",
+    ".",
+    "missing/file",
+    "%s",
+]
+NONSENSE += [
+    "a" * 5000,
+    "\udcff",
+    "👩‍👩‍👧",
+    "$(touch planted)",
+    "{0}",
+    "int8,float",
+    "a:b",
+    "@given",
+]
 NONSENSE += ["2", "3", "16", "100"]
 """In the place of an option's value."""
 
 
 def mutated_options(words: list[str], chance: random.Random, known: list[str]) -> list[str]:
-    """A command line with values replaced, missing, repeated or swapped, options left out, cut, unknown or added.
+    """A command line with values replaced, missing, repeated or swapped, options left out, cut,
+    unknown or added.
 
     Args:
         known: options that may be added.
@@ -169,9 +289,14 @@ def mutated_options(words: list[str], chance: random.Random, known: list[str]) -
         place = chance.randrange(len(words)) if words else 0
         kind = chance.randrange(9)
         if kind == 0 or not words:
-            words[place:place] = [chance.choice(["--unknown", "-q", "--lsq-nothing", "--", "extra"])]
+            words[place:place] = [
+                chance.choice(["--unknown", "-q", "--lsq-nothing", "--", "extra"])
+            ]
         elif kind in (1, 2, 3):
-            added = [chance.choice(known or ["--help"]), *chance.choices(NONSENSE, k=chance.choice([0, 1, 1, 2]))]
+            added = [
+                chance.choice(known or ["--help"]),
+                *chance.choices(NONSENSE, k=chance.choice([0, 1, 1, 2])),
+            ]
             words += ["=".join(added)] if chance.random() < 0.2 else added
         elif kind == 4:
             del words[place]

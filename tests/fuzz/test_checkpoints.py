@@ -1,4 +1,5 @@
-"""Checkpoints that are resumed, translated with and started from: damaged files, and contents that do not fit."""
+"""Checkpoints that are resumed, translated with and started from: damaged files, and contents that
+do not fit."""
 
 import random
 
@@ -13,8 +14,17 @@ from tests.fuzz.mutations import STRANGE, mutated_bytes, mutated_values
 from tests.sampling import first
 
 MODELS = ("lsq_transformer", "transformer")
-TENSORS = [torch.zeros(()), torch.zeros(0), torch.full((3,), -1.0), torch.tensor([float("nan")]), torch.zeros(4, 4)]
-TENSORS += [torch.zeros(5, dtype=dtype) for dtype in (torch.int8, torch.bool, torch.float16, torch.complex64)]
+TENSORS = [
+    torch.zeros(()),
+    torch.zeros(0),
+    torch.full((3,), -1.0),
+    torch.tensor([float("nan")]),
+    torch.zeros(4, 4),
+]
+TENSORS += [
+    torch.zeros(5, dtype=dtype)
+    for dtype in (torch.int8, torch.bool, torch.float16, torch.complex64)
+]
 TENSORS += [torch.zeros(1).expand(2**33), torch.full((2, 2), 3e38)]
 TENSORS += [torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)]
 """Among them one that is small in a file, and 32 GiB for whoever copies it."""
@@ -34,7 +44,8 @@ def same(one: object, other: object) -> bool:
 @trial.quick_counts
 @pytest.mark.parametrize("model", MODELS)
 def test_no_damage_to_a_file_is_loaded_in_silence(tmp_path, trained, model, count):
-    """What is still loaded is what was written, to the last bit: only bytes that carry nothing were hit."""
+    """What is still loaded is what was written, to the last bit: only bytes that carry nothing were
+    hit."""
     content = (trained / f"{model}.pt").read_bytes()
     path = tmp_path / "checkpoint_last.pt"
     path.write_bytes(content)
@@ -64,11 +75,15 @@ USES = {
 @pytest.mark.parametrize("use", first(USES, 2))
 @trial.counts(3, 200)
 def test_a_content_is_used_or_refused(tmp_path, monkeypatch, prepared, trained, use, count):
-    """Files that are sound as files, of programs that write other values, types, names and shapes."""
+    """Files that are sound as files, of programs that write other values, types, names and
+    shapes."""
     monkeypatch.chdir(tmp_path)
     sound = torch.load(trained / f"{use.split()[-1]}.pt")
     if USES[use] is None:
-        command = "--path changed.pt --max-tokens 300 --gen-subset test --beam 2 --max-len-b 5 --num-workers 0 --cpu"
+        command = (
+            "--path changed.pt --max-tokens 300 --gen-subset test --beam 2 --max-len-b 5"
+            " --num-workers 0 --cpu"
+        )
         command = ["generate", str(prepared.data), *command.split()]
     else:
         command = ["train", str(prepared.data), *TRAINING, *COMMON, *USES[use]]

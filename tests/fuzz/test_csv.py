@@ -6,14 +6,20 @@ from lsq import cli
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_table
 
-BUFFERS = b"id,lower,upper,size,alignment\na,0,3,100,\nb,1,4,64,64\nc,2,9,4096,256\nd,3,5,0,1\ne,4,12,1000,16\n"
+BUFFERS = (
+    b"id,lower,upper,size,alignment\na,0,3,100,\nb,1,4,64,64\n"
+    b"c,2,9,4096,256\nd,3,5,0,1\ne,4,12,1000,16\n"
+)
 PRODUCTS = (
     b"op,m,n,k,dtype,out,alpha,layout\nproject,64,128,256,,,,\nproject_weight_gradient,64,128,200,,,,tn\n"
     b"project_input_gradient,8,16,24,,,,nn\n"
 )
 COMMANDS = {
     "plan": (BUFFERS, ["plan", "given/file.csv", "--output", "plan.csv", "--quiet"]),
-    "plan exact": (BUFFERS, ["plan", "given/file.csv", "--method", "exact", "--time-limit", "0.1", "--quiet"]),
+    "plan exact": (
+        BUFFERS,
+        ["plan", "given/file.csv", "--method", "exact", "--time-limit", "0.1", "--quiet"],
+    ),
     "tune": (PRODUCTS, ["tune", "--shapes", "given/file.csv", "--list", "--device", "cpu"]),
 }
 

@@ -20,7 +20,9 @@ from tests.gemm.tuned import GPU, cublas_entry, entry, file
 CPU_FILE = file(
     entry(8),
     entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
-    entry(op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
+    entry(
+        op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")
+    ),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
 
@@ -93,9 +95,15 @@ def test_a_marker_of_a_stage_is_refused_or_the_stage_done_again(tmp_path, count)
         found = trial.outcome(lambda: stages.run_stage(stage, key, work, lambda said: None))
         after = trial.digests(tmp_path)
         if found.refusal and after != before:
-            return trial.Outcome(fault=f"{found.refusal}, but changed {before.items() ^ after.items()}")
-        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        if found.refusal is None and (changed - {f"text/{stages.MARKER}"} or not stage.is_done(key)):
+            return trial.Outcome(
+                fault=f"{found.refusal}, but changed {before.items() ^ after.items()}"
+            )
+        changed = {
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        }
+        if found.refusal is None and (
+            changed - {f"text/{stages.MARKER}"} or not stage.is_done(key)
+        ):
             return trial.Outcome(fault=f"left {sorted(after)}")
         return found
 

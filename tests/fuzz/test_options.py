@@ -17,13 +17,25 @@ from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_options
 from tests.sampling import first
 
-NOT_ADDED = {"--user-dir", "--help", "--distributed-init-method", "--distributed-port", "--device-id", "--local_rank"}
+NOT_ADDED = {
+    "--user-dir",
+    "--help",
+    "--distributed-init-method",
+    "--distributed-port",
+    "--device-id",
+    "--local_rank",
+}
 """Options that run other code, or wait for other machines."""
 
 
 def known(parser: ArgumentParser) -> list[str]:
     """The long options of a parser."""
-    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    names = [
+        name
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--")
+    ]
     return sorted(set(names) - NOT_ADDED)
 
 
@@ -31,10 +43,17 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-TEXT = "--src given/text.en --tgt given/text.de --output output --vocabulary-size 60 --layers 1 --hidden 32 --seed 1"
+TEXT = (
+    "--src given/text.en --tgt given/text.de --output output --vocabulary-size 60 --layers 1"
+    " --hidden 32 --seed 1"
+)
 CSV = b"id,lower,upper,size\na,0,3,100\nb,1,4,64\n"
 COMMANDS = {
-    "plan": (words("plan given/b.csv --align 16 --method portfolio --cap 4096"), known(plan.parser()), []),
+    "plan": (
+        words("plan given/b.csv --align 16 --method portfolio --cap 4096"),
+        known(plan.parser()),
+        [],
+    ),
     "tune": (
         words("tune --shapes given/p.csv --device cpu --beam 5 --max-tokens 64 --output t.json"),
         known(tune.parser()),
@@ -46,7 +65,10 @@ COMMANDS = {
     "user-dir": (["user-dir"], [], []),
     "doctor": (["doctor", "--json"], ["--emulate", "--json"], []),
     "translate": (
-        words("translate given/short.txt --model given/words.safetensors --beam 2 --max-len-b 5 --output out"),
+        words(
+            "translate given/short.txt --model given/words.safetensors --beam 2 --max-len-b 5"
+            " --output out"
+        ),
         known(translate.parser()),
         ["given/short.txt"],
     ),
@@ -67,12 +89,14 @@ COMMANDS = {
     ),
     "train-text": (words(f"train-text {TEXT}"), known(train_text.parser()), ["--prepare-only"]),
 }
-"""Name -> a sound command line, what may be added to it, and what is put at its end whatever became of it."""
+"""Name -> a sound command line, what may be added to it, and what is put at its end whatever became
+of it."""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder, with files for the commands; what takes long or leaves this process does nothing."""
+    """The working folder, with files for the commands; what takes long or leaves this process does
+    nothing."""
     monkeypatch.chdir(tmp_path)
     given = tmp_path / "given"
     given.mkdir()
@@ -115,14 +139,35 @@ def test_a_command_line_is_followed_or_refused(folder, name, count):
 @pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_training_is_done_or_refused(folder, prepared, count):
-    command = ["train", str(prepared.data), *TRAINING, *words("--cpu --no-save --disable-validation --max-update 1")]
-    command += words("--arch lsq_transformer --lsq-backward int8 --lr-scheduler inverse_sqrt --warmup-updates 10")
-    attempts("train", command, known(options.get_training_parser()), ["--max-update", "1"], folder, count)
+    command = [
+        "train",
+        str(prepared.data),
+        *TRAINING,
+        *words("--cpu --no-save --disable-validation --max-update 1"),
+    ]
+    command += words(
+        "--arch lsq_transformer --lsq-backward int8 --lr-scheduler inverse_sqrt --warmup-updates 10"
+    )
+    attempts(
+        "train", command, known(options.get_training_parser()), ["--max-update", "1"], folder, count
+    )
 
 
 @pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_translation_is_done_or_refused(folder, prepared, trained, count):
-    command = ["generate", str(prepared.data), "--path", str(trained / "lsq_transformer.pt"), "--max-tokens", "300"]
-    command += words("--cpu --gen-subset test --beam 2 --max-len-b 5 --nbest 1 --results-path out --num-workers 0")
-    attempts("generate", command, known(options.get_generation_parser()), ["--quiet"], folder, count)
+    command = [
+        "generate",
+        str(prepared.data),
+        "--path",
+        str(trained / "lsq_transformer.pt"),
+        "--max-tokens",
+        "300",
+    ]
+    command += words(
+        "--cpu --gen-subset test --beam 2 --max-len-b 5 --nbest 1 --results-path out --num-workers"
+        " 0"
+    )
+    attempts(
+        "generate", command, known(options.get_generation_parser()), ["--quiet"], folder, count
+    )

@@ -14,7 +14,9 @@ ALONE = Topology(world_size=1, rank=0, node_size=1)
 @trial.quick_counts
 def test_no_damage_to_residuals_is_read_in_silence(tmp_path, group, count):
     model = nn.Linear(30, 50)
-    residuals = {f"residual.{name}": torch.randn(value.numel()) for name, value in model.named_parameters()}
+    residuals = {
+        f"residual.{name}": torch.randn(value.numel()) for name, value in model.named_parameters()
+    }
     folder = tmp_path / "checkpoints"
     gradient_state.write(folder, ALONE, 7, residuals)
     path = gradient_state.path(folder, ALONE)
@@ -22,10 +24,14 @@ def test_no_damage_to_residuals_is_read_in_silence(tmp_path, group, count):
 
     def attempt(chance):
         path.write_bytes(mutated_bytes(content, chance))
-        found = trial.outcome(lambda: gradient_state.read(folder, ALONE, 7, model, torch.device("cpu")), folder)
+        found = trial.outcome(
+            lambda: gradient_state.read(folder, ALONE, 7, model, torch.device("cpu")), folder
+        )
         if found.refusal is None and not found.fault:
             read, reason = found.result
-            if read.keys() != residuals.keys() or not all(torch.equal(read[name], residuals[name]) for name in read):
+            if read.keys() != residuals.keys() or not all(
+                torch.equal(read[name], residuals[name]) for name in read
+            ):
                 return trial.Outcome(fault=f"read other residuals: {reason}")
         return found
 

@@ -1,4 +1,5 @@
-"""Text that users hand in: parallel corpora; and text in folders that the commands made, damaged afterwards."""
+"""Text that users hand in: parallel corpora; and text in folders that the commands made, damaged
+afterwards."""
 
 import json
 import random
@@ -25,10 +26,15 @@ def test_a_corpus_is_prepared_or_refused(tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)
     chance = random.Random(1)
     lines = [" ".join(chance.choices(WORDS, k=chance.randint(2, 7))) for _ in range(40)]
-    content = {"en": "\n".join(lines) + "\n", "de": "\n".join(line[::-1].upper() for line in lines) + "\n"}
+    content = {
+        "en": "\n".join(lines) + "\n",
+        "de": "\n".join(line[::-1].upper() for line in lines) + "\n",
+    }
     given, output = tmp_path / "given", tmp_path / "output"
     given.mkdir()
-    command = "train-text --src given/text.en --tgt given/text.de --output output --prepare-only --quiet".split()
+    command = (
+        "train-text --src given/text.en --tgt given/text.de --output output --prepare-only --quiet"
+    ).split()
 
     def attempt(chance):
         damaged = chance.choice(["en", "de"])
@@ -37,7 +43,11 @@ def test_a_corpus_is_prepared_or_refused(tmp_path, monkeypatch, count):
             (given / f"text.{side}").write_bytes(changed)
         shutil.rmtree(output, ignore_errors=True)
         found = trial.outcome(lambda: cli.main([*command, "--vocabulary-size", "60"]), given)
-        left = [path.name for path in output.rglob("*") if path.name.endswith(".partial") or path.name == ".lsq.lock"]
+        left = [
+            path.name
+            for path in output.rglob("*")
+            if path.name.endswith(".partial") or path.name == ".lsq.lock"
+        ]
         return trial.Outcome(fault=f"left {left}") if left else found
 
     worked, refused = trial.survey("corpus", count, attempt)
@@ -51,21 +61,31 @@ def dictionary(path: Path) -> Dictionary:
 def subwords(path: Path) -> str:
     """As `lsq generate --bpe sentencepiece` uses the model of a prepared folder."""
     generate.check_subwords(str(path))
-    return sentencepiece_bpe.SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(path))).encode("red cat")
+    return sentencepiece_bpe.SentencepieceBPE(
+        SentencepieceConfig(sentencepiece_model=str(path))
+    ).encode("red cat")
 
 
 @trial.quick_counts
 @pytest.mark.parametrize(
     ("name", "read"),
-    [("dict.src.txt", dictionary), ("sentencepiece.model", subwords), ("losses.jsonl", read_losses)],
+    [
+        ("dict.src.txt", dictionary),
+        ("sentencepiece.model", subwords),
+        ("losses.jsonl", read_losses),
+    ],
 )
 def test_a_file_of_a_prepared_folder_is_read_or_refused(tmp_path, prepared, name, read, count):
     path = tmp_path / name
     if name == "losses.jsonl":
-        entries = [{"kind": "train", "update": 5 * n, "seconds": 0.1 * n, "loss": 9.5} for n in range(9)]
+        entries = [
+            {"kind": "train", "update": 5 * n, "seconds": 0.1 * n, "loss": 9.5} for n in range(9)
+        ]
         content = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
     else:
-        content = (prepared.vocabulary if name.endswith("model") else prepared.data / name).read_bytes()
+        content = (
+            prepared.vocabulary if name.endswith("model") else prepared.data / name
+        ).read_bytes()
 
     def attempt(chance):
         change = mutated_bytes if name == "sentencepiece.model" else mutated_text

@@ -1,4 +1,7 @@
-"""What a command may do with what it is given: work, or say in one line why not. Everything else is a fault."""
+"""What a command may do with what it is given: work, or say in one line why not.
+
+Everything else is a fault.
+"""
 
 import contextlib
 import hashlib
@@ -42,17 +45,22 @@ class Outcome:
 
 
 def counts(by_default: int, when_slow: int = MUTATIONS) -> pytest.MarkDecorator:
-    """Runs a test that takes `count` with so many mutations, and with more of them where slow tests are run."""
+    """Runs a test that takes `count` with so many mutations, and with more of them where slow tests
+    are run."""
     everything = pytest.param(when_slow, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
     return pytest.mark.parametrize("count", [by_default, everything])
 
 
-quick_counts = pytest.mark.parametrize("count", [QUICK, pytest.param(MUTATIONS, marks=pytest.mark.thorough)])
-"""Runs a test that takes `count`, whose mutations take milliseconds, with all of them in `make test-thorough`."""
+quick_counts = pytest.mark.parametrize(
+    "count", [QUICK, pytest.param(MUTATIONS, marks=pytest.mark.thorough)]
+)
+"""Runs a test that takes `count`, whose mutations take milliseconds, with all of them in `make
+test-thorough`."""
 
 
 def survey(kind: str, count: int, attempt: Callable[[random.Random], Outcome]) -> tuple[int, int]:
-    """Make `count` attempts, each with a generator of its own, and fail with what was wrong with them.
+    """Make `count` attempts, each with a generator of its own, and fail with what was wrong with
+    them.
 
     Returns:
         (how many calls worked, how many were refused)
@@ -63,12 +71,15 @@ def survey(kind: str, count: int, attempt: Callable[[random.Random], Outcome]) -
         if outcome.fault is not None:
             faults.append(f"mutation {number}: {outcome.fault}")
         worked += outcome.refusal is None
-    assert not faults, "\n".join([f"{kind}: {len(faults)} faults in {count} mutations", *faults[:SHOWN]])
+    assert not faults, "\n".join(
+        [f"{kind}: {len(faults)} faults in {count} mutations", *faults[:SHOWN]]
+    )
     return worked, count - worked
 
 
 def outcome(call: Callable[[], object], folder: Path | None = None) -> Outcome:
-    """Call, and judge how it ended: `call` is a command line, or what raises errors that `lsq.cli` makes messages of.
+    """Call, and judge how it ended: `call` is a command line, or what raises errors that `lsq.cli`
+    makes messages of.
 
     Args:
         folder: no file there may change.
@@ -90,8 +101,14 @@ def _outcome(call: Callable[[], object]) -> Outcome:
         status, message = cli.describe(error)
         if isinstance(error, SystemExit) and message is None:  # argparse has said it
             return _refused(err.getvalue()) if status else Outcome()
-        return Outcome(fault=f"{error!r:.500}, at {_place(error)}") if message is None else _refused(message)
-    return _refused(err.getvalue()) if type(result) is int and result != 0 else Outcome(result=result)
+        return (
+            Outcome(fault=f"{error!r:.500}, at {_place(error)}")
+            if message is None
+            else _refused(message)
+        )
+    return (
+        _refused(err.getvalue()) if type(result) is int and result != 0 else Outcome(result=result)
+    )
 
 
 def _refused(said: str) -> Outcome:
@@ -107,13 +124,15 @@ def _refused(said: str) -> Outcome:
 
 def _place(error: BaseException) -> str:
     return " < ".join(
-        f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[:-6:-1]
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)[:-6:-1]
     )
 
 
 @contextlib.contextmanager
 def limits(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """Within this context a hang is an exception, and this process gets no more memory than that."""
+    """Within this context a hang is an exception, and this process gets no more memory than
+    that."""
 
     def expired(*_) -> None:
         raise Hang
@@ -134,4 +153,7 @@ def limits(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
 def digests(folder: Path) -> dict[str, str]:
     """Path of every file in a folder -> checksum."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }

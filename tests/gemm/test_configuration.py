@@ -29,7 +29,11 @@ def test_no_such_cpu_configuration(changes, message):
     [
         (CpuConfiguration(a_layout="mk"), {}, 'a_layout is "mk"; a lies so already: use "as_is"'),
         (CpuConfiguration(b_layout="nk"), {}, "b_layout is 'nk'; b lies so already: use \"as_is\""),
-        (CpuConfiguration(b_layout="kn"), {"op": "project_weight_gradient"}, "b_layout is 'kn'; b lies so already"),
+        (
+            CpuConfiguration(b_layout="kn"),
+            {"op": "project_weight_gradient"},
+            "b_layout is 'kn'; b lies so already",
+        ),
     ],
 )
 def test_an_entry_whose_configuration_cannot_run(configuration, changes, message):
@@ -60,7 +64,10 @@ def test_no_such_algorithm(changes, message):
         ({"split": 0}, "split is 0; it must"),
         ({"columns": 256}, "columns is 256; allowed: 64, 128$"),
         ({"instruction": "dp4a"}, "instruction is 'dp4a'; allowed: 'mma', 'wgmma'"),
-        ({"instruction": "wgmma", "stages": 2}, "stages is 2; it must be a whole number from 3 to 8"),
+        (
+            {"instruction": "wgmma", "stages": 2},
+            "stages is 2; it must be a whole number from 3 to 8",
+        ),
         ({"instruction": "wgmma", "rows": 256}, "rows is 256; allowed: 64, 128"),
     ],
 )
@@ -72,7 +79,10 @@ def test_no_such_tile(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"op": "vocabulary_loss"}, "rows is of a tile, which ends products of project, .*, not vocabulary_loss"),
+        (
+            {"op": "vocabulary_loss"},
+            "rows is of a tile, which ends products of project, .*, not vocabulary_loss",
+        ),
         ({"op": "matmul"}, "rows is of a tile"),
         ({"k": 40}, "rows is of a tile, and k is 40, no multiple of 16"),
         ({"m": 2**23}, "rows is 64, of which 8388608 are more than 65535 tiles"),
@@ -89,28 +99,42 @@ def test_a_tile():
     assert tile(rows=128).blocks(257, 80) == (2, 3) and tile().blocks(0, 64) == (1, 1)
     assert str(tile(split=4)) == "tiles of 64 x 64, 3 stages, K in 4 parts"
     wide = tile(rows=128, columns=256, instruction="wgmma")
-    assert str(wide) == "tiles of 128 x 256 by wgmma, 3 stages" and (wide.warps, tile().warps) == ((8, 1), (2, 2))
+    assert str(wide) == "tiles of 128 x 256 by wgmma, 3 stages" and (wide.warps, tile().warps) == (
+        (8, 1),
+        (2, 2),
+    )
     assert entry(op="project_weight_gradient", configuration=tile(split=4)).configuration.split == 4
 
 
 def test_cublaslt_multiplies_int8_in_one_layout():
-    with pytest.raises(ValueError, match="^configuration.algorithm is of cuBLASLt, which multiplies int8 as \"nt\""):
+    with pytest.raises(
+        ValueError, match='^configuration.algorithm is of cuBLASLt, which multiplies int8 as "nt"'
+    ):
         cublas_entry(layout="nn")
 
 
 @pytest.mark.parametrize("op", TILED_ALONE)
 def test_cublaslt_makes_no_logits_of_codes(op):
-    with pytest.raises(ValueError, match=f"^configuration.algorithm is of cuBLASLt, which has no part in {op}: tune"):
+    with pytest.raises(
+        ValueError,
+        match=f"^configuration.algorithm is of cuBLASLt, which has no part in {op}: tune",
+    ):
         cublas_entry(op=op)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key": key(1000)}, "key is project 1000 x .* only multiples of 32 have entries: use project 1024 x"),
+        (
+            {"key": key(1000)},
+            "key is project 1000 x .* only multiples of 32 have entries: use project 1024 x",
+        ),
         ({"spread": float("nan")}, "spread is nan; it must be a finite number"),
         ({"spread": -0.1}, "spread is -0.1; it must"),
-        ({"date": "2026-02-30T00:00:00Z"}, "date is '2026-02-30T00:00:00Z'; it must be a time in UTC like"),
+        (
+            {"date": "2026-02-30T00:00:00Z"},
+            "date is '2026-02-30T00:00:00Z'; it must be a time in UTC like",
+        ),
         ({"date": "2026-01-31 23:59:59"}, "date is "),
         ({"date": "٢026-01-31T23:59:59Z"}, "date is "),
         ({"date": 20260131}, "date is 20260131"),
@@ -134,7 +158,10 @@ def test_no_such_time(name, value):
 def test_gain_and_text():
     assert entry().gain == pytest.approx(1.25)
     assert str(CpuConfiguration(rows=96)) == "onednn, 96 rows at a time"
-    assert str(CpuConfiguration(a_layout="mk", b_layout="kn")) == "onednn, all rows at once, copy a as mk, copy b as kn"
+    assert (
+        str(CpuConfiguration(a_layout="mk", b_layout="kn"))
+        == "onednn, all rows at once, copy a as mk, copy b as kn"
+    )
     assert str(CpuConfiguration(kernel="amx")) == "amx, as many rows at a time as suit the caches"
     assert "tile 20" in str(cublas()) and "1024 bytes" in str(cublas())
 
@@ -154,7 +181,9 @@ def test_the_default_is_what_runs_untuned(usable, op, wanted, monkeypatch):
 
 
 def test_tiles_copy_by_themselves():
-    with pytest.raises(ValueError, match="kernel is 'amx', which copies as it needs it: leave both"):
+    with pytest.raises(
+        ValueError, match="kernel is 'amx', which copies as it needs it: leave both"
+    ):
         CpuConfiguration(kernel="amx", b_layout="kn")
     with pytest.raises(ValueError, match="rows is 48; tiles make multiples of 32 rows"):
         CpuConfiguration(kernel="amx", rows=48)

@@ -1,4 +1,5 @@
-"""Files are read as they were written; whatever else stands there is one ValueError that says where, or means the same.
+"""Files are read as they were written; whatever else stands there is one ValueError that says
+where, or means the same.
 
 tests/fuzz/test_json.py reads 1,000 mutations of such files.
 """
@@ -19,11 +20,16 @@ from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, ent
 CPU_FILE = file(
     entry(8),
     entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
-    entry(op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
+    entry(
+        op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")
+    ),
 )
 GPU_FILE = file(
-    cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), entry(2, configuration=cublas()),
-    entry(configuration=tile(), times=dataclasses.replace(TIMES, other=90.0)), validators=GPU,
+    cublas_entry(),
+    cublas_entry(m=4096, n=1024, k=1024),
+    entry(2, configuration=cublas()),
+    entry(configuration=tile(), times=dataclasses.replace(TIMES, other=90.0)),
+    validators=GPU,
 )
 
 
@@ -90,31 +96,85 @@ def contents(wanted: ConfigurationFile):
         ("[" * 100_000, "objects and lists stand too deep"),
         ('{"a":' * 100_000, "objects and lists stand too deep"),
         ("[" * 8 + "]" * 8, "the content is a list"),
-        (changed(1, "extra"), "the content has the unknown field 'extra'; allowed: validators, entries"),
+        (
+            changed(1, "extra"),
+            "the content has the unknown field 'extra'; allowed: validators, entries",
+        ),
         (changed(1, "\ud800"), r"the content has the unknown field '\ud800'"),
         (changed([], "validators"), "validators is a list; it must be an object"),
-        (changed(1, "validators", "format"), "validators.format is 1; this version of lsq reads format 2"),
-        (changed(DELETE, "validators", "format"), "validators.format is None; this version of lsq reads format 2"),
+        (
+            changed(1, "validators", "format"),
+            "validators.format is 1; this version of lsq reads format 2",
+        ),
+        (
+            changed(DELETE, "validators", "format"),
+            "validators.format is None; this version of lsq reads format 2",
+        ),
         (changed("tpu", "validators", "kind"), "validators.kind is 'tpu'; allowed: 'cpu', 'cuda'"),
         (changed([], "validators", "kind"), "validators.kind is a list; allowed"),
         (changed(7, "validators", "device"), "validators.device is 7; it must be a printable text"),
-        (changed("avx2", "validators", "features"), "validators.features is 'avx2'; it must be a list"),
-        (changed([1], "validators", "features"), "validators.features[0] is 1; it must be a printable text"),
+        (
+            changed("avx2", "validators", "features"),
+            "validators.features is 'avx2'; it must be a list",
+        ),
+        (
+            changed([1], "validators", "features"),
+            "validators.features[0] is 1; it must be a printable text",
+        ),
         (changed({}, "entries"), "entries is a dict; it must be a list"),
-        (changed(None, "entries", 1), "entries[1] is None; it must be an object with key, configuration, times"),
-        (changed(0, "entries", 1, "key", "m"), "entries[1].key.m is 0; it must be a whole number from 1 to"),
-        (changed(1e3, "entries", 1, "key", "m"), "entries[1].key.m is 1000.0; it must be a whole number"),
+        (
+            changed(None, "entries", 1),
+            "entries[1] is None; it must be an object with key, configuration, times",
+        ),
+        (
+            changed(0, "entries", 1, "key", "m"),
+            "entries[1].key.m is 0; it must be a whole number from 1 to",
+        ),
+        (
+            changed(1e3, "entries", 1, "key", "m"),
+            "entries[1].key.m is 1000.0; it must be a whole number",
+        ),
         (changed(1000, "entries", 1, "key", "m"), "entries[1].key is project 1000 x 128 x 256"),
-        (changed("gelu", "entries", 0, "key", "op"), "entries[0].key.op is 'gelu'; allowed: 'project'"),
-        (changed(DELETE, "entries", 0, "key", "n"), "entries[0].key has no field 'n'; needed: m, n, k"),
-        (changed("nn", "entries", 0, "key", "layout"), "entries[0].key.layout is 'nn'; project says that itself"),
-        (changed("x", "entries", 0, "configuration", "a_layout"), "entries[0].configuration.a_layout is 'x'; allowed"),
-        (changed(True, "entries", 0, "configuration", "rows"), "entries[0].configuration.rows is True; it must be"),
-        (changed("kn", "entries", 2, "configuration", "b_layout"), "entries[2].configuration.b_layout is 'kn'; b lies"),
-        (changed(-1.0, "entries", 0, "times", "float"), "entries[0].times.float is -1.0; it must be a finite number"),
-        (changed(1.0, "entries", 0, "times", "worst"), "entries[0].times has the unknown field 'worst'; allowed"),
-        (changed("often", "entries", 0, "spread"), "entries[0].spread is 'often'; it must be a finite number"),
-        (changed("today", "entries", 0, "date"), "entries[0].date is 'today'; it must be a time in UTC"),
+        (
+            changed("gelu", "entries", 0, "key", "op"),
+            "entries[0].key.op is 'gelu'; allowed: 'project'",
+        ),
+        (
+            changed(DELETE, "entries", 0, "key", "n"),
+            "entries[0].key has no field 'n'; needed: m, n, k",
+        ),
+        (
+            changed("nn", "entries", 0, "key", "layout"),
+            "entries[0].key.layout is 'nn'; project says that itself",
+        ),
+        (
+            changed("x", "entries", 0, "configuration", "a_layout"),
+            "entries[0].configuration.a_layout is 'x'; allowed",
+        ),
+        (
+            changed(True, "entries", 0, "configuration", "rows"),
+            "entries[0].configuration.rows is True; it must be",
+        ),
+        (
+            changed("kn", "entries", 2, "configuration", "b_layout"),
+            "entries[2].configuration.b_layout is 'kn'; b lies",
+        ),
+        (
+            changed(-1.0, "entries", 0, "times", "float"),
+            "entries[0].times.float is -1.0; it must be a finite number",
+        ),
+        (
+            changed(1.0, "entries", 0, "times", "worst"),
+            "entries[0].times has the unknown field 'worst'; allowed",
+        ),
+        (
+            changed("often", "entries", 0, "spread"),
+            "entries[0].spread is 'often'; it must be a finite number",
+        ),
+        (
+            changed("today", "entries", 0, "date"),
+            "entries[0].date is 'today'; it must be a time in UTC",
+        ),
     ],
     ids=lambda text: text[:40].replace("\ud800", ""),
 )
@@ -123,22 +183,30 @@ def test_damaged_files_say_what_is_wrong(path, text, message):
     with pytest.raises(ValueError) as raised:
         read(path)
     assert str(raised.value).startswith(f"{path}: {message}")
-    assert str(raised.value).endswith("(correct or delete the file, or make it again with `lsq tune`)")
+    assert str(raised.value).endswith(
+        "(correct or delete the file, or make it again with `lsq tune`)"
+    )
 
 
 def test_infinite_times(path):
     write(path, CPU_FILE)
     path.write_text(path.read_text().replace("80.0", "1e400"))
-    with pytest.raises(ValueError, match=r"entries\[0\].times.chosen is inf; it must be a finite number"):
+    with pytest.raises(
+        ValueError, match=r"entries\[0\].times.chosen is inf; it must be a finite number"
+    ):
         read(path)
 
 
-@pytest.mark.parametrize("digits", ["zz" * 64, "00" * 63, "00" * 65, "0" * 127 + " ", "٠" * 128, 5, None])
+@pytest.mark.parametrize(
+    "digits", ["zz" * 64, "00" * 63, "00" * 65, "0" * 127 + " ", "٠" * 128, 5, None]
+)
 def test_algorithms_are_hexadecimal(path, digits):
     content = contents(GPU_FILE)
     content["entries"][0]["configuration"]["algorithm"] = digits
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"configuration.algorithm is .*; it must be 128 hexadecimal digits"):
+    with pytest.raises(
+        ValueError, match=r"configuration.algorithm is .*; it must be 128 hexadecimal digits"
+    ):
         read(path)
 
 
@@ -146,7 +214,9 @@ def test_duplicate_entries(path):
     content = contents(CPU_FILE)
     content["entries"].append(content["entries"][0])
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"entries\[3\].key is .*, which entries\[0\] has already; remove one"):
+    with pytest.raises(
+        ValueError, match=r"entries\[3\].key is .*, which entries\[0\] has already; remove one"
+    ):
         read(path)
 
 
@@ -154,7 +224,9 @@ def test_entries_of_another_kind(path):
     content = contents(CPU_FILE)
     content["validators"] = contents(GPU_FILE)["validators"]
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"entries\[0\].configuration has the unknown field 'a_layout'"):
+    with pytest.raises(
+        ValueError, match=r"entries\[0\].configuration has the unknown field 'a_layout'"
+    ):
         read(path)
 
 
@@ -198,16 +270,23 @@ def test_a_file_sorts_its_entries():
 
 
 def test_a_file_refuses_duplicates_and_other_kinds():
-    with pytest.raises(ValueError, match=r"^entries\[2\].key is project 8 x .*, which entries\[0\] has already"):
+    with pytest.raises(
+        ValueError, match=r"^entries\[2\].key is project 8 x .*, which entries\[0\] has already"
+    ):
         file(entry(8), entry(9), entry(8))
-    with pytest.raises(ValueError, match=r"^entries\[1\].configuration is of kind 'cuda'; the file is of kind 'cpu'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^entries\[1\].configuration is of kind 'cuda'; the file is of kind 'cpu'",
+    ):
         file(entry(), cublas_entry())
     assert len(file(cublas_entry(), validators=GPU).entries) == 1
 
 
 def test_with_entries():
     changed = entry(8, configuration=CpuConfiguration(rows=32))
-    assert file(entry(8), entry(9)).with_entries([changed, entry(10)]) == file(changed, entry(9), entry(10))
+    assert file(entry(8), entry(9)).with_entries([changed, entry(10)]) == file(
+        changed, entry(9), entry(10)
+    )
 
 
 OTHER = dataclasses.replace(CPU, device="Other CPU")
@@ -255,7 +334,9 @@ def test_every_file_is_judged(machine):
     (machine.user / "f.json").mkdir()
     found = {each.path.stem: each for each in configuration_file.find(CPU)}
     assert found["a"].refusal is None and len(found["a"].file.entries) == 1
-    assert found["b"].refusal == "device differs: the file says 'Other CPU', here it is 'Example CPU'"
+    assert (
+        found["b"].refusal == "device differs: the file says 'Other CPU', here it is 'Example CPU'"
+    )
     assert found["c"].refusal.startswith("kind differs")
     assert found["d"].refusal == "threads differs: the file says 64, here it is 2"
     assert found["e"].refusal.startswith("this is not JSON") and found["e"].file is None
@@ -264,12 +345,19 @@ def test_every_file_is_judged(machine):
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_wgmma_is_hoppers_alone(sm):
-    tuned = entry(configuration=tile(instruction="wgmma"), times=dataclasses.replace(TIMES, other=90.0))
+    tuned = entry(
+        configuration=tile(instruction="wgmma"), times=dataclasses.replace(TIMES, other=90.0)
+    )
     here = dataclasses.replace(GPU, sm=sm)
     if sm == 90:
-        assert contents(file(tuned, validators=here))["entries"][0]["configuration"]["instruction"] == "wgmma"
+        assert (
+            contents(file(tuned, validators=here))["entries"][0]["configuration"]["instruction"]
+            == "wgmma"
+        )
     else:
-        with pytest.raises(ValueError, match=r"entries\[0\].configuration.instruction is 'wgmma', .* sm 90 alone"):
+        with pytest.raises(
+            ValueError, match=r"entries\[0\].configuration.instruction is 'wgmma', .* sm 90 alone"
+        ):
             file(tuned, validators=here)
 
 

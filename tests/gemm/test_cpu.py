@@ -1,4 +1,5 @@
-"""What operations of the CPU ask for: scratch memory that suffices, exact products, and a note of both."""
+"""What operations of the CPU ask for: scratch memory that suffices, exact products, and a note of
+both."""
 
 import threading
 
@@ -75,5 +76,7 @@ def test_mistakes(monkeypatch):
     with pytest.raises(ValueError, match="op is 'conv'; allowed"):
         gemm.scratch_for("conv", 8, 16, 32)
     a, b = operands("project")
-    with pytest.raises(ValueError, match=r"needs 5120 bytes of scratch memory .*, and has 64; choose"):
+    with pytest.raises(
+        ValueError, match=r"needs 5120 bytes of scratch memory .*, and has 64; choose"
+    ):
         gemm.multiply("project", None, a, b, torch.empty(64, dtype=torch.uint8))

@@ -1,4 +1,5 @@
-"""Products are exact, however they lie and are configured; scratch memory is enough, and cut without overlaps."""
+"""Products are exact, however they lie and are configured; scratch memory is enough, and cut
+without overlaps."""
 
 import itertools
 
@@ -9,7 +10,13 @@ from lsq import gemm
 from lsq.csrc import tiles
 from lsq.gemm import cpu_product
 from lsq.gemm.configuration import A_LAYOUTS, B_LAYOUTS, CpuConfiguration
-from lsq.gemm.cpu_product import carve, configured_blocks, fresh_scratch, scratch_bytes, tile_product
+from lsq.gemm.cpu_product import (
+    carve,
+    configured_blocks,
+    fresh_scratch,
+    scratch_bytes,
+    tile_product,
+)
 from lsq.gemm.product_key import REQUESTS
 from tests.gemm.operands import asked, codes
 
@@ -104,7 +111,8 @@ def test_blocks_are_exact_however_configured(m, n, k, op):
     ],
 )
 def test_scratch_of_a_larger_batch_will_do(op, size, served):
-    """Products above 512 tokens run with the entry, and the scratch memory, of the next multiple of 32."""
+    """Products above 512 tokens run with the entry, and the scratch memory, of the next multiple of
+    32."""
     a, b = operands(asked(op, *size))
     larger = asked(op, *served)
     for configuration in configurations(larger):
@@ -118,10 +126,16 @@ def test_scratch_of_a_larger_batch_will_do(op, size, served):
 def test_blocks_are_as_equal_as_can_be():
     key = asked("project", 100, 16, 16)
     configuration = CpuConfiguration(rows=48)
-    firsts = [first for first, _ in configured_blocks(*operands(key), configuration, carved(key, configuration))]
+    firsts = [
+        first
+        for first, _ in configured_blocks(*operands(key), configuration, carved(key, configuration))
+    ]
     assert firsts == [0, 48, 96]
     key, configuration = asked("project", 100, 16, 16), CpuConfiguration(rows=96)
-    firsts = [first for first, _ in configured_blocks(*operands(key), configuration, carved(key, configuration))]
+    firsts = [
+        first
+        for first, _ in configured_blocks(*operands(key), configuration, carved(key, configuration))
+    ]
     assert firsts == [0, 64]  # 50 rows each, in units of 32
 
 
@@ -155,7 +169,15 @@ def test_what_could_overflow_is_refused_however_configured():
 
 
 def test_copies_have_rows_an_odd_number_of_cache_lines_apart():
-    for k, distance in [(16, 64), (64, 64), (65, 192), (512, 576), (576, 576), (1000, 1088), (4096, 4160)]:
+    for k, distance in [
+        (16, 64),
+        (64, 64),
+        (65, 192),
+        (512, 576),
+        (576, 576),
+        (1000, 1088),
+        (4096, 4160),
+    ]:
         key = asked("project", 8, 16, k)
         tensors = carved(key, CpuConfiguration(a_layout="padded", b_layout="padded"))
         assert tensors["a"].shape == (8, k) and tensors["a"].stride() == (distance, 1)
@@ -203,5 +225,7 @@ def test_untuned_products_need_what_they_did(monkeypatch):
 
 def test_too_little_memory():
     key = asked("project", 100, 24, 40)
-    with pytest.raises(ValueError, match=r"needs 9600 bytes of scratch memory .*, and has 9599; choose"):
+    with pytest.raises(
+        ValueError, match=r"needs 9600 bytes of scratch memory .*, and has 9599; choose"
+    ):
         carve(torch.zeros(9599, dtype=torch.int8), key, CpuConfiguration())

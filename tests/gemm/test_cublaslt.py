@@ -1,6 +1,8 @@
-"""Products through cuBLASLt's interface agree with exact arithmetic, and what does not fit is refused in words.
+"""Products through cuBLASLt's interface agree with exact arithmetic, and what does not fit is
+refused in words.
 
-The library is the emulated one: on a CPU this shows that descriptors, layouts and rules are right, not that a GPU runs.
+The library is the emulated one: on a CPU this shows that descriptors, layouts and rules are right,
+    not that a GPU runs.
 """
 
 import dataclasses
@@ -64,7 +66,11 @@ def test_int8_to_int8_is_scaled_rounded_and_saturated(products, workspace, m, n,
 
 
 def test_halves_round_to_even(products, workspace):
-    a, b, out = torch.zeros(1, 16, dtype=torch.int8), torch.zeros(16, 16, dtype=torch.int8), codes(1, 16)
+    a, b, out = (
+        torch.zeros(1, 16, dtype=torch.int8),
+        torch.zeros(16, 16, dtype=torch.int8),
+        codes(1, 16),
+    )
     a[0, 0] = 1
     b[:, 0] = torch.arange(-8, 8)
     run(products, product(a, b, out, alpha=0.5), workspace)
@@ -80,10 +86,18 @@ def test_float_products_in_every_form(products, workspace, dtype, wide, transpos
     a = torch.randn((k, m) if transpose_a else (m, k)).to(dtype)
     b = torch.randn((k, n) if transpose_b else (n, k)).to(dtype)
     out = torch.empty(m, n, dtype=torch.float32 if wide else dtype)
-    run(products, product(a, b, out, alpha=0.125, transpose_a=transpose_a, transpose_b=transpose_b), workspace)
-    plain = exact(a.transpose(-1, -2) if transpose_a else a, b.transpose(-1, -2) if transpose_b else b)
+    run(
+        products,
+        product(a, b, out, alpha=0.125, transpose_a=transpose_a, transpose_b=transpose_b),
+        workspace,
+    )
+    plain = exact(
+        a.transpose(-1, -2) if transpose_a else a, b.transpose(-1, -2) if transpose_b else b
+    )
     # Sums in double, in another order: a value may round to the other neighbour.
-    torch.testing.assert_close(out, (0.125 * plain).to(out.dtype), rtol=torch.finfo(out.dtype).eps, atol=1e-12)
+    torch.testing.assert_close(
+        out, (0.125 * plain).to(out.dtype), rtol=torch.finfo(out.dtype).eps, atol=1e-12
+    )
     assert (out == (0.125 * plain).to(out.dtype)).float().mean() > 0.999
 
 
@@ -112,7 +126,11 @@ def test_a_whole_number_is_an_alpha(products, workspace):
 
 
 def test_views_with_leading_dimensions(products, workspace):
-    whole_a, whole_b, whole_out = codes(41, 96), codes(48, 128), torch.zeros(41, 80, dtype=torch.int32)
+    whole_a, whole_b, whole_out = (
+        codes(41, 96),
+        codes(48, 128),
+        torch.zeros(41, 80, dtype=torch.int32),
+    )
     a, b, out = whole_a[:, 16:80], whole_b[:, :64], whole_out[:, 16:64]
     found = key_of(product(a, b, out))
     assert (found.leading_a, found.leading_b, found.leading_out) == (96, 128, 80)
@@ -124,7 +142,13 @@ def test_views_with_leading_dimensions(products, workspace):
 def test_equal_specs_share_a_product_and_runs_look_nothing_up(products, workspace):
     a, b, out = codes(341, 64), codes(48, 64), torch.empty(341, 48, dtype=torch.int32)
     first = products.prepare(product(a, b, out))
-    lookups = ["MatmulAlgoGetHeuristic", "MatmulAlgoCheck", "MatmulAlgoInit", "MatmulDescCreate", "MatrixLayoutCreate"]
+    lookups = [
+        "MatmulAlgoGetHeuristic",
+        "MatmulAlgoCheck",
+        "MatmulAlgoInit",
+        "MatmulDescCreate",
+        "MatrixLayoutCreate",
+    ]
     before = [emulated().calls(name) for name in lookups]
     runs = emulated().calls("Matmul")
     for _ in range(5):
@@ -169,7 +193,12 @@ def test_candidates_that_cannot_be_read_are_left_out(products, monkeypatch, capl
     monkeypatch.setattr(Products, "algorithm", newer)
     for _ in range(2):
         assert products.candidates(key) == proposed[1:]
-    assert caplog.text.count("1 algorithms of cuBLASLt are left out, the first since attribute 9 is unknown") == 1
+    assert (
+        caplog.text.count(
+            "1 algorithms of cuBLASLt are left out, the first since attribute 9 is unknown"
+        )
+        == 1
+    )
     monkeypatch.setattr(Products, "algorithm", lambda self, candidate: int("none"))
     with pytest.raises(ValueError, match="none"):
         products.candidates(key)
@@ -195,7 +224,10 @@ def test_the_algorithm_may_come_from_elsewhere(workspace):
     ("data", "message"),
     [
         (b"\x01" * 64, "MatmulAlgoCheck: CUBLAS_STATUS_INVALID_VALUE"),
-        (bytes(64), r"int8 \[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*CUBLAS_STATUS_INVALID_VALUE"),
+        (
+            bytes(64),
+            r"int8 \[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*CUBLAS_STATUS_INVALID_VALUE",
+        ),
     ],
 )
 def test_damaged_algorithms_are_refused(products, data, message):
@@ -214,7 +246,9 @@ def test_algorithms_of_other_products_are_refused(products):
 
 def test_no_algorithm_at_all(products):
     emulated().fail("MatmulAlgoGetHeuristic", 15)
-    with pytest.raises(RuntimeError, match=r"int8 \[5,64\] x \[48,64\]\^T.*CUBLAS_STATUS_NOT_SUPPORTED"):
+    with pytest.raises(
+        RuntimeError, match=r"int8 \[5,64\] x \[48,64\]\^T.*CUBLAS_STATUS_NOT_SUPPORTED"
+    ):
         products.get(matmul(m=5))
     assert products.get(matmul(m=5)).algorithm.workspace_bytes >= 0
 
@@ -223,7 +257,10 @@ def test_out_of_memory_names_the_shapes(products, workspace):
     a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
     products.prepare(product(a, b, out))
     emulated().fail("Matmul", 3)
-    with pytest.raises(RuntimeError, match=r"\[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*out of memory: use smaller"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"\[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*out of memory: use smaller",
+    ):
         run(products, product(a, b, out), workspace)
     run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
@@ -236,7 +273,9 @@ def test_the_workspace_is_checked(workspace):
     assert need > 0
     before = emulated().calls("Matmul")
     for wrong in (workspace[: need - 1], workspace[8:], torch.empty(0, dtype=torch.uint8)):
-        with pytest.raises(RuntimeError, match=f"INVALID_VALUE.*at least {need} bytes, at a multiple of 256"):
+        with pytest.raises(
+            RuntimeError, match=f"INVALID_VALUE.*at least {need} bytes, at a multiple of 256"
+        ):
             run(products, product(a, b, out), wrong)
     assert emulated().calls("Matmul") == before
     run(products, product(a, b, out), workspace[:need])
@@ -264,7 +303,10 @@ def test_the_default_workspace_is_aligned():
         ({"leading_a": 72}, "leading_a .* multiple of 16, not 72"),
         ({"leading_b": 68}, "leading_b .* multiple of 16, not 68"),
         ({"leading_out": 49}, "leading_out .* multiple of 4, not 49"),
-        ({"layout": "tt"}, "layout \"nt\", not 'tt': neither transposed; write the transpose first"),
+        (
+            {"layout": "tt"},
+            "layout \"nt\", not 'tt': neither transposed; write the transpose first",
+        ),
         ({"layout": "nn"}, "layout \"nt\", not 'nn'"),
     ],
 )

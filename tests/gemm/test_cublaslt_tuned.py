@@ -29,7 +29,9 @@ def tuned():
     made = []
 
     def tuned(*entries, **options):
-        found = Found(path=Path("file.json"), source="user", file=file(*entries, validators=GPU), refusal=None)
+        found = Found(
+            path=Path("file.json"), source="user", file=file(*entries, validators=GPU), refusal=None
+        )
         choice = TunedChoice(Table(GPU, [found]))
         products = Products(CPU, library=emulated().path, choose=choice, **options)
         made.append(products)
@@ -85,7 +87,9 @@ def refusals(tuned, entries, caplog, **options):
             assert products.get(matmul(m=m)).algorithm == first[m]
     assert {use.key.m: use.hit for use in choice.table.uses()} == {41: False, 43: False}
     (record,) = caplog.records
-    assert "matmul 41 x 48 x 64" in record.getMessage() and "lsq configs verify" in record.getMessage()
+    assert (
+        "matmul 41 x 48 x 64" in record.getMessage() and "lsq configs verify" in record.getMessage()
+    )
     return record.getMessage()
 
 
@@ -108,7 +112,10 @@ def test_an_entry_that_lies(tuned, candidates, caplog):
     good = candidates(matmul())[-1]
     lying = dataclasses.replace(good, split_k=good.split_k + 1)
     message = refusals(tuned, entries_of(lying), caplog)
-    assert f"split_k is {good.split_k + 1} in the file, and its algorithm has {good.split_k}" in message
+    assert (
+        f"split_k is {good.split_k + 1} in the file, and its algorithm has {good.split_k}"
+        in message
+    )
 
 
 def test_too_large_a_workspace(tuned, candidates, caplog):
@@ -120,6 +127,8 @@ def test_too_large_a_workspace(tuned, candidates, caplog):
 def test_fault(tuned, candidates):
     products, algorithm = tuned()[0], candidates(matmul())[0]
     assert products.fault(matmul(), algorithm) is None
-    assert "tile is 99 in the file" in products.fault(matmul(), dataclasses.replace(algorithm, tile=99))
+    assert "tile is 99 in the file" in products.fault(
+        matmul(), dataclasses.replace(algorithm, tile=99)
+    )
     larger = dataclasses.replace(algorithm, workspace_bytes=algorithm.workspace_bytes + 1)
     assert "workspace_bytes is" in products.fault(matmul(), larger)

@@ -52,9 +52,18 @@ def test_an_entry_of_cublaslt_leaves_the_product_to_it_uncounted(machine):
 
 def test_the_nearest_batch_size_serves(machine):
     machine.add(
-        machine.user, "gpu", entry(configuration=cublas()), entry(1024, configuration=tile()), validators=GPU
+        machine.user,
+        "gpu",
+        entry(configuration=cublas()),
+        entry(1024, configuration=tile()),
+        validators=GPU,
     )
-    assert [gemm.cuda_tile("project", m, 128, 256) for m in (7, 64, 65, 4000)] == [None, None, tile(), tile()]
+    assert [gemm.cuda_tile("project", m, 128, 256) for m in (7, 64, 65, 4000)] == [
+        None,
+        None,
+        tile(),
+        tile(),
+    ]
 
 
 def test_other_files_are_asked_at_once(machine, tmp_path):

@@ -20,13 +20,19 @@ from tests.gemm.tuned import CPU, GPU
         ({"device": ""}, "device is ''; it must be a printable text"),
         ({"device": "a\nb"}, r"device is 'a\\nb'; it must be a printable text"),
         ({"device": "\ud800"}, r"device is '\\ud800'; it must be a printable text"),
-        ({"device": "x" * 201}, "device is 'xxx.*\\.\\.\\.; it must be a printable text of 1 to 200"),
+        (
+            {"device": "x" * 201},
+            "device is 'xxx.*\\.\\.\\.; it must be a printable text of 1 to 200",
+        ),
         ({"threads": 0}, "threads is 0; it must be a whole number from 1"),
         ({"features": ["avx2"]}, "features is a list; it must"),
         ({"features": ("b", "a")}, "features is a tuple; the names must be sorted"),
         ({"features": ("a", "a")}, "features is a tuple; the names must be sorted"),
         ({"features": (1,)}, r"features\[0\] is 1; it must be a printable text"),
-        ({"features": tuple(map(str, range(101)))}, "features is a tuple; it must be a list of at most 100"),
+        (
+            {"features": tuple(map(str, range(101)))},
+            "features is a tuple; it must be a list of at most 100",
+        ),
     ],
 )
 def test_no_such_cpu(changes, message):
@@ -47,9 +53,18 @@ def test_no_such_gpu(changes):
         ({}, None),
         ({"device": "Other"}, "device differs: the file says 'Other', here it is 'Example CPU'"),
         ({"threads": 4}, "threads differs: the file says 4, here it is 2"),
-        ({"library_version": "2.0"}, "library_version differs: the file says '2.0', here it is '3.7.1'"),
-        ({"features": ("amx", "avx2")}, "features differ: the file alone has amx, this CPU alone has avx512f"),
-        ({"features": ("avx2",)}, "features differ: the file alone has none, this CPU alone has avx512f"),
+        (
+            {"library_version": "2.0"},
+            "library_version differs: the file says '2.0', here it is '3.7.1'",
+        ),
+        (
+            {"features": ("amx", "avx2")},
+            "features differ: the file alone has amx, this CPU alone has avx512f",
+        ),
+        (
+            {"features": ("avx2",)},
+            "features differ: the file alone has none, this CPU alone has avx512f",
+        ),
     ],
 )
 def test_difference(changes, words):
@@ -57,8 +72,14 @@ def test_difference(changes, words):
 
 
 def test_difference_of_kinds():
-    assert difference(GPU, CPU) == "kind differs: the file is for the GPU 'Example GPU', here is the CPU 'Example CPU'"
-    assert difference(dataclasses.replace(GPU, sm=100), GPU) == "sm differs: the file says 100, here it is 90"
+    assert (
+        difference(GPU, CPU)
+        == "kind differs: the file is for the GPU 'Example GPU', here is the CPU 'Example CPU'"
+    )
+    assert (
+        difference(dataclasses.replace(GPU, sm=100), GPU)
+        == "sm differs: the file says 100, here it is 90"
+    )
 
 
 def test_this_cpu():
@@ -98,7 +119,9 @@ def test_onednn_version(monkeypatch):
     monkeypatch.setattr(torch.__config__, "show", lambda: "PyTorch built with:\n  - GCC 13.3\n")
     assert device.onednn_version() == "none"
     device.onednn_version.cache_clear()
-    monkeypatch.setattr(torch.__config__, "show", lambda: "  - Intel(R) MKL-DNN v3.7.1 (Git Hash 8d26)\n")
+    monkeypatch.setattr(
+        torch.__config__, "show", lambda: "  - Intel(R) MKL-DNN v3.7.1 (Git Hash 8d26)\n"
+    )
     assert device.onednn_version() == "3.7.1"
     device.onednn_version.cache_clear()
 
@@ -106,5 +129,8 @@ def test_onednn_version(monkeypatch):
 def test_file_name():
     assert device.file_name(GPU) == "Example_GPU.json"
     assert device.file_name(dataclasses.replace(GPU, device="NVIDIA H200")) == "NVIDIA_H200.json"
-    assert device.file_name(dataclasses.replace(CPU, device="AMD EPYC 9B14 (x)")) == "AMD_EPYC_9B14_x_2_threads.json"
+    assert (
+        device.file_name(dataclasses.replace(CPU, device="AMD EPYC 9B14 (x)"))
+        == "AMD_EPYC_9B14_x_2_threads.json"
+    )
     assert device.file_name(dataclasses.replace(CPU, device="../../é")) == "unknown_2_threads.json"

@@ -1,4 +1,5 @@
-"""JSON into checked dataclasses: places in messages, nesting, checks of values, and the files that are written."""
+"""JSON into checked dataclasses: places in messages, nesting, checks of values, and the files that
+are written."""
 
 from dataclasses import dataclass
 
@@ -22,7 +23,9 @@ def points(content):
     """Points from {"points": [...]}."""
     json_file.check_fields(content, ["points"], "")
     return json_file.sequence(
-        content["points"], "points", lambda value, place: json_file.record(Point, value, place, y=doubled)
+        content["points"],
+        "points",
+        lambda value, place: json_file.record(Point, value, place, y=doubled),
     )
 
 
@@ -43,10 +46,16 @@ def test_read(tmp_path):
     [
         ('{"points": 5}', "points is 5; it must be a list"),
         ('{"points": [5]}', r"points\[0\] is 5; it must be an object with x, y"),
-        ('{"points": [{"x": 1, "y": 2}, {"x": -1, "y": 2}]}', r"points\[1\].x is -1; it must be 0 or more"),
+        (
+            '{"points": [{"x": 1, "y": 2}, {"x": -1, "y": 2}]}',
+            r"points\[1\].x is -1; it must be 0 or more",
+        ),
         ('{"points": [{"x": 1, "y": 13}]}', r"points\[0\].y is 13; it must be another number"),
         ('{"points": [{"x": 1}]}', r"points\[0\] has no field 'y'; needed: x, y"),
-        ('{"points": [{"x": 1, "y": 2, "z": 3}]}', r"points\[0\] has the unknown field 'z'; allowed: x, y"),
+        (
+            '{"points": [{"x": 1, "y": 2, "z": 3}]}',
+            r"points\[0\] has the unknown field 'z'; allowed: x, y",
+        ),
     ],
 )
 def test_places(tmp_path, text, message):
@@ -73,14 +82,19 @@ class Labelled(Point):
 def test_fields_with_a_default_may_be_missing():
     assert json_file.record(Labelled, {"x": 1, "y": 2}, "") == Labelled(x=1, y=2)
     assert json_file.record(Labelled, {"x": 1, "y": 2, "label": "a"}, "").label == "a"
-    with pytest.raises(ValueError, match="the content has the unknown field 'name'; allowed: x, y, label"):
+    with pytest.raises(
+        ValueError, match="the content has the unknown field 'name'; allowed: x, y, label"
+    ):
         json_file.record(Labelled, {"x": 1, "y": 2, "name": "a"}, "")
 
 
 def test_write(tmp_path):
     path = tmp_path / "made" / "points.json"
     json_file.write(path, {"a": 1}, "points", [{"x": 1, "y": 2}, {"x": 3, "y": 4}])
-    assert path.read_text() == '{\n "a": 1,\n "points": [\n  {"x": 1, "y": 2},\n  {"x": 3, "y": 4}\n ]\n}\n'
+    assert (
+        path.read_text()
+        == '{\n "a": 1,\n "points": [\n  {"x": 1, "y": 2},\n  {"x": 3, "y": 4}\n ]\n}\n'
+    )
     json_file.write(path, {"a": 1}, "points", [])
     assert path.read_text() == '{\n "a": 1,\n "points": []\n}\n'
     with pytest.raises(ValueError):
@@ -112,7 +126,9 @@ def test_not_a_number(value):
 @pytest.mark.parametrize("value", ["", "a\n", "\x00", "\ud800", "x" * 201, None, 5, b"x"])
 def test_not_text(value):
     check_text("x", "x" * 200)
-    with pytest.raises(ValueError, match="^x is .*; it must be a printable text of 1 to 200 characters$"):
+    with pytest.raises(
+        ValueError, match="^x is .*; it must be a printable text of 1 to 200 characters$"
+    ):
         check_text("x", value)
 
 
@@ -125,7 +141,13 @@ def test_not_a_choice(value):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(5, "5"), (None, "None"), ("ü\ud800", r"'\xfc\ud800'"), ([1], "a list"), ("x" * 99, "'" + "x" * 56 + "...")],
+    [
+        (5, "5"),
+        (None, "None"),
+        ("ü\ud800", r"'\xfc\ud800'"),
+        ([1], "a list"),
+        ("x" * 99, "'" + "x" * 56 + "..."),
+    ],
 )
 def test_shown(value, text):
     assert shown(value) == text

@@ -5,7 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from lsq.gemm.product_key import LARGEST_INNER, REQUESTS, ProductKey, inner_parts, key_of, rounded_tokens
+from lsq.gemm.product_key import (
+    LARGEST_INNER,
+    REQUESTS,
+    ProductKey,
+    inner_parts,
+    key_of,
+    rounded_tokens,
+)
 from tests.gemm.operands import asked, codes, matmul, product
 from tests.gemm.tuned import key
 
@@ -13,7 +20,8 @@ PROJECT = {"op": "project"}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rounded"), [(1, 1), (511, 511), (512, 512), (513, 544), (544, 544), (545, 576), (4096, 4096)]
+    ("tokens", "rounded"),
+    [(1, 1), (511, 511), (512, 512), (513, 544), (544, 544), (545, 576), (4096, 4096)],
 )
 def test_rounded_tokens(tokens, rounded):
     assert rounded_tokens(tokens) == rounded
@@ -49,15 +57,30 @@ def test_a_family_is_all_but_the_tokens():
         ({"m": True}, "m is True; it must"),
         ({"m": 2.0}, "m is 2.0; it must"),
         ({"n": "64"}, "n is '64'; it must"),
-        ({"k": LARGEST_INNER + 1}, f"k is {LARGEST_INNER + 1}; it must be a whole number from 1 to {LARGEST_INNER}"),
+        (
+            {"k": LARGEST_INNER + 1},
+            f"k is {LARGEST_INNER + 1}; it must be a whole number from 1 to {LARGEST_INNER}",
+        ),
         ({"dtype": "float64"}, "dtype is 'float64'; allowed: 'int8', 'bfloat16'"),
-        (PROJECT | {"dtype": "bfloat16", "out": "float32"}, "dtype is 'bfloat16'; project says that itself: leave it"),
+        (
+            PROJECT | {"dtype": "bfloat16", "out": "float32"},
+            "dtype is 'bfloat16'; project says that itself: leave it",
+        ),
         (PROJECT | {"layout": "nn"}, "layout is 'nn'; project says that itself"),
         (PROJECT | {"leading_a": 64}, "leading_a is 64; project says that itself"),
-        ({"op": "matmul", "dtype": "float32", "out": "int32"}, "out is 'int32'; allowed: 'float32'"),
-        ({"dtype": "bfloat16", "out": "float16"}, "out is 'float16'; allowed: 'bfloat16', 'float32'"),
+        (
+            {"op": "matmul", "dtype": "float32", "out": "int32"},
+            "out is 'int32'; allowed: 'float32'",
+        ),
+        (
+            {"dtype": "bfloat16", "out": "float16"},
+            "out is 'float16'; allowed: 'bfloat16', 'float32'",
+        ),
         ({"alpha": "scalar"}, "alpha is 'scalar'; allowed: 'one'"),
-        ({"dtype": "float32", "out": "float32", "alpha": "vector"}, "alpha is 'vector'; allowed: 'one', 'scalar'"),
+        (
+            {"dtype": "float32", "out": "float32", "alpha": "vector"},
+            "alpha is 'vector'; allowed: 'one', 'scalar'",
+        ),
         ({"out": "int8", "alpha": "two"}, "alpha is 'two'; allowed: 'one', 'scalar', 'vector'"),
         ({"leading_a": 31}, "leading_a is 31; it must be a whole number from 32"),
         ({"leading_out": 15}, "leading_out is 15; it must be a whole number from 16"),
@@ -108,9 +131,13 @@ def test_keys_of_tensors(place, dtype, layout):
     a = torch.empty((56, 41) if layout[0] == "t" else (41, 56), dtype=dtype, device=place)
     b = torch.empty((56, 24) if layout[1] == "n" else (24, 56), dtype=dtype, device=place)
     out = torch.empty(41, 32, dtype=torch.float32, device=place)[:, :24]
-    found = key_of(product(a, b, out, alpha=0.5, transpose_a=layout[0] == "t", transpose_b=layout[1] == "n"))
+    found = key_of(
+        product(a, b, out, alpha=0.5, transpose_a=layout[0] == "t", transpose_b=layout[1] == "n")
+    )
     name = str(dtype).removeprefix("torch.")
-    wanted = ProductKey(m=41, n=24, k=56, dtype=name, out="float32", alpha="scalar", layout=layout, leading_out=32)
+    wanted = ProductKey(
+        m=41, n=24, k=56, dtype=name, out="float32", alpha="scalar", layout=layout, leading_out=32
+    )
     assert found == wanted and found.leading_a is None
 
 
@@ -127,34 +154,51 @@ def test_keys_of_operations_on_a_gpu():
     of_gradient = product(codes(41, 64), codes(48, 64), sums, op="project_input_gradient")
     assert key_of(of_gradient) == asked("project_input_gradient", 41, 48, 64)
     assert key_of(of_gradient).by_itself == matmul() == matmul().by_itself
-    with pytest.raises(ValueError, match="project_input_gradient multiplies matmul .* on a GPU, not .*leading_a 80"):
+    with pytest.raises(
+        ValueError, match="project_input_gradient multiplies matmul .* on a GPU, not .*leading_a 80"
+    ):
         key_of(dataclasses.replace(of_gradient, a=codes(41, 80)[:, :64]))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"a": codes(41, 80)}, r"a \[41, 80\], b \[48, 64\], out \[41, 48\] do not fit.*a \[M, K\] and b \[N, K\]"),
+        (
+            {"a": codes(41, 80)},
+            r"a \[41, 80\], b \[48, 64\], out \[41, 48\] do not fit.*a \[M, K\] and b \[N, K\]",
+        ),
         ({"b": codes(64, 48)}, "do not fit"),
         ({"out": torch.empty(41, 47, dtype=torch.int32)}, "do not fit"),
         ({"a": codes(2, 41, 64)}, r"a product are matrices, not a \[2, 41, 64\]"),
         ({"a": codes(64)}, "a product are matrices"),
         ({"b": torch.randn(48, 64)}, "a is torch.int8 and b is torch.float32"),
         ({"a": codes(64, 41).t()}, "rows of a are contiguous, not strided by 41"),
-        ({"alpha": torch.ones(47)}, r"alpha is contiguous float32 \[48\], not torch.float32 \[47\]"),
+        (
+            {"alpha": torch.ones(47)},
+            r"alpha is contiguous float32 \[48\], not torch.float32 \[47\]",
+        ),
         ({"alpha": torch.ones(48).double()}, "not torch.float64"),
         ({"alpha": torch.ones(96)[::2]}, "contiguous"),
         ({"alpha": 2.0}, "alpha is .scalar.; allowed: .one."),
-        ({"a": codes(41, 64).short(), "b": codes(48, 64).short()}, "dtype is 'int16'; allowed: 'int8', 'bfloat16'"),
+        (
+            {"a": codes(41, 64).short(), "b": codes(48, 64).short()},
+            "dtype is 'int16'; allowed: 'int8', 'bfloat16'",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(changes, message):
-    tensors = {"a": codes(41, 64), "b": codes(48, 64), "out": torch.empty(41, 48, dtype=torch.int32)}
+    tensors = {
+        "a": codes(41, 64),
+        "b": codes(48, 64),
+        "out": torch.empty(41, 48, dtype=torch.int32),
+    }
     with pytest.raises(ValueError, match=message):
         key_of(product(**tensors | changes))
 
 
-@pytest.mark.parametrize("k", [0, 1, 63, LARGEST_INNER, LARGEST_INNER + 1, 151_936, 2 * LARGEST_INNER, 10**6 + 7])
+@pytest.mark.parametrize(
+    "k", [0, 1, 63, LARGEST_INNER, LARGEST_INNER + 1, 151_936, 2 * LARGEST_INNER, 10**6 + 7]
+)
 def test_parts_of_an_inner_dimension(k):
     parts = inner_parts(k)
     assert [index for part in parts for index in range(k)[part]] == list(range(k))

@@ -3,14 +3,22 @@
 from pathlib import Path
 
 from lsq.gemm import configuration_file, device, lookup
-from lsq.gemm.configuration import CpuConfiguration, CublasConfiguration, Entry, TileConfiguration, Times
+from lsq.gemm.configuration import (
+    CpuConfiguration,
+    CublasConfiguration,
+    Entry,
+    TileConfiguration,
+    Times,
+)
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.device import CpuValidators, CudaValidators
 from lsq.gemm.product_key import ProductKey
 from tests.gemm.operands import matmul
 
 DATE = "2026-01-31T23:59:59Z"
-CPU = CpuValidators(device="Example CPU", features=("avx2", "avx512f"), threads=2, library_version="3.7.1")
+CPU = CpuValidators(
+    device="Example CPU", features=("avx2", "avx512f"), threads=2, library_version="3.7.1"
+)
 GPU = CudaValidators(device="Example GPU", sm=90, multiprocessors=132, library_version="13.0.2")
 TIMES = Times(chosen=80.0, default=100.0, float=250.0)
 
@@ -23,7 +31,9 @@ def key(m=64, **changes):
 def entry(m=64, configuration=None, times=TIMES, **changes):
     """An entry for `key`, which makes 96 rows at a time."""
     configuration = configuration or CpuConfiguration(rows=96)
-    return Entry(key=key(m, **changes), configuration=configuration, times=times, spread=0.02, date=DATE)
+    return Entry(
+        key=key(m, **changes), configuration=configuration, times=times, spread=0.02, date=DATE
+    )
 
 
 def cublas(**changes):
@@ -41,7 +51,11 @@ def tile(**changes):
 def cublas_entry(configuration=None, **numbers):
     """An entry for int8 [41, 64] times [48, 64] transposed to int32 by itself, or with changes."""
     return Entry(
-        key=matmul(**numbers), configuration=configuration or cublas(), times=TIMES, spread=0.0, date=DATE
+        key=matmul(**numbers),
+        configuration=configuration or cublas(),
+        times=TIMES,
+        spread=0.0,
+        date=DATE,
     )
 
 

@@ -40,7 +40,10 @@ def test_a_loop_goes_on_bit_for_bit(precision, tmp_path, accelerate):
     expected = steps(accelerator, model, optimizer, 4)
     other = converted("gpt2", seed=9)
     other, optimizer = accelerator.prepare(other, torch.optim.AdamW(other.parameters(), lr=1e-2))
-    accelerator._models, accelerator._optimizers = accelerator._models[1:], accelerator._optimizers[1:]
+    accelerator._models, accelerator._optimizers = (
+        accelerator._models[1:],
+        accelerator._optimizers[1:],
+    )
     accelerator.load_state(tmp_path)
     assert steps(accelerator, other, optimizer, 4) == expected
     assert same_states(accelerator.unwrap_model(other), accelerator.unwrap_model(model))

@@ -1,4 +1,5 @@
-"""transformers' Trainer and accelerate in two processes: gradients in int8, clips that stay equal."""
+"""transformers' Trainer and accelerate in two processes: gradients in int8, clips that stay
+equal."""
 
 import logging
 import os
@@ -10,10 +11,12 @@ from torch import distributed
 
 from lsq.dist import GradientConfig, compress_gradients
 from lsq.huggingface import average_clips
+
+# isort: skip  (imports transformers, and so after the line above)
+from lsq.huggingface.callback import LsqCallback
 from tests.dist.processes import run
 from tests.huggingface.trainings import converted, data, losses, trainer
 
-from lsq.huggingface.callback import LsqCallback  # isort: skip  (imports transformers, and so after the line above)
 from accelerate import Accelerator  # isort: skip
 
 TIMEOUT = 280.0
@@ -21,25 +24,47 @@ TIMEOUT = 280.0
 
 def launched(rank: int) -> None:
     """As torchrun would have started this process."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(distributed.get_world_size())}
-    os.environ |= {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(distributed.get_world_size()),
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"],
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     logging.getLogger("lsq").setLevel(logging.INFO)
 
 
 def by_trainer(rank: int, folder: str) -> dict:
     launched(rank)
-    options = {"max_steps": 6, "save_steps": 3, "per_device_train_batch_size": 4, "ddp_backend": "gloo"}
+    options = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "per_device_train_batch_size": 4,
+        "ddp_backend": "gloo",
+    }
     callback = LsqCallback(gradients=GradientConfig(mode="int8"))
     training = trainer("bert", Path(folder), callback, **options)
     training.train()
     distributed.barrier()
     model = converted("bert", seed=7)
-    later = trainer("bert", Path(folder) / "later", LsqCallback(gradients={"mode": "int8"}), model=model, **options)
+    later = trainer(
+        "bert",
+        Path(folder) / "later",
+        LsqCallback(gradients={"mode": "int8"}),
+        model=model,
+        **options,
+    )
     later.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
     return {
-        "mode": callback.compression.mode, "state": training.model.state_dict(), "losses": losses(training),
-        "later": later.model.state_dict(), "later losses": losses(later),
-    }  # fmt: skip
+        "mode": callback.compression.mode,
+        "state": training.model.state_dict(),
+        "losses": losses(training),
+        "later": later.model.state_dict(),
+        "later losses": losses(later),
+    }
 
 
 @pytest.mark.thorough
@@ -71,7 +96,9 @@ def by_accelerate(rank: int, folder: str) -> list:
         found.append(loss.item())
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
-    state = {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+    state = {
+        name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()
+    }
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)

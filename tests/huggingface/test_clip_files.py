@@ -26,7 +26,9 @@ def test_clips_go_on_where_they_were(tmp_path):
     second.load_state_dict(lsq.conversion.float_state_dict(first))
     lsq.convert(second)
     load_clips(second, tmp_path / "new")
-    for (name, one), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+    for (name, one), other in zip(
+        first.state_dict().items(), second.state_dict().values(), strict=True
+    ):
         assert torch.equal(one, other), name
     torch.manual_seed(3)
     expected = first(tokens(7))
@@ -37,14 +39,20 @@ def test_clips_go_on_where_they_were(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="so there are no clips; call lsq.convert"):
         save_clips(model(1), tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"lsq\.safetensors is not there: .*save_clips.* writes it.* next pass"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"lsq\.safetensors is not there: .*save_clips.* writes it.* next pass",
+    ):
         load_clips(trained(), tmp_path)
     with pytest.raises(FileNotFoundError, match="new is no folder on this machine"):
         load_clips(trained(), tmp_path / "new")
     path = save_clips(trained(), tmp_path)
     with pytest.raises(FileNotFoundError, match="give the folder that it is in"):
         load_clips(trained(), path)
-    with pytest.raises(ValueError, match=r"lsq\.safetensors: no layer of this Model is .* call lsq\.convert\(model\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"lsq\.safetensors: no layer of this Model is .* call lsq\.convert\(model\)",
+    ):
         load_clips(model(1), tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:100])

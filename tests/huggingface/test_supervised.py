@@ -15,22 +15,38 @@ def tokenizer():
     words = {str(word): word for word in range(96)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="95", eos_token="94", unk_token="0")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="95", eos_token="94", unk_token="0"
+    )
 
 
 def test_supervised_finetuning_goes_on_bit_for_bit(tmp_path):
-    texts = [{"text": " ".join(map(str, example["input_ids"].tolist()))} for example in data("llama", 32)]
+    texts = [
+        {"text": " ".join(map(str, example["input_ids"].tolist()))} for example in data("llama", 32)
+    ]
 
     def training(folder: str, seed: int):
         options = trl.SFTConfig(
-            output_dir=str(tmp_path / folder), max_steps=8, save_steps=4, per_device_train_batch_size=8,
-            learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
-            gradient_checkpointing=False, max_length=32,
-        )  # fmt: skip
+            output_dir=str(tmp_path / folder),
+            max_steps=8,
+            save_steps=4,
+            per_device_train_batch_size=8,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            max_length=32,
+        )
         return trl.SFTTrainer(
-            converted("llama", seed), args=options, train_dataset=datasets.Dataset.from_list(texts),
-            processing_class=tokenizer(), callbacks=[LsqCallback()],
-        )  # fmt: skip
+            converted("llama", seed),
+            args=options,
+            train_dataset=datasets.Dataset.from_list(texts),
+            processing_class=tokenizer(),
+            callbacks=[LsqCallback()],
+        )
 
     whole, later = training("whole", 1), training("later", 4)
     whole.train()

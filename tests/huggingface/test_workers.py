@@ -29,7 +29,9 @@ def trained(rank: int, averaging: bool) -> tuple[dict[str, torch.Tensor], int]:
         optimizer.step()
     if handle is not None:
         handle.remove()
-    return {name: clip.detach() for name, clip in made.named_parameters() if name.endswith("input_clip")}, len(passes)
+    return {
+        name: clip.detach() for name, clip in made.named_parameters() if name.endswith("input_clip")
+    }, len(passes)
 
 
 def test_clips_of_inputs_stay_equal():

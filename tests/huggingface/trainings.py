@@ -21,13 +21,19 @@ MAKERS: dict[str, Callable[[], torch.nn.Module]] = {
         transformers.BertConfig(**SHAPE, intermediate_size=128, num_labels=CLASSES)
     ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=WORDS, n_embd=64, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
+        transformers.GPT2Config(
+            vocab_size=WORDS, n_embd=64, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1
+        )
     ),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, intermediate_size=128)),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SHAPE, intermediate_size=128)
+    ),
 }
 
 
-def converted(name: str, seed: int = 1, quant: QuantConfig | None = None, **options) -> torch.nn.Module:
+def converted(
+    name: str, seed: int = 1, quant: QuantConfig | None = None, **options
+) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = MAKERS[name]()
     lsq.convert(model, quant, **options)
@@ -35,7 +41,8 @@ def converted(name: str, seed: int = 1, quant: QuantConfig | None = None, **opti
 
 
 def data(name: str, rows: int = ROWS) -> list[dict[str, torch.Tensor]]:
-    """Texts in which a word follows another as one number the next; the class of a text is that of its first word."""
+    """Texts in which a word follows another as one number the next; the class of a text is that of
+    its first word."""
     firsts = torch.randint(WORDS, (rows,), generator=torch.Generator().manual_seed(1))
     words = (firsts[:, None] + torch.arange(LENGTH)) % 24
     labels = firsts % CLASSES if name == "bert" else words
@@ -45,18 +52,29 @@ def data(name: str, rows: int = ROWS) -> list[dict[str, torch.Tensor]]:
 def arguments(folder: Path, **options) -> "transformers.TrainingArguments":
     return transformers.TrainingArguments(
         **{
-            "output_dir": str(folder), "max_steps": 8, "save_steps": 4, "per_device_train_batch_size": 8,
-            "learning_rate": 3e-3, "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
-            "dataloader_pin_memory": False, **options,
+            "output_dir": str(folder),
+            "max_steps": 8,
+            "save_steps": 4,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 3e-3,
+            "logging_steps": 1,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            **options,
         }
-    )  # fmt: skip
+    )
 
 
 def trainer(name: str, folder: Path, *callbacks, model: torch.nn.Module | None = None, **options):
     return transformers.Trainer(
-        converted(name) if model is None else model, arguments(folder, **options), train_dataset=data(name),
-        eval_dataset=data(name, 16), callbacks=list(callbacks),
-    )  # fmt: skip
+        converted(name) if model is None else model,
+        arguments(folder, **options),
+        train_dataset=data(name),
+        eval_dataset=data(name, 16),
+        callbacks=list(callbacks),
+    )
 
 
 def losses(trainer) -> list[float]:

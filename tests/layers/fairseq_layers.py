@@ -2,7 +2,10 @@
 
 import torch
 from fairseq.models.transformer import TransformerConfig
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
 
 from tests.layers.oracle import Outcome, assert_accurate, collect
 from tests.layers.shapes import HEADS, HIDDEN, INNER
@@ -16,7 +19,9 @@ def fairseq_layer(kind: str, *, pre_norm: bool, activation: str):
     for side in (config.encoder, config.decoder):
         side.embed_dim, side.attention_heads, side.ffn_embed_dim = HIDDEN, HEADS, INNER
         side.normalize_before = pre_norm
-    return (TransformerEncoderLayerBase if kind == "encoder" else TransformerDecoderLayerBase)(config)
+    return (TransformerEncoderLayerBase if kind == "encoder" else TransformerDecoderLayerBase)(
+        config
+    )
 
 
 def under_our_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,8 +56,12 @@ def compare_with_fairseq(module, theirs, run, run_theirs, draw) -> None:
         theirs.to(dtype)
         values = collect(run_theirs, theirs, inputs, dict(theirs.named_parameters()), dtype)
         prefix = "gradient of "
-        renamed = under_our_names({n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)})
-        kept = {name: value for name, value in values.items() if name == "output" or "input" in name}
+        renamed = under_our_names(
+            {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
+        )
+        kept = {
+            name: value for name, value in values.items() if name == "output" or "input" in name
+        }
         outcomes.append(Outcome(kept | {prefix + name: value for name, value in renamed.items()}))
     exact, single = outcomes
     values = collect(run, module, inputs, dict(module.named_parameters()), torch.float32)

@@ -1,7 +1,9 @@
-"""Runs a module and its float64 reference on the same inputs; compares codes, outputs and all gradients.
+"""Runs a module and its float64 reference on the same inputs; compares codes, outputs and all
+gradients.
 
-A value that lies on the border between two codes may fall to either side in float32. Inputs are therefore drawn until
-the reference is nowhere within MARGIN of a border; after that, codes must be equal without exception.
+A value that lies on the border between two codes may fall to either side in float32. Inputs are
+therefore drawn until the reference is nowhere within MARGIN of a border; after that, codes must be
+equal without exception.
 """
 
 from contextlib import contextmanager
@@ -16,15 +18,18 @@ from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox_of
 from tests.layers.reference import ACTIVATIONS, ReferenceLayer, normalise, slope_of
 
 MARGIN = 3e-5
-"""Smallest distance of x / scale from a border between two codes; its float32 error is below this."""
+"""Smallest distance of x / scale from a border between two codes; its float32 error is below this.
+"""
 SLOPE_MARGIN = 2e-4
 """The same of an activation's slope, in steps; it is computed from a float32 polynomial."""
 FLOOR = 1e-6
-"""Allowed beside twice the error of the float32 reference, relative to the largest magnitude (at least 1)."""
+"""Allowed beside twice the error of the float32 reference, relative to the largest magnitude (at
+least 1)."""
 
 
 class Recorder(ReferenceLayer):
-    """The reference, noting the codes of everything it rounds and how near a border the nearest value was."""
+    """The reference, noting the codes of everything it rounds and how near a border the nearest
+    value was."""
 
     def __init__(self, config, parameters, dropout=None, masks=()):
         super().__init__(config, parameters, dropout)
@@ -35,7 +40,9 @@ class Recorder(ReferenceLayer):
     def round(self, x, clip):
         for mask in self.masks:
             if x.dim() == 3 and mask.shape == x.shape[:2]:
-                return torch.zeros_like(x).masked_scatter(~mask[..., None], self.round_rows(x[~mask], clip))
+                return torch.zeros_like(x).masked_scatter(
+                    ~mask[..., None], self.round_rows(x[~mask], clip)
+                )
         return self.round_rows(x, clip)
 
     def round_rows(self, x, clip):
@@ -43,15 +50,21 @@ class Recorder(ReferenceLayer):
         if self.config.quant.quantized:
             scale = row_scale(self.parameters[clip], x, self.config.quant.bits)
             self.codes[clip] = (rounded.detach() / scale).round().to(torch.int8)
-            self.margin = min(self.margin, border_distance(x, scale, self.config.quant.bits).min().item())
+            self.margin = min(
+                self.margin, border_distance(x, scale, self.config.quant.bits).min().item()
+            )
         return rounded
 
     def norm(self, x, name):
         if self.config.quant.quantized:
             rows = next((x[~mask] for mask in self.masks if mask.shape == x.shape[:-1]), x)
-            values, _ = normalise(rows.detach(), self.config.layer_norm_epsilon, self.config.norm == "layer")
+            values, _ = normalise(
+                rows.detach(), self.config.layer_norm_epsilon, self.config.norm == "layer"
+            )
             scaled = (127 * values / values.abs().amax(-1, keepdim=True)).abs()
-            self.margin = min(self.margin, (scaled - scaled.floor() - 0.5).abs().nan_to_num(1.0).min().item())
+            self.margin = min(
+                self.margin, (scaled - scaled.floor() - 0.5).abs().nan_to_num(1.0).min().item()
+            )
         return super().norm(x, name)
 
     def activate(self, x):
@@ -102,7 +115,9 @@ class Observer:
         if rounding is not None:
             self.outcome.codes[declared.rounding().clip.name] = rounding.codes.clone()
         self.outcome.subsequences += [
-            value for name, value in operation.attributes().items() if name.endswith("dropout.subsequence")
+            value
+            for name, value in operation.attributes().items()
+            if name.endswith("dropout.subsequence")
         ]
 
     def weights(self, module, tensors):
@@ -124,7 +139,8 @@ def recorded(module):
 
 
 def prepare(module, run, inputs, tighten=0.7):
-    """Random biases and norms, calibrated clips made so narrow that much is clipped, no weight near a border.
+    """Random biases and norms, calibrated clips made so narrow that much is clipped, no weight near
+    a border.
 
     Returns the subsequences of the module's dropouts.
     """
@@ -170,16 +186,23 @@ def collect(run, target, inputs, parameters, dtype) -> dict[str, torch.Tensor]:
 def reference_of(config, module, key, subsequences, dtype, masks=()) -> Recorder:
     """The reference with the module's parameters in `dtype`, drawing the masks of `key`."""
     remaining = iter(subsequences)
-    parameters = {name: p.detach().to(dtype).requires_grad_() for name, p in module.named_parameters()}
+    parameters = {
+        name: p.detach().to(dtype).requires_grad_() for name, p in module.named_parameters()
+    }
 
     def dropout(x, probability):
-        return drop(x, probability, key, next(remaining), masks[0] if masks else None) if probability else x
+        return (
+            drop(x, probability, key, next(remaining), masks[0] if masks else None)
+            if probability
+            else x
+        )
 
     return Recorder(config, parameters, dropout, masks)
 
 
 def drop(x, probability, key, subsequence, padding):
-    """x [B, T, F], or probabilities [B, N, T, S], after the dropout that packed rows have: padding stands nowhere."""
+    """x [B, T, F], or probabilities [B, N, T, S], after the dropout that packed rows have: padding
+    stands nowhere."""
     batch, time = x.shape[0], x.shape[-2]
     present = torch.ones(batch, time, dtype=torch.bool) if padding is None else ~padding
     row = (present.flatten().cumsum(0) - 1).clamp(min=0).view(batch, time)
@@ -190,7 +213,9 @@ def drop(x, probability, key, subsequence, padding):
         head = torch.arange(heads)[:, None]
         element = ((row[:, None] * heads + head)[..., None]) * 2**31 + torch.arange(x.shape[3])
     words = philox_of(int(key), subsequence, element)
-    return torch.where(words >= dropout_threshold(probability), x * keep_factor(probability), torch.zeros_like(x))
+    return torch.where(
+        words >= dropout_threshold(probability), x * keep_factor(probability), torch.zeros_like(x)
+    )
 
 
 def reference_outcome(reference, run, inputs, dtype) -> Outcome:
@@ -208,7 +233,8 @@ def margin_of(reference, run, inputs) -> float:
 def find_inputs(module, config, run, run_reference, draw, tighten, masks):
     """(seed, key, inputs, subsequences of dropout) for which no value is near a border.
 
-    With few bits the sums of a product take few values, all of which may be near one: then other clips are tried.
+    With few bits the sums of a product take few values, all of which may be near one: then other
+        clips are tried.
     """
     subsequences = prepare(module, run, draw(), tighten)
     for _ in range(5):
@@ -239,14 +265,23 @@ def compare_with_reference(
     """
     run_reference = masked(run_reference, padding)
     masks = padding, memory_padding
-    seed, key, inputs, subsequences = find_inputs(module, config, run, run_reference, draw, tighten, masks)
+    seed, key, inputs, subsequences = find_inputs(
+        module, config, run, run_reference, draw, tighten, masks
+    )
     exact, single = (
-        reference_outcome(reference_of(config, module, key, subsequences, dtype, masks), run_reference, inputs, dtype)
+        reference_outcome(
+            reference_of(config, module, key, subsequences, dtype, masks),
+            run_reference,
+            inputs,
+            dtype,
+        )
         for dtype in (torch.float64, torch.float32)
     )
     torch.manual_seed(seed)  # the module draws the same key
     with recorded(module) as outcome:
-        outcome.values = collect(run, module, inputs, dict(module.named_parameters()), torch.float32)
+        outcome.values = collect(
+            run, module, inputs, dict(module.named_parameters()), torch.float32
+        )
     assert outcome.subsequences == subsequences
     assert_same_codes(outcome.codes, exact.codes)
     assert_accurate(outcome.values, exact.values, single.values)
@@ -261,25 +296,35 @@ def masked(run_reference, padding):
 
 
 def assert_same_codes(codes, expected):
-    """Every rounded tensor is there and its integers are equal; rows beyond a vocabulary hold zeros."""
+    """Every rounded tensor is there and its integers are equal; rows beyond a vocabulary hold
+    zeros."""
     assert codes.keys() == expected.keys()
     for name, wanted in expected.items():
         found = codes[name].reshape(-1, wanted.shape[-1])
         wanted = wanted.reshape(-1, wanted.shape[-1])
-        assert torch.equal(found[: len(wanted)], wanted), f"{name}: {(found[: len(wanted)] != wanted).sum()} differ"
+        assert torch.equal(found[: len(wanted)], wanted), (
+            f"{name}: {(found[: len(wanted)] != wanted).sum()} differ"
+        )
         assert not found[len(wanted) :].any(), f"{name}: the padding holds codes"
 
 
 def assert_accurate(values, exact, single):
     """Errors against float64 are at most twice those of the float32 reference, plus FLOOR.
 
-    The error of one number is luck: tensors of one element (the clips of activations) share their reference's largest.
+    The error of one number is luck: tensors of one element (the clips of activations) share their
+        reference's largest.
     """
     assert values.keys() == exact.keys()
-    errors = {name: (single[name].double() - wanted).abs().max().item() for name, wanted in exact.items()}
-    shared = max((errors[name] for name, wanted in exact.items() if wanted.numel() == 1), default=0.0)
+    errors = {
+        name: (single[name].double() - wanted).abs().max().item() for name, wanted in exact.items()
+    }
+    shared = max(
+        (errors[name] for name, wanted in exact.items() if wanted.numel() == 1), default=0.0
+    )
     for name, wanted in exact.items():
         assert values[name] is not None and values[name].shape == wanted.shape, name
         error = (values[name].double() - wanted).abs().max().item()
-        allowed = 2 * (shared if wanted.numel() == 1 else errors[name]) + FLOOR * max(1.0, wanted.abs().max().item())
+        allowed = 2 * (shared if wanted.numel() == 1 else errors[name]) + FLOOR * max(
+            1.0, wanted.abs().max().item()
+        )
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"

@@ -1,7 +1,9 @@
-"""The layers again, in plain PyTorch: float products of rounded numbers, differentiated by autograd.
+"""The layers again, in plain PyTorch: float products of rounded numbers, differentiated by
+autograd.
 
-Independent of programs and fused operations, and slow: every other implementation is tested against it, in float64.
-Dropout is given as a function, so that it can draw the same masks as a program. Shapes as in the modules.
+Independent of programs and fused operations, and slow: every other implementation is tested against
+it, in float64. Dropout is given as a function, so that it can draw the same masks as a program.
+Shapes as in the modules.
 """
 
 import itertools
@@ -16,24 +18,34 @@ from lsq.ops.nonlinearity import SLOPE_UNIT
 from tests.quant.fake import fake_quantize
 
 ACTIVATIONS = {
-    "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "squared_relu": lambda x: functional.relu(x) ** 2,
-}  # fmt: skip
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: functional.relu(x) ** 2,
+}
 STEPPED = ("gelu", "gelu_tanh", "silu")
 """Whose slope is bounded, and takes more than two values."""
 Dropout = Callable[[torch.Tensor, float], torch.Tensor]
 
 
 class ReferenceLayer:
-    """Computes what a module computes, from a dict of its parameters (any float dtype, gradients wanted or not).
+    """Computes what a module computes, from a dict of its parameters (any float dtype, gradients
+    wanted or not).
 
     Args:
         config: the module's configuration.
         parameters: by the names of the module's state dict.
-        dropout: called once for each dropout with (x, probability), in the order of the forward pass.
+        dropout: called once for each dropout with (x, probability), in the order of the forward
+            pass.
     """
 
-    def __init__(self, config: LayerConfig, parameters: dict[str, torch.Tensor], dropout: Dropout | None = None):
+    def __init__(
+        self,
+        config: LayerConfig,
+        parameters: dict[str, torch.Tensor],
+        dropout: Dropout | None = None,
+    ):
         self.config, self.parameters = config, parameters
         self.dropout = dropout or (lambda x, probability: x)
 
@@ -50,20 +62,27 @@ class ReferenceLayer:
         return functional.linear(x, weight, self.parameters.get(name + "_bias"))
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """The activation; without a gate, bounded slopes are kept as integers where anything is rounded."""
+        """The activation; without a gate, bounded slopes are kept as integers where anything is
+        rounded."""
         activation = ACTIVATIONS[self.config.activation]
         return _Stepped.apply(x, activation) if self.steps else activation(x)
 
     @property
     def steps(self) -> bool:
         """Whether the slope is kept as integers."""
-        return self.config.activation in STEPPED and self.config.quant.quantized and not self.config.gated
+        return (
+            self.config.activation in STEPPED
+            and self.config.quant.quantized
+            and not self.config.gated
+        )
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, H] -> [B, N, T, D], of heads of queries or of keys."""
         return x.unflatten(2, (-1, self.config.head_columns)).transpose(1, 2)
 
-    def attend(self, q, k, v, prefix: str, padding: torch.Tensor | None, causal: bool, bias=0.0) -> torch.Tensor:
+    def attend(
+        self, q, k, v, prefix: str, padding: torch.Tensor | None, causal: bool, bias=0.0
+    ) -> torch.Tensor:
         """Queries [B, T, H], keys and values [B, S, H] -> rounded context [B, T, H]."""
         q, k, v = map(self.split, (q, k, v))
         k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
@@ -71,7 +90,9 @@ class ReferenceLayer:
         if causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
             window = self.config.window or scores.shape[-1]
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).tril(-window).bool(), float("-inf"))
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[-2:]).tril(-window).bool(), float("-inf")
+            )
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None], float("-inf"))
         probabilities = self.dropout(scores.softmax(-1), self.config.attention_dropout)
@@ -81,33 +102,49 @@ class ReferenceLayer:
         """Normalised x [B, T, H] -> the output projection with its bias, before dropout."""
         config = self.config
         sizes = [config.query_columns, config.key_columns, config.key_columns]
-        q, k, v = self.linear(self.round(x, prefix + "input_clip"), prefix + "qkv").split(sizes, dim=2)
+        q, k, v = self.linear(self.round(x, prefix + "input_clip"), prefix + "qkv").split(
+            sizes, dim=2
+        )
         if config.rotary is not None:
-            q, k = (self.turn(one, f"{prefix}{part}_norm.weight") for one, part in ((q, "query"), (k, "key")))
+            q, k = (
+                self.turn(one, f"{prefix}{part}_norm.weight")
+                for one, part in ((q, "query"), (k, "key"))
+            )
         qkv = self.round(torch.cat([q, k, v], dim=2), prefix + "qkv_clip")
         bias = 0.0
         if config.relative_bias is not None:
-            bias = self.parameters[prefix + "relative_bias"][buckets(config.relative_bias, x.shape[1], causal)]
+            bias = self.parameters[prefix + "relative_bias"][
+                buckets(config.relative_bias, x.shape[1], causal)
+            ]
             bias = bias.permute(2, 0, 1)
         context = self.attend(*qkv.split(sizes, dim=2), prefix, padding, causal, bias)
         return self.linear(context, prefix + "out")
 
     def turn(self, x, norm: str) -> torch.Tensor:
-        """Queries or keys [B, T, ...] with their norm, if there is one, turned as complex numbers."""
+        """Queries or keys [B, T, ...] with their norm, if there is one, turned as complex
+        numbers."""
         config, heads = self.config, self.split(x)
         if config.head_norm is not None:
-            heads = functional.rms_norm(heads, heads.shape[-1:], self.parameters[norm], config.head_norm)
+            heads = functional.rms_norm(
+                heads, heads.shape[-1:], self.parameters[norm], config.head_norm
+            )
         turned = config.rotary.width or config.head_columns
-        frequencies = config.rotary.base ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        frequencies = config.rotary.base ** -(
+            torch.arange(0, turned, 2, dtype=torch.float64) / turned
+        )
         angle = torch.arange(x.shape[1])[:, None] * frequencies
-        table = torch.cat([angle.cos(), angle.sin()], dim=1).float().to(x.dtype)  # as programs are given it
+        # as programs are given it
+        table = torch.cat([angle.cos(), angle.sin()], dim=1).float().to(x.dtype)
         low, high, stays = heads.split([turned // 2, turned // 2, heads.shape[-1] - turned], dim=-1)
         numbers = torch.complex(low, high) * torch.complex(*table.chunk(2, dim=1))
         return torch.cat([numbers.real, numbers.imag, stays], dim=-1).transpose(1, 2).flatten(2)
 
     def cross_attention(self, x, memory, prefix: str, padding) -> torch.Tensor:
         """The same over a memory [B, S, H]."""
-        q = self.round(self.linear(self.round(x, prefix + "input_clip"), prefix + "query"), prefix + "query_clip")
+        q = self.round(
+            self.linear(self.round(x, prefix + "input_clip"), prefix + "query"),
+            prefix + "query_clip",
+        )
         key_value = self.linear(self.round(memory, prefix + "memory_clip"), prefix + "key_value")
         k, v = self.round(key_value, prefix + "key_value_clip").chunk(2, dim=2)
         return self.linear(self.attend(q, k, v, prefix, padding, causal=False), prefix + "out")
@@ -117,7 +154,9 @@ class ReferenceLayer:
         config = self.config
         x = self.round(x, prefix + "input_clip")
         if config.gated:
-            gate, up = (self.round(self.linear(x, prefix + n), f"{prefix}{n}_clip") for n in ("gate", "up"))
+            gate, up = (
+                self.round(self.linear(x, prefix + n), f"{prefix}{n}_clip") for n in ("gate", "up")
+            )
             x = self.activate(gate) * up
         else:
             x = self.activate(self.linear(x, prefix + "fc1"))
@@ -131,7 +170,8 @@ class ReferenceLayer:
         return x if self.config.pre_norm else self.norm(x, norm)
 
     def norm(self, x, name: str) -> torch.Tensor:
-        """LayerNorm or RMSNorm of x [..., H]; the backward pass reads integers where anything is rounded."""
+        """LayerNorm or RMSNorm of x [..., H]; the backward pass reads integers where anything is
+        rounded."""
         weight, bias = self.parameters[name + ".weight"], self.parameters.get(name + ".bias")
         epsilon, centred = self.config.layer_norm_epsilon, self.config.norm == "layer"
         if self.config.quant.quantized:
@@ -143,12 +183,17 @@ class ReferenceLayer:
     def encoder_layer(
         self, x: torch.Tensor, padding: torch.Tensor | None = None, causal: bool = False
     ) -> torch.Tensor:
-        """x [T, B, H], padding bool [B, T] -> [T, B, H]; padding is computed like words, and means nothing."""
+        """x [T, B, H], padding bool [B, T] -> [T, B, H]; padding is computed like words, and means
+        nothing."""
         x = x.transpose(0, 1)
         x = self.block(
-            x, "self_attn_layer_norm", lambda x: self.self_attention(x, "self_attn.", padding, causal)
+            x,
+            "self_attn_layer_norm",
+            lambda x: self.self_attention(x, "self_attn.", padding, causal),
         )
-        return self.block(x, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward.")).transpose(0, 1)
+        return self.block(
+            x, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward.")
+        ).transpose(0, 1)
 
     def decoder_layer(
         self, x: torch.Tensor, memory: torch.Tensor, padding: torch.Tensor | None = None
@@ -156,12 +201,18 @@ class ReferenceLayer:
         """x [T, B, H], memory [S, B, H], padding bool [B, S] -> [T, B, H]."""
         x, memory = x.transpose(0, 1), memory.transpose(0, 1)
         x = self.block(
-            x, "self_attn_layer_norm", lambda x: self.self_attention(x, "self_attn.", None, causal=True)
+            x,
+            "self_attn_layer_norm",
+            lambda x: self.self_attention(x, "self_attn.", None, causal=True),
         )
         x = self.block(
-            x, "encoder_attn_layer_norm", lambda x: self.cross_attention(x, memory, "encoder_attn.", padding)
+            x,
+            "encoder_attn_layer_norm",
+            lambda x: self.cross_attention(x, memory, "encoder_attn.", padding),
         )
-        return self.block(x, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward.")).transpose(0, 1)
+        return self.block(
+            x, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward.")
+        ).transpose(0, 1)
 
 
 def buckets(relative: RelativeBias, time: int, causal: bool) -> torch.Tensor:
@@ -174,13 +225,16 @@ def buckets(relative: RelativeBias, time: int, causal: bool) -> torch.Tensor:
             first, far = (count if far < 0 else 0), abs(far)
         far, exact = max(far, 0), count // 2
         if far >= exact:
-            far = exact + int(math.log(far / exact) / math.log(relative.farthest / exact) * (count - exact))
+            far = exact + int(
+                math.log(far / exact) / math.log(relative.farthest / exact) * (count - exact)
+            )
         found[query, key] = first + min(far, count - 1)
     return found
 
 
 class _KeptNorm(torch.autograd.Function):
-    """A norm whose backward pass takes normalised rows as 127ths of each row's largest magnitude."""
+    """A norm whose backward pass takes normalised rows as 127ths of each row's largest
+    magnitude."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, epsilon, centred):
@@ -198,11 +252,18 @@ class _KeptNorm(torch.autograd.Function):
         if ctx.centred:
             through = through - scaled.mean(-1, keepdim=True)
         dims = tuple(range(gradient.dim() - 1))
-        return rstd * through, (gradient * normalised).sum(dims), gradient.sum(dims) if ctx.bias else None, None, None
+        return (
+            rstd * through,
+            (gradient * normalised).sum(dims),
+            gradient.sum(dims) if ctx.bias else None,
+            None,
+            None,
+        )
 
 
 def normalise(x: torch.Tensor, epsilon: float, centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., H] with mean square 1, and what it was multiplied by [..., 1]; `centred`: with mean 0, too."""
+    """x [..., H] with mean square 1, and what it was multiplied by [..., 1]; `centred`: with mean
+    0, too."""
     x = x - x.mean(-1, keepdim=True) if centred else x
     rstd = (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return x * rstd, rstd
@@ -231,7 +292,12 @@ def slope_of(activation, x: torch.Tensor) -> torch.Tensor:
 
 
 def vocabulary_loss(
-    quant: QuantConfig, parameters: dict[str, torch.Tensor], x, target, padding_idx: int, label_smoothing: float
+    quant: QuantConfig,
+    parameters: dict[str, torch.Tensor],
+    x,
+    target,
+    padding_idx: int,
+    label_smoothing: float,
 ):
     """(loss, nll_loss) of VocabularyProjection.loss, from its parameters."""
     weight = parameters["weight"]

@@ -13,25 +13,52 @@ ATTENTIONS = {
     "window": {"window": 3},
     "biases": {"relative_bias": RelativeBias(buckets=8, farthest=6), "score_factor": 1.0},
     "all": {
-        "heads": 4, "key_heads": 2, "head_width": 8, "rotary": Rotary(places=64), "head_norm": 1e-5, "window": 4,
+        "heads": 4,
+        "key_heads": 2,
+        "head_width": 8,
+        "rotary": Rotary(places=64),
+        "head_norm": 1e-5,
+        "window": 4,
         "relative_bias": RelativeBias(),
     },
-}  # fmt: skip
+}
 """What else a LayerConfig may say of self-attention."""
 
 
-def config_of(*, dropout=0.0, pre_norm=False, norm="layer", activation="relu", heads=HEADS, hidden=HIDDEN,
-              inner=INNER, gated=False, bias=True, attention=(), **quant):  # fmt: skip
-    """A LayerConfig with one dropout for all places and `attention` besides; what remains goes to QuantConfig.
+def config_of(
+    *,
+    dropout=0.0,
+    pre_norm=False,
+    norm="layer",
+    activation="relu",
+    heads=HEADS,
+    hidden=HIDDEN,
+    inner=INNER,
+    gated=False,
+    bias=True,
+    attention=(),
+    **quant,
+):
+    """A LayerConfig with one dropout for all places and `attention` besides; what remains goes to
+    QuantConfig.
 
-    Unless `backward` is given its products are of floats: nothing in it is random, and the reference has the same.
-    Unless `calibration_passes` is given only the first pass measures, so that the reference finds the same clips.
+    Unless `backward` is given its products are of floats: nothing in it is random, and the
+    reference has the same. Unless `calibration_passes` is given only the first pass measures, so
+    that the reference finds the same clips.
     """
     quant = {"backward": "float", "calibration_passes": 0, **quant}
     given = {"hidden": hidden, "heads": heads, "feed_forward": inner, **dict(attention)}
     return LayerConfig(
-        dropout=dropout, attention_dropout=dropout, activation_dropout=dropout, pre_norm=pre_norm, norm=norm,
-        activation=activation, gated=gated, bias=bias, quant=QuantConfig(**quant), **given,
+        dropout=dropout,
+        attention_dropout=dropout,
+        activation_dropout=dropout,
+        pre_norm=pre_norm,
+        norm=norm,
+        activation=activation,
+        gated=gated,
+        bias=bias,
+        quant=QuantConfig(**quant),
+        **given,
     )
 
 
@@ -42,7 +69,8 @@ def padding_mask(batch: int, time: int) -> torch.Tensor:
 
 
 def gradients(module, output, *inputs) -> dict[str, torch.Tensor]:
-    """Gradients of a fixed random weighting of `output`, by parameter name; inputs are "input 0" and so on."""
+    """Gradients of a fixed random weighting of `output`, by parameter name; inputs are "input 0"
+    and so on."""
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     names = [*(f"input {i}" for i in range(len(inputs))), *parameters]
@@ -51,7 +79,8 @@ def gradients(module, output, *inputs) -> dict[str, torch.Tensor]:
 
 
 def assert_unbiased(exact, drawn, exempt=()):
-    """The mean of many random gradients lies within 5.5 standard errors of the exact ones, element by element.
+    """The mean of many random gradients lies within 5.5 standard errors of the exact ones, element
+    by element.
 
     exact: name -> gradient; drawn: a list of the same. All but `exempt` must vary.
     """

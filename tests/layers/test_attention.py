@@ -31,7 +31,9 @@ def check_cross(config, *, time=TIME, source=SOURCE, batch=BATCH, padded=False):
     mask = padding_mask(batch, source) if padded else None
 
     def reference(layer, x, memory):
-        return layer.cross_attention(x.transpose(0, 1), memory.transpose(0, 1), "", mask).transpose(0, 1)
+        return layer.cross_attention(x.transpose(0, 1), memory.transpose(0, 1), "", mask).transpose(
+            0, 1
+        )
 
     return compare_with_reference(
         MultiheadAttention(config, cross=True),
@@ -48,7 +50,9 @@ def check_cross(config, *, time=TIME, source=SOURCE, batch=BATCH, padded=False):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_self_attention_equals_the_reference(clip_gradient, causal, padded, dropout):
-    check_self(config_of(dropout=dropout, clip_gradient=clip_gradient), causal=causal, padded=padded)
+    check_self(
+        config_of(dropout=dropout, clip_gradient=clip_gradient), causal=causal, padded=padded
+    )
 
 
 @pytest.mark.parametrize("clip_gradient", ["pact", "lsq"])
@@ -73,7 +77,9 @@ def test_odd_shapes(time, source, batch):
 def fairseq_attention(cross):
     """fairseq's module, and the same weights for ours."""
     width = {"kdim": HIDDEN, "vdim": HIDDEN} if cross else {}
-    theirs = FairseqAttention(HIDDEN, HEADS, encoder_decoder_attention=cross, self_attention=not cross, **width)
+    theirs = FairseqAttention(
+        HIDDEN, HEADS, encoder_decoder_attention=cross, self_attention=not cross, **width
+    )
     parts = {"out": [theirs.out_proj]}
     if cross:
         parts |= {"query": [theirs.q_proj], "key_value": [theirs.k_proj, theirs.v_proj]}
@@ -82,7 +88,9 @@ def fairseq_attention(cross):
     state = {}
     for name, modules in parts.items():
         for kind in ("weight", "bias"):
-            state[f"{name}_{kind}"] = torch.cat([getattr(module, kind) for module in modules]).detach()
+            state[f"{name}_{kind}"] = torch.cat(
+                [getattr(module, kind) for module in modules]
+            ).detach()
     return theirs, state
 
 
@@ -102,14 +110,18 @@ def test_float_mode_equals_fairseq(cross):
     inputs = (x, memory) if cross else (x,)
     upstream = torch.randn_like(expected)
     ours_gradients = torch.autograd.grad(found, inputs, upstream)
-    for gradient, wanted in zip(ours_gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+    for gradient, wanted in zip(
+        ours_gradients, torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
         assert (gradient - wanted).abs().max() < 5e-6
 
 
 def test_initial_weights_have_fairseqs_spread():
     theirs, _ = fairseq_attention(False)
     ours = MultiheadAttention(config_of())
-    for part, module in zip(ours.qkv_weight.chunk(3), (theirs.q_proj, theirs.k_proj, theirs.v_proj), strict=True):
+    for part, module in zip(
+        ours.qkv_weight.chunk(3), (theirs.q_proj, theirs.k_proj, theirs.v_proj), strict=True
+    ):
         assert 0.9 < part.std() / module.weight.std() < 1.1
     assert 0.9 < ours.out_weight.std() / theirs.out_proj.weight.std() < 1.1
     assert not ours.out_bias.any()
@@ -118,7 +130,9 @@ def test_initial_weights_have_fairseqs_spread():
 def test_a_mask_that_masks_nothing_changes_nothing():
     layer = MultiheadAttention(config_of())
     x = torch.randn(TIME, BATCH, HIDDEN)
-    assert torch.equal(layer(x), layer(x, key_padding_mask=torch.zeros(BATCH, TIME, dtype=torch.bool)))
+    assert torch.equal(
+        layer(x), layer(x, key_padding_mask=torch.zeros(BATCH, TIME, dtype=torch.bool))
+    )
 
 
 def test_int8_gradients_of_self_attention_are_close():

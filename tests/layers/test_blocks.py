@@ -1,4 +1,5 @@
-"""Layers whose norm is RMSNorm: what they are made of, their formulas in float64, and a training."""
+"""Layers whose norm is RMSNorm: what they are made of, their formulas in float64, and a
+training."""
 
 import copy
 from collections import Counter
@@ -30,26 +31,35 @@ def test_the_norm_of_a_layer_is_the_one_that_was_chosen(pre_norm):
     assert not any("norm" in one.name and one.name.endswith("bias") for one in program.parameters)
 
 
-@pytest.mark.parametrize("options", [
-    {"mode": "float"}, {"mode": "float", "pre_norm": True, "dropout": 0.2}, {"dropout": 0.2},
-    {"pre_norm": True, "clip_gradient": "lsq", "activation": "gelu"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "float"},
+        {"mode": "float", "pre_norm": True, "dropout": 0.2},
+        {"dropout": 0.2},
+        {"pre_norm": True, "clip_gradient": "lsq", "activation": "gelu"},
+    ],
+)
 def test_layers_equal_the_reference(options):
     config, mask = rms(**options), padding_mask(3, 7)
     compare_with_reference(
-        TransformerEncoderLayer(config), config, lambda layer, x: layer(x, mask),
-        lambda reference, x: reference.encoder_layer(x, mask), lambda: (torch.randn(7, 3, HIDDEN),), padding=mask,
+        TransformerEncoderLayer(config),
+        config,
+        lambda layer, x: layer(x, mask),
+        lambda reference, x: reference.encoder_layer(x, mask),
+        lambda: (torch.randn(7, 3, HIDDEN),),
+        padding=mask,
     )
     compare_with_reference(
-        TransformerDecoderLayer(config), config, lambda layer, x, memory: layer(x, memory),
+        TransformerDecoderLayer(config),
+        config,
+        lambda layer, x, memory: layer(x, memory),
         lambda reference, x, memory: reference.decoder_layer(x, memory),
         lambda: (torch.randn(7, 3, HIDDEN), torch.randn(9, 3, HIDDEN)),
-    )  # fmt: skip
+    )
 
 
-@pytest.mark.parametrize(
-    "options", [{"activation": "gelu"}, {"activation": "silu", "gated": True}]
-)
+@pytest.mark.parametrize("options", [{"activation": "gelu"}, {"activation": "silu", "gated": True}])
 def test_gradients_of_layers_with_adapters_are_slopes(options):
     """Dropout drops the same each time."""
     config = config_of(mode="float", dropout=0.2, attention={"adapters": ADAPTERS}, **options)
@@ -67,7 +77,9 @@ def test_gradients_of_layers_with_adapters_are_slopes(options):
             for end in (before + step, before - step)
         )
         slope = ((above - below).double() * given[dy.name]).sum() / 2
-        assert abs((gradient * step).sum() - slope) < 0.02 * gradient.norm() * step.norm(), parameter
+        assert abs((gradient * step).sum() - slope) < 0.02 * gradient.norm() * step.norm(), (
+            parameter
+        )
 
 
 def test_epsilon_is_the_configurations():

@@ -17,25 +17,49 @@ def test_a_state_says_the_format_and_goes_on_in_it():
     state = layer(weight_format="int4", bits=6).state_dict()
     found = clip_format.read(state["format"], "format")
     assert found == {
-        "weight_format": "int4", "activation_format": "int8", "weight_granularity": "channel", "bits": 6,
-    }  # fmt: skip
+        "weight_format": "int4",
+        "activation_format": "int8",
+        "weight_granularity": "channel",
+        "bits": 6,
+    }
     layer(weight_format="int4", bits=6).load_state_dict(state)
     assert "format" not in layer(mode="float").state_dict()
 
 
 def test_other_names_of_a_format_are_the_same():
-    state = layer(weight_format="int8-row,a=mxfp4", activation_format="int8/tensor/float32").state_dict()
-    layer(weight_format="int8/row,a=fp4-e2m1/group32/e8m0", activation_format="int8-tensor").load_state_dict(state)
-    with pytest.raises(ValueError, match="weight_format='int8-row,a=mxfp4', but this model has weight_format='int8/r"):
-        layer(weight_format="int8/row,b=mxfp4", activation_format="int8-tensor").load_state_dict(state)
+    state = layer(
+        weight_format="int8-row,a=mxfp4", activation_format="int8/tensor/float32"
+    ).state_dict()
+    layer(
+        weight_format="int8/row,a=fp4-e2m1/group32/e8m0", activation_format="int8-tensor"
+    ).load_state_dict(state)
+    with pytest.raises(
+        ValueError,
+        match="weight_format='int8-row,a=mxfp4', but this model has weight_format='int8/r",
+    ):
+        layer(weight_format="int8/row,b=mxfp4", activation_format="int8-tensor").load_state_dict(
+            state
+        )
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "said"),
     [
-        ({"weight_format": "int4"}, {}, "trained with weight_format='int4', but this model has weight_format='int8'"),
-        ({}, {"bits": 4}, r"keep QuantConfig\(bits=8\), in fairseq --lsq-bits 8, or convert .*OTHER --bits 4$"),
-        ({"weight_granularity": "tensor", "bits": 5}, {}, "trained with bits=5, weight_granularity='tensor', but"),
+        (
+            {"weight_format": "int4"},
+            {},
+            "trained with weight_format='int4', but this model has weight_format='int8'",
+        ),
+        (
+            {},
+            {"bits": 4},
+            r"keep QuantConfig\(bits=8\), in fairseq --lsq-bits 8, or convert .*OTHER --bits 4$",
+        ),
+        (
+            {"weight_granularity": "tensor", "bits": 5},
+            {},
+            "trained with bits=5, weight_granularity='tensor', but",
+        ),
     ],
 )
 def test_another_format_is_refused_with_both_names(theirs, ours, said):
@@ -62,8 +86,14 @@ def test_states_of_earlier_versions_have_none():
 @pytest.mark.parametrize(
     ("ours", "said"),
     [
-        ({"weight_format": "nvfp4"}, "trained with weight_format='int8', but this model has weight_format='nvfp4'"),
-        ({"weight_format": "int8,*=mxint8"}, "trained with weight_format='int8', but this model has .*mxint8"),
+        (
+            {"weight_format": "nvfp4"},
+            "trained with weight_format='int8', but this model has weight_format='nvfp4'",
+        ),
+        (
+            {"weight_format": "int8,*=mxint8"},
+            "trained with weight_format='int8', but this model has .*mxint8",
+        ),
         ({"activation_format": "fp8-e4m3/tensor"}, "with activation_format='int8', but"),
         ({"weight_format": "float32"}, "with weight_format='int8', but"),
     ],

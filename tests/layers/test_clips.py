@@ -1,4 +1,5 @@
-"""Parameters that change under a module: other sizes and dtypes, swapped tensors, what others make of weights."""
+"""Parameters that change under a module: other sizes and dtypes, swapped tensors, what others make
+of weights."""
 
 import copy
 
@@ -53,7 +54,9 @@ def test_sizes_that_products_cannot_take_are_refused():
         ours(torch.randn(3, 64))
     layer = TransformerEncoderLayer(LayerConfig(hidden=32, heads=2, feed_forward=64))
     layer.self_attn.out_weight = nn.Parameter(torch.randn(48, 32))
-    with pytest.raises(ValueError, match=r"out_weight .* is \[48, 32\], but was \[32, 32\].*lsq\.revert\(model\)"):
+    with pytest.raises(
+        ValueError, match=r"out_weight .* is \[48, 32\], but was \[32, 32\].*lsq\.revert\(model\)"
+    ):
         layer(torch.randn(5, 1, 32))
 
 
@@ -80,7 +83,9 @@ def test_what_others_make_of_a_weight_is_used(kind):
         for _ in range(2):  # in training mode weights are measured in the second pass
             model.zero_grad()
             (model(x) * weight).sum().backward()
-        gradients.append({name: one.grad for name, one in model.named_parameters() if "clip" not in name})
+        gradients.append(
+            {name: one.grad for name, one in model.named_parameters() if "clip" not in name}
+        )
     wanted, found = gradients
     assert wanted.keys() == found.keys()
     for name in wanted:
@@ -96,7 +101,9 @@ def steps(dtype):
     torch.set_default_dtype(dtype)
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64, dtype=torch.float32), nn.Linear(64, 64, dtype=torch.float32))
+        model = nn.Sequential(
+            nn.Linear(64, 64, dtype=torch.float32), nn.Linear(64, 64, dtype=torch.float32)
+        )
         lsq.convert(model)
         optimizer, x = Adam(model.parameters(), lr=1e-2), torch.randn(9, 64, dtype=torch.float32)
         for _ in range(5):

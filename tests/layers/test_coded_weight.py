@@ -16,13 +16,25 @@ from lsq.quant import largest_clips
 SIZES = (64, 32, 32)
 
 
-def parts(weight_format: str = "int8", *, by_inputs: bool = False, dtype: torch.dtype = torch.float32):
-    """(values that products see, parameters of SIZES rows of their codes), or one parameter of all by inputs."""
+def parts(
+    weight_format: str = "int8", *, by_inputs: bool = False, dtype: torch.dtype = torch.float32
+):
+    """(values that products see, parameters of SIZES rows of their codes), or one parameter of all
+    by inputs."""
     torch.manual_seed(0)
-    rows, form = torch.randn(sum(SIZES), 80), QuantConfig(weight_format=weight_format).weight_form("weight")
+    rows, form = (
+        torch.randn(sum(SIZES), 80),
+        QuantConfig(weight_format=weight_format).weight_form("weight"),
+    )
     clip = largest_clips(rows, torch.ones(len(rows)))
     codes = encoded(
-        rows.t() if by_inputs else rows, clip, form, backend("cpu"), rows=144, by_inputs=by_inputs, absmax=False
+        rows.t() if by_inputs else rows,
+        clip,
+        form,
+        backend("cpu"),
+        rows=144,
+        by_inputs=by_inputs,
+        absmax=False,
     )
     seen, first, made = rounded_values(rows, clip, form, backend("cpu")).to(dtype), 0, []
     for size in (len(rows),) if by_inputs else SIZES:
@@ -40,14 +52,20 @@ def test_reads_as_what_products_see(weight_format, by_inputs, dtype):
     seen, found = parts(weight_format, by_inputs=by_inputs, dtype=dtype)
     assert torch.equal(torch.cat(found), seen)
     for one, values in zip(found, seen.split([len(one) for one in found]), strict=True):
-        assert isinstance(one, torch.nn.Parameter) and one.shape == values.shape and one.dtype == dtype
+        assert (
+            isinstance(one, torch.nn.Parameter) and one.shape == values.shape and one.dtype == dtype
+        )
         x = torch.randn(3, values.shape[1], dtype=dtype, requires_grad=True)
         y, expected = torch.nn.functional.linear(x, one), torch.nn.functional.linear(x, values)
         assert torch.equal(y, expected)
-        assert torch.equal(*(torch.autograd.grad(each.square().sum(), x)[0] for each in (y, expected)))
+        assert torch.equal(
+            *(torch.autograd.grad(each.square().sum(), x)[0] for each in (y, expected))
+        )
         assert torch.equal(one.contiguous(), values) and type(one.contiguous()) is torch.Tensor
         with torch.inference_mode():
-            assert torch.equal(one[:2] + 0.0, values[:2]) and torch.equal(one.detach() + 0.0, values)
+            assert torch.equal(one[:2] + 0.0, values[:2]) and torch.equal(
+                one.detach() + 0.0, values
+            )
             assert torch.equal(torch.zeros(values.shape, dtype=dtype).copy_(one), values)
 
 
@@ -97,7 +115,13 @@ def test_reading_is_no_writing():
 
 def test_what_others_take_of_it_is_theirs():
     seen, (one, *_) = parts()
-    for copied in (one.t().clone(), one[0].double(), one.t().contiguous(), one.reshape(80, 64).bfloat16(), one + 0.0):
+    for copied in (
+        one.t().clone(),
+        one[0].double(),
+        one.t().contiguous(),
+        one.reshape(80, 64).bfloat16(),
+        one + 0.0,
+    ):
         assert type(copied) is torch.Tensor and copied.mul_(2.0).abs().sum() > 0
     with torch.inference_mode():
         assert type(torch.zeros(80, 64).reshape(-1).view_as(one).zero_()) is torch.Tensor
@@ -108,7 +132,14 @@ def test_what_others_take_of_it_is_theirs():
 def test_copies_have_the_same_codes():
     _, found = parts()
     one = found[0]
-    for copied in (one.detach(), one.data, one.clone(), copy.deepcopy(one), one.float(), one.bfloat16().float()):
+    for copied in (
+        one.detach(),
+        one.data,
+        one.clone(),
+        copy.deepcopy(one),
+        one.float(),
+        one.bfloat16().float(),
+    ):
         assert copied.codes is one.codes and torch.equal(copied + 0.0, one + 0.0)
     assert type(one.long()) is CodedWeight and torch.equal(one.long() + 0, (one + 0.0).long())
     again = pickle.loads(pickle.dumps(found))
@@ -126,7 +157,10 @@ def test_modules_change_the_dtype_and_decode():
     seen, (one, *_) = parts()
     layer = torch.nn.Linear(80, 64)
     layer.weight = one
-    assert type(layer.to(torch.bfloat16).weight) is CodedWeight and layer.weight.dtype == torch.bfloat16
+    assert (
+        type(layer.to(torch.bfloat16).weight) is CodedWeight
+        and layer.weight.dtype == torch.bfloat16
+    )
     decode_all(layer.to(torch.float32))
     assert type(layer.weight) is torch.nn.Parameter and torch.equal(layer.weight, seen[:64])
     assert not layer.weight.requires_grad

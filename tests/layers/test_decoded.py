@@ -1,4 +1,5 @@
-"""Layers of formats without fast products: values in the place of codes, on every way through a layer."""
+"""Layers of formats without fast products: values in the place of codes, on every way through a
+layer."""
 
 import copy
 
@@ -25,15 +26,22 @@ from tests.layers.shapes import HEADS, HIDDEN, INNER
 from tests.ops.cuda import current_device
 
 FORMATS = (
-    ("nvfp4", "nvfp4", "int8"), ("int6/row", "int8", "fp8-e5m2/row"), ("float32", "log4.3/tensor", "float32"),
-    ("int4/group32", "float32", "int8"), ("int8", "int8", "nvfp4"),
-)  # fmt: skip
+    ("nvfp4", "nvfp4", "int8"),
+    ("int6/row", "int8", "fp8-e5m2/row"),
+    ("float32", "log4.3/tensor", "float32"),
+    ("int4/group32", "float32", "int8"),
+    ("int8", "int8", "nvfp4"),
+)
 
 
 def config(formats: tuple[str, str, str], hidden: int = 36, **options) -> LayerConfig:
     weight, activation, gradient = formats
-    quant = QuantConfig(weight_format=weight, activation_format=activation, gradient_format=gradient)
-    return LayerConfig(**{"heads": 4, "feed_forward": 56, **options}, hidden=hidden, dropout=0.1, quant=quant)
+    quant = QuantConfig(
+        weight_format=weight, activation_format=activation, gradient_format=gradient
+    )
+    return LayerConfig(
+        **{"heads": 4, "feed_forward": 56, **options}, hidden=hidden, dropout=0.1, quant=quant
+    )
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -63,12 +71,15 @@ def results_of(layers, given: list[torch.Tensor], where: Backend) -> list[torch.
 def test_what_is_decoded_is_told():
     layers, _ = case(("int8", "int8,*.context=log4.3/tensor,*key_value=float32", "fp8-e5m2/row"))
     assert decoded_tensors(layers) == {
-        "int8/row": {"weights": 4 + 7}, "int8/tensor": {"activations": 4 + 7},
-        "log4.3/tensor": {"activations": 1 + 2}, "fp8-e5m2/row": {"gradients": 4 + 7},
-    }  # fmt: skip
+        "int8/row": {"weights": 4 + 7},
+        "int8/tensor": {"activations": 4 + 7},
+        "log4.3/tensor": {"activations": 1 + 2},
+        "fp8-e5m2/row": {"gradients": 4 + 7},
+    }
     assert told(torch.nn.ModuleList([torch.nn.Linear(2, 2), QuantizedLinear(16, 16)])) is None
     assert told(QuantizedLinear(16, 16, quant=QuantConfig(weight_format="nvfp4"))) == (
-        "multiplied as decoded values, no faster than floats: nvfp4 (1 weight), int8/tensor (1 activation)"
+        "multiplied as decoded values, no faster than floats: nvfp4 (1 weight), int8/tensor (1"
+        " activation)"
     )
 
 
@@ -77,12 +88,16 @@ def test_what_is_decoded_is_told():
 def test_rows_that_begin_within_a_byte_of_kept_bits(formats, width):
     """The signs that ReLU keeps: a bit an element."""
     layers, given = case(formats, feed_forward=width)
-    for found, wanted in zip(*(results_of(layers, given, backend(name)) for name in ("cpu", "reference")), strict=True):
+    for found, wanted in zip(
+        *(results_of(layers, given, backend(name)) for name in ("cpu", "reference")), strict=True
+    ):
         assert near(found, wanted)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-@pytest.mark.parametrize("options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}], ids=["post", "pre"])
+@pytest.mark.parametrize(
+    "options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}], ids=["post", "pre"]
+)
 def test_layers_compute_the_same_on_both_backends(formats, options):
     """Encoder and decoder, of widths that are no multiples of 16, forward and backward."""
     tested = case(formats, **options)
@@ -95,16 +110,26 @@ def test_layers_compute_the_same_on_both_backends(formats, options):
     ("formats", "options"),
     [
         pytest.param(FORMATS[0], {}, marks=pytest.mark.thorough),
-        (("int6/row", "fp8-e4m3/group16", "int8"), {"pre_norm": True, "activation": "silu", "gated": True}),
-        pytest.param(FORMATS[4], {"activation": "gelu", "by_inputs": True}, marks=pytest.mark.thorough),
+        (
+            ("int6/row", "fp8-e4m3/group16", "int8"),
+            {"pre_norm": True, "activation": "silu", "gated": True},
+        ),
+        pytest.param(
+            FORMATS[4], {"activation": "gelu", "by_inputs": True}, marks=pytest.mark.thorough
+        ),
     ],
     ids=["post", "gated", "by inputs"],
-)  # fmt: skip
+)
 def test_layers_compute_the_reference_on_cuda(formats, options):
     """But for values that lie beside a boundary, where products are summed in another order."""
     tested = case(formats, hidden=HIDDEN, heads=HEADS, feed_forward=INNER, **options)
-    found, wanted = (results_of(*tested, where) for where in (CUDA(current_device()), backend("reference")))
-    assert all((one - other).norm() <= 5e-2 * other.norm() + 1e-9 for one, other in zip(found, wanted, strict=True))
+    found, wanted = (
+        results_of(*tested, where) for where in (CUDA(current_device()), backend("reference"))
+    )
+    assert all(
+        (one - other).norm() <= 5e-2 * other.norm() + 1e-9
+        for one, other in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.thorough
@@ -112,32 +137,53 @@ def test_layers_with_activations_in_bfloat16_on_cuda():
     tested = case(("nvfp4", "fp8-e4m3/row", "int8"), hidden=HIDDEN, heads=HEADS, feed_forward=INNER)
     narrow = CUDA(current_device(), activations=torch.bfloat16)
     found, wanted = (results_of(*tested, where) for where in (narrow, backend("reference")))
-    assert all((one - other).norm() <= 0.25 * other.norm() for one, other in zip(found, wanted, strict=True))
+    assert all(
+        (one - other).norm() <= 0.25 * other.norm()
+        for one, other in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_a_vocabulary_and_a_projection_on_cuda(granularity):
     """Loss, logits and gradients; first clips are measured by rounding."""
-    options = {"weight_format": "nvfp4", "activation_format": "fp4-e2m1/row", "gradient_format": "int8"}
+    options = {
+        "weight_format": "nvfp4",
+        "activation_format": "fp4-e2m1/row",
+        "gradient_format": "int8",
+    }
     quant = QuantConfig(**options, weight_granularity=granularity, weight_init="mse")
     results = []
     for where in (CUDA(current_device()), backend("reference")):
         torch.manual_seed(0)
-        words, linear = VocabularyProjection(96, HIDDEN, quant=quant), QuantizedLinear(HIDDEN, 64, quant=quant)
+        words, linear = (
+            VocabularyProjection(96, HIDDEN, quant=quant),
+            QuantizedLinear(HIDDEN, 64, quant=quant),
+        )
         words.backend = linear.backend = where
         x = torch.randn(9, HIDDEN, requires_grad=True)
         loss, _ = words.loss(x, torch.arange(9), 0.1)
         (loss + linear(x).square().sum()).backward()
         parameters = [*words.parameters(), *linear.parameters()]
-        results.append([loss.detach(), x.grad, *(one.grad for one in parameters), *map(torch.detach, parameters)])
+        results.append(
+            [
+                loss.detach(),
+                x.grad,
+                *(one.grad for one in parameters),
+                *map(torch.detach, parameters),
+            ]
+        )
         with torch.no_grad():
             results[-1] += [words.eval()(x), linear.eval()(x)]
-    assert all((one - other).norm() <= 2e-2 * other.norm() for one, other in zip(*results, strict=True))
+    assert all(
+        (one - other).norm() <= 2e-2 * other.norm() for one, other in zip(*results, strict=True)
+    )
 
 
 def test_a_projection_multiplies_decoded_values():
     torch.manual_seed(0)
-    quant = QuantConfig(weight_format="int4/group16", activation_format="fp8-e4m3/row", gradient_format="float32")
+    quant = QuantConfig(
+        weight_format="int4/group16", activation_format="fp8-e4m3/row", gradient_format="float32"
+    )
     layer = QuantizedLinear(40, 24, quant=quant)
     x = torch.randn(9, 40)
     found = layer(x)
@@ -150,14 +196,18 @@ def test_a_projection_multiplies_decoded_values():
     wanted = values @ weight.t() + layer.bias
     torch.testing.assert_close(found, wanted)
     inside = layer.weight.abs() <= weight_clip
-    torch.testing.assert_close(layer.weight.grad, torch.where(inside, (2 * wanted).t() @ values, 0.0))
+    torch.testing.assert_close(
+        layer.weight.grad, torch.where(inside, (2 * wanted).t() @ values, 0.0)
+    )
 
 
 def test_weights_are_decoded_once_in_eval_mode(monkeypatch):
     quant = QuantConfig(weight_format="nvfp4", activation_format="float32", weight_init="fixed")
     layer = VocabularyProjection(21, 36, quant=quant).eval()
     x, runs = torch.randn(4, 36), []
-    monkeypatch.setattr(FakeQuantize, "cpu", lambda self: (runs.append(self), self.store(self.reference())))
+    monkeypatch.setattr(
+        FakeQuantize, "cpu", lambda self: (runs.append(self), self.store(self.reference()))
+    )
     first = layer(x)
     assert layer(x).equal(first) and len(runs) == 1
     with torch.no_grad():
@@ -166,9 +216,13 @@ def test_weights_are_decoded_once_in_eval_mode(monkeypatch):
 
 
 GROUPED = (
-    ("nvfp4", "nvfp4"), ("mxint8", "mxint8"), ("mxfp4", "mxfp4"), ("vsquant4", "vsquant4"), ("int4/group32", "int8"),
+    ("nvfp4", "nvfp4"),
+    ("mxint8", "mxint8"),
+    ("mxfp4", "mxfp4"),
+    ("vsquant4", "vsquant4"),
+    ("int4/group32", "int8"),
     ("int6/row", "int8/row"),
-)  # fmt: skip
+)
 """Of weights and activations: what is multiplied as codes with scales of groups in eval mode."""
 fast = pytest.mark.skipif(not tiles.vectorised(), reason="plain C++ multiplies decoded values")
 
@@ -181,8 +235,11 @@ class Decoding(CPU):
 
 @fast
 @pytest.mark.parametrize("formats", GROUPED, ids="-".join)
-@pytest.mark.parametrize("options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}, {"by_inputs": True}],
-                         ids=["post", "gated", "by inputs"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pre_norm": True, "activation": "silu", "gated": True}, {"by_inputs": True}],
+    ids=["post", "gated", "by inputs"],
+)
 @torch.no_grad()
 def test_codes_in_eval_mode_give_what_decoded_values_give(formats, options):
     """But for values that lie beside a boundary, where sums before them were rounded otherwise."""
@@ -200,7 +257,9 @@ def test_codes_in_eval_mode_give_what_decoded_values_give(formats, options):
 
 @fast
 @pytest.mark.parametrize("formats", GROUPED, ids="-".join)
-@pytest.mark.parametrize("rows, inputs, outputs", [(1, 1, 1), (1, 40, 64), (7, 37, 33), (65, 130, 5)])
+@pytest.mark.parametrize(
+    "rows, inputs, outputs", [(1, 1, 1), (1, 40, 64), (7, 37, 33), (65, 130, 5)]
+)
 @torch.no_grad()
 def test_a_projection_in_eval_mode(formats, rows, inputs, outputs):
     torch.manual_seed(rows)
@@ -212,7 +271,9 @@ def test_a_projection_in_eval_mode(formats, rows, inputs, outputs):
     assert near(found, layer(x)) and set(layer.codes.kept) == {"weight.grouped", "weight.decoded"}
 
 
-@pytest.mark.parametrize("formats", [("nvfp4", "mxint8"), ("fp8-e4m3/row", "int8"), ("nvfp4", "float32")], ids="-".join)
+@pytest.mark.parametrize(
+    "formats", [("nvfp4", "mxint8"), ("fp8-e4m3/row", "int8"), ("nvfp4", "float32")], ids="-".join
+)
 @torch.no_grad()
 def test_formats_without_a_common_product_stay_decoded(formats):
     layer = QuantizedLinear(40, 24, quant=config((*formats, "int8")).quant)
@@ -234,11 +295,15 @@ def test_nan_in_a_row_stays_there_in_eval_mode():
 
 @fast
 def test_a_weight_is_packed_once_in_eval_mode(monkeypatch):
-    layer = QuantizedLinear(36, 21, quant=QuantConfig(weight_format="nvfp4", activation_format="nvfp4"))
+    layer = QuantizedLinear(
+        36, 21, quant=QuantConfig(weight_format="nvfp4", activation_format="nvfp4")
+    )
     x, packed = torch.randn(4, 36), []
     layer(x)
     layer.eval()
-    monkeypatch.setattr(weight_codes, "pack_weight", lambda *given: (packed.append(given), pack_weight(*given)))
+    monkeypatch.setattr(
+        weight_codes, "pack_weight", lambda *given: (packed.append(given), pack_weight(*given))
+    )
     with torch.no_grad():
         first = layer(x)
         assert layer(x).equal(first) and len(packed) == 1
@@ -254,7 +319,9 @@ def test_a_weight_is_packed_once_in_eval_mode(monkeypatch):
 @fast
 @torch.no_grad()
 def test_groups_beyond_the_last_input_take_no_memory():
-    layer = QuantizedLinear(40, 21, quant=QuantConfig(weight_format="int8/group1024", activation_format="int8/row"))
+    layer = QuantizedLinear(
+        40, 21, quant=QuantConfig(weight_format="int8/group1024", activation_format="int8/row")
+    )
     x = torch.randn(4, 40)
     wanted = layer(x)
     assert near(layer.eval()(x), wanted)
@@ -264,7 +331,9 @@ def test_groups_beyond_the_last_input_take_no_memory():
 
 def test_the_loss_of_a_vocabulary_and_its_logits_agree():
     torch.manual_seed(0)
-    quant = QuantConfig(weight_format="nvfp4", activation_format="log4.3/tensor", gradient_format="float32")
+    quant = QuantConfig(
+        weight_format="nvfp4", activation_format="log4.3/tensor", gradient_format="float32"
+    )
     layer = VocabularyProjection(21, 36, quant=quant)
     x, target = torch.randn(6, 36, requires_grad=True), torch.randint(0, 21, (6,))
     loss, _ = layer.loss(x, target, 0.0)
@@ -288,16 +357,24 @@ def test_incremental_steps_are_those_of_a_whole_target():
 
 def test_incremental_steps_are_those_of_a_whole_target_on_cuda():
     torch.manual_seed(0)
-    layer = TransformerEncoderLayer(config(("nvfp4", "nvfp4", "int8"), hidden=HIDDEN, heads=HEADS), causal=True).eval()
+    layer = TransformerEncoderLayer(
+        config(("nvfp4", "nvfp4", "int8"), hidden=HIDDEN, heads=HEADS), causal=True
+    ).eval()
     layer.backend = CUDA(current_device())
     check_steps(layer)
 
 
 def test_state_dicts_hold_the_clips_and_no_values():
-    layer = QuantizedLinear(40, 24, quant=QuantConfig(weight_format="int6/tensor", activation_format="float32"))
+    layer = QuantizedLinear(
+        40, 24, quant=QuantConfig(weight_format="int6/tensor", activation_format="float32")
+    )
     layer(torch.randn(2, 40))
     assert layer.weight_clip.shape == (1,)
-    assert set(layer.state_dict()) - {"passes", "calibrated", "fallen", "format"} == {"weight", "weight_clip", "bias"}
+    assert set(layer.state_dict()) - {"passes", "calibrated", "fallen", "format"} == {
+        "weight",
+        "weight_clip",
+        "bias",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""TransformerDecoderLayer against the float64 reference, fairseq's own layer, and itself one step at a time."""
+"""TransformerDecoderLayer against the float64 reference, fairseq's own layer, and itself one step
+at a time."""
 
 from dataclasses import replace
 from itertools import product
@@ -54,14 +55,18 @@ def test_the_memory_alone_needs_a_gradient():
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_equals_the_reference(clip_gradient, pre_norm, activation):
     for dropout, padded in product((0.0, 0.2), (False, True)):
-        config = config_of(dropout=dropout, pre_norm=pre_norm, activation=activation, clip_gradient=clip_gradient)
+        config = config_of(
+            dropout=dropout, pre_norm=pre_norm, activation=activation, clip_gradient=clip_gradient
+        )
         check(config, padded=padded)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_narrow_integers_equal_the_reference(bits, granularity):
-    check(config_of(bits=bits, weight_granularity=granularity, clip_gradient="lsq", activation="gelu"))
+    check(
+        config_of(bits=bits, weight_granularity=granularity, clip_gradient="lsq", activation="gelu")
+    )
 
 
 @pytest.mark.parametrize("time, source, batch", [(1, 1, 1), (1, 5, 3), (13, 1, 1), (11, 17, 2)])
@@ -79,7 +84,9 @@ def test_padded_targets_equal_the_reference():
         cross = lambda x: layer.cross_attention(x, memory, "encoder_attn.", mask)  # noqa: E731
         rows = layer.block(rows, "self_attn_layer_norm", own)
         rows = layer.block(rows, "encoder_attn_layer_norm", cross)
-        rows = layer.block(rows, "final_layer_norm", lambda x: layer.feed_forward(x, "feed_forward."))
+        rows = layer.block(
+            rows, "final_layer_norm", lambda x: layer.feed_forward(x, "feed_forward.")
+        )
         return rows.transpose(0, 1)
 
     compare_with_reference(
@@ -99,10 +106,14 @@ def test_float_mode_equals_fairseq(pre_norm, activation):
     future = torch.full((TIME, TIME), float("-inf")).triu(1)
     for mask in (None, padding_mask(BATCH, SOURCE)):
         compare_with_fairseq(
-            TransformerDecoderLayer(config_of(mode="float", pre_norm=pre_norm, activation=activation)),
+            TransformerDecoderLayer(
+                config_of(mode="float", pre_norm=pre_norm, activation=activation)
+            ),
             fairseq_layer("decoder", pre_norm=pre_norm, activation=activation),
             lambda layer, x, memory, mask=mask: layer(x, memory, mask),
-            lambda layer, x, memory, mask=mask: layer(x, memory, mask, self_attn_mask=future.to(x.dtype))[0],
+            lambda layer, x, memory, mask=mask: layer(
+                x, memory, mask, self_attn_mask=future.to(x.dtype)
+            )[0],
             draw,
         )
 
@@ -152,7 +163,8 @@ def ready(**options):
 
 
 def step_by_step(layer, x, memory, mask):
-    """(outputs [T, B, H], codes by clip name, of all steps together), one target token at a time."""
+    """(outputs [T, B, H], codes by clip name, of all steps together), one target token at a
+    time."""
     state, outputs, codes = {}, [], {}
     for t in range(len(x)):
         with recorded(layer) as step:
@@ -164,7 +176,8 @@ def step_by_step(layer, x, memory, mask):
 
 
 def in_rows(found, x, mask):
-    """Codes of all steps as the whole target has them: targets sentence by sentence, a memory without padding."""
+    """Codes of all steps as the whole target has them: targets sentence by sentence, a memory
+    without padding."""
     if len(found) == len(x) and len(found[0]) == x.shape[1]:
         return torch.stack(found, 1)
     sources = mask is not None and len(found) == 1 and len(found[0]) == mask.numel()

@@ -1,4 +1,7 @@
-"""Decoding with causal layers: steps give what the whole gives. Decoder layers: test_decoder_layer.py."""
+"""Decoding with causal layers: steps give what the whole gives.
+
+Decoder layers: test_decoder_layer.py.
+"""
 
 import pytest
 import torch
@@ -21,17 +24,22 @@ def ready(**options):
     return layer
 
 
-@pytest.mark.parametrize("build", [
-    lambda mode: decoding.decoder_step(config_of(), 4, SOURCE, mode),
-    lambda mode: decoding.encoder_step(config_of(), 4, 3, mode),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda mode: decoding.decoder_step(config_of(), 4, SOURCE, mode),
+        lambda mode: decoding.encoder_step(config_of(), 4, 3, mode),
+    ],
+)
 def test_a_step_appends_one_row_to_each_sentence(build):
     program = build(mode_on(training=False, backward=False))
     assert [tensor.shape for tensor in program.outputs] == [(3, 48), (15, 144)]
     assert forward_of(program)["Append"] == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"pre_norm": True}, {"bits": 4, "dropout": 0.3}, {"mode": "float"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"pre_norm": True}, {"bits": 4, "dropout": 0.3}, {"mode": "float"}]
+)
 def test_steps_equal_the_whole(options):
     layer = ready(**options)
     x, state = torch.randn(TIME, BATCH, HIDDEN), {}

@@ -1,4 +1,5 @@
-"""Inputs on another device than the parameters, and parameters on another than what PyTorch makes by default."""
+"""Inputs on another device than the parameters, and parameters on another than what PyTorch makes
+by default."""
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from lsq.layers.devices import check_devices
 def test_inputs_elsewhere_are_refused(training):
     layer = QuantizedLinear(16, 16, quant=QuantConfig()).train(training)
     before = layer.state_dict()
-    expected = "x is on meta, but the parameters of this QuantizedLinear are on cpu; move one of the two with .to()"
+    expected = (
+        "x is on meta, but the parameters of this QuantizedLinear are on cpu; move one of"
+        " the two with .to()"
+    )
     with pytest.raises(ValueError, match=expected):
         layer(torch.empty(3, 16, device="meta"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())

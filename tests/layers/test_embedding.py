@@ -13,10 +13,17 @@ TOKENS = torch.tensor([[4, 7, 2, 9, 4], [1, 1, 22, 4, 2], [5, 4, 2, 1, 1]])
 
 
 def pair(learned, scale=None, layer_norm=False, hidden=HIDDEN):
-    """(ours, the same built of fairseq's parts as tokens -> [T, B, H], their parameters by our names)."""
+    """(ours, the same built of fairseq's parts as tokens -> [T, B, H], their parameters by our
+    names)."""
     positions = "learned" if learned else "sinusoidal"
     ours = Embedding(
-        VOCABULARY, hidden, PADDING, positions=positions, max_positions=LONGEST, scale=scale, layer_norm=layer_norm
+        VOCABULARY,
+        hidden,
+        PADDING,
+        positions=positions,
+        max_positions=LONGEST,
+        scale=scale,
+        layer_norm=layer_norm,
     )
     words = torch.nn.Embedding(VOCABULARY, hidden, PADDING)
     places = PositionalEmbedding(LONGEST, hidden, PADDING, learned)
@@ -54,7 +61,9 @@ def test_equals_fairseq(learned, layer_norm, scale, hidden):
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_padding_stays_zero(learned):
-    embedding = Embedding(VOCABULARY, HIDDEN, PADDING, positions="learned" if learned else "sinusoidal")
+    embedding = Embedding(
+        VOCABULARY, HIDDEN, PADDING, positions="learned" if learned else "sinusoidal"
+    )
     x = embedding(TOKENS)
     assert not x[:2, 1].any() and not x[3:, 2].any()
     x.square().sum().backward()

@@ -8,7 +8,14 @@ import torch
 from lsq.layers import TransformerEncoderLayer
 from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
 from tests.layers.oracle import compare_with_reference, prepare
-from tests.layers.shapes import HIDDEN, assert_unbiased, config_of, decibels, gradients, padding_mask
+from tests.layers.shapes import (
+    HIDDEN,
+    assert_unbiased,
+    config_of,
+    decibels,
+    gradients,
+    padding_mask,
+)
 
 
 def check(config, *, batch=3, time=7, padded=False, training=True):
@@ -28,14 +35,18 @@ def check(config, *, batch=3, time=7, padded=False, training=True):
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_equals_the_reference(clip_gradient, pre_norm, activation):
     for dropout, padded in product((0.0, 0.2), (False, True)):
-        config = config_of(dropout=dropout, pre_norm=pre_norm, activation=activation, clip_gradient=clip_gradient)
+        config = config_of(
+            dropout=dropout, pre_norm=pre_norm, activation=activation, clip_gradient=clip_gradient
+        )
         check(config, padded=padded)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 7])
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_narrow_integers_equal_the_reference(bits, granularity):
-    outcome = check(config_of(bits=bits, weight_granularity=granularity, clip_gradient="lsq", activation="gelu"))
+    outcome = check(
+        config_of(bits=bits, weight_granularity=granularity, clip_gradient="lsq", activation="gelu")
+    )
     assert max(int(codes.abs().max()) for codes in outcome.codes.values()) == 2 ** (bits - 1) - 1
 
 
@@ -49,9 +60,17 @@ def test_odd_shapes(time, batch):
 def test_gated_layers_without_biases(clip_gradient, norm):
     """What most language models have had since Llama, but for attention."""
     config = config_of(
-        pre_norm=True, norm=norm, activation="silu", gated=True, bias=False, clip_gradient=clip_gradient, dropout=0.1
+        pre_norm=True,
+        norm=norm,
+        activation="silu",
+        gated=True,
+        bias=False,
+        clip_gradient=clip_gradient,
+        dropout=0.1,
     )
-    assert not any(name.endswith("_bias") for name, _ in TransformerEncoderLayer(config).named_parameters())
+    assert not any(
+        name.endswith("_bias") for name, _ in TransformerEncoderLayer(config).named_parameters()
+    )
     check(config, padded=True)
 
 
@@ -105,7 +124,9 @@ def test_float_mode_equals_fairseq(pre_norm, activation):
     mask = padding_mask(3, 7)
     for padding in (None, mask):
         compare_with_fairseq(
-            TransformerEncoderLayer(config_of(mode="float", pre_norm=pre_norm, activation=activation)),
+            TransformerEncoderLayer(
+                config_of(mode="float", pre_norm=pre_norm, activation=activation)
+            ),
             fairseq_layer("encoder", pre_norm=pre_norm, activation=activation),
             lambda layer, x, padding=padding: layer(x, padding),
             lambda layer, x, padding=padding: zeroed(layer(x, padding), padding),
@@ -175,7 +196,9 @@ def test_int8_gradients_are_unbiased(pre_norm):
     rounded.load_state_dict(exact.state_dict())
     drawn = [gradients(rounded, rounded(x), x) for _ in range(200)]
     untouched = ("feed_forward.fc2_bias", "final_layer_norm.weight", "final_layer_norm.bias")
-    assert_unbiased(gradients(exact, exact(x), x), drawn, exempt=untouched if not pre_norm else untouched[:1])
+    assert_unbiased(
+        gradients(exact, exact(x), x), drawn, exempt=untouched if not pre_norm else untouched[:1]
+    )
 
 
 def test_int8_gradients_have_little_noise():
@@ -186,7 +209,12 @@ def test_int8_gradients_have_little_noise():
         layer = TransformerEncoderLayer(config_of(backward=backward))
         found.append(gradients(layer, layer(x), x))
     exact, rounded = found
-    for name in ("input 0", "self_attn.qkv_weight", "self_attn.out_weight", "feed_forward.fc1_weight"):
+    for name in (
+        "input 0",
+        "self_attn.qkv_weight",
+        "self_attn.out_weight",
+        "feed_forward.fc1_weight",
+    ):
         assert decibels(exact[name], rounded[name]) > 32, name
 
 

@@ -16,7 +16,11 @@ def check(config, shape=(7, 3)):
         return layer.feed_forward(x.reshape(1, -1, HIDDEN), "").view(x.shape)
 
     return compare_with_reference(
-        FeedForward(config), config, lambda layer, x: layer(x), reference, lambda: (torch.randn(*shape, HIDDEN),)
+        FeedForward(config),
+        config,
+        lambda layer, x: layer(x),
+        reference,
+        lambda: (torch.randn(*shape, HIDDEN),),
     )
 
 
@@ -35,9 +39,16 @@ def test_other_activations_equal_the_reference(activation, clip_gradient):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("clip_gradient, bits, bias", [("pact", 8, False), ("lsq", 8, True), ("lsq", 4, False)])
+@pytest.mark.parametrize(
+    "clip_gradient, bits, bias", [("pact", 8, False), ("lsq", 8, True), ("lsq", 4, False)]
+)
 def test_gates_equal_the_reference(activation, clip_gradient, bits, bias):
-    options = {"clip_gradient": clip_gradient, "bits": bits, "bias": bias, "dropout": 0.2 if bias else 0.0}
+    options = {
+        "clip_gradient": clip_gradient,
+        "bits": bits,
+        "bias": bias,
+        "dropout": 0.2 if bias else 0.0,
+    }
     check(config_of(activation=activation, gated=True, **options))
 
 
@@ -60,14 +71,19 @@ def test_float_mode_is_plain_torch():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_in_float_mode_are_plain_torch(activation, bias):
     sizes = {"inner": 7, "hidden": 5, "heads": 1}
-    layer = FeedForward(config_of(mode="float", activation=activation, gated=True, bias=bias, **sizes))
+    layer = FeedForward(
+        config_of(mode="float", activation=activation, gated=True, bias=bias, **sizes)
+    )
     assert {name for name, _ in layer.named_parameters() if name.endswith("bias")} == (
         {"gate_bias", "up_bias", "fc2_bias"} if bias else set()
     )
     x = torch.randn(3, 5, requires_grad=True)
-    linear = {name: lambda x, name=name: functional.linear(
-        x, getattr(layer, name + "_weight"), getattr(layer, name + "_bias", None)
-    ) for name in ("gate", "up", "fc2")}  # fmt: skip
+    linear = {
+        name: lambda x, name=name: functional.linear(
+            x, getattr(layer, name + "_weight"), getattr(layer, name + "_bias", None)
+        )
+        for name in ("gate", "up", "fc2")
+    }
     expected = linear["fc2"](PLAIN[activation](linear["gate"](x)) * linear["up"](x))
     assert torch.allclose(layer(x), expected, atol=1e-6)
     ours, theirs = gradients(layer, layer(x), x), gradients(layer, expected, x)
@@ -75,7 +91,9 @@ def test_gates_in_float_mode_are_plain_torch(activation, bias):
 
 
 def test_rounding_the_gradients_of_a_gate_keeps_their_mean():
-    layer = FeedForward(config_of(activation="silu", gated=True, bias=False, backward="int8", calibration_passes=0))
+    layer = FeedForward(
+        config_of(activation="silu", gated=True, bias=False, backward="int8", calibration_passes=0)
+    )
     x = torch.randn(41, HIDDEN, requires_grad=True)
     layer(x)  # measures clips
     exact = FeedForward(config_of(activation="silu", gated=True, bias=False, calibration_passes=0))

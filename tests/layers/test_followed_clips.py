@@ -77,9 +77,15 @@ def test_all_passes_of_a_step_count_alike():
     assert layer.eval().input_clip == 4.0 * KEPT
 
 
-@pytest.mark.parametrize("look", [
-    QuantizedLinear.state_dict, copy.deepcopy, lambda layer: layer.eval().train(), lambda layer: None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "look",
+    [
+        QuantizedLinear.state_dict,
+        copy.deepcopy,
+        lambda layer: layer.eval().train(),
+        lambda layer: None,
+    ],
+)
 def test_a_look_before_a_step_changes_nothing(look):
     layer, sizes = layer_of(), [4.0, 0.1, 0.3]
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
@@ -185,10 +191,17 @@ def test_values_beyond_the_clip_have_a_gradient():
 
 def test_what_is_of_learned_clips_alone():
     assert QuantConfig().clips == "auto" and not QuantConfig().learned
-    for options in ({"bits": 4}, {"weight_format": "int4"}, {"clip_gradient": "lsq"}, {"weight_init": "absmax"}):
+    for options in (
+        {"bits": 4},
+        {"weight_format": "int4"},
+        {"clip_gradient": "lsq"},
+        {"weight_init": "absmax"},
+    ):
         assert QuantConfig(**options).learned
         if "bits" not in options:
-            with pytest.raises(ValueError, match=f'{next(iter(options))} is .*but clips is "absmax"'):
+            with pytest.raises(
+                ValueError, match=f'{next(iter(options))} is .*but clips is "absmax"'
+            ):
                 QuantConfig(clips="absmax", **options)
     with pytest.raises(ValueError, match="clips is 'largest'; allowed"):
         QuantConfig(clips="largest")

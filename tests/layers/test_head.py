@@ -31,7 +31,13 @@ def batch(ignored: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("ignored", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "how", [{}, {"reduction": "sum"}, {"label_smoothing": 0.2}, {"label_smoothing": 0.1, "reduction": "sum"}]
+    "how",
+    [
+        {},
+        {"reduction": "sum"},
+        {"label_smoothing": 0.2},
+        {"label_smoothing": 0.1, "reduction": "sum"},
+    ],
 )
 def test_the_loss_and_its_gradients_are_pytorchs(plain, ignored, how):
     x, target = batch(ignored)
@@ -61,10 +67,13 @@ def test_losses_that_no_program_has_are_pytorchs(plain):
     logits = plain(x).clone()
     weight = torch.rand(WORDS)
     for given, how in [
-        (target, {"weight": weight}), (target, {"reduction": "none"}), (functional.one_hot(target, WORDS).float(), {}),
-    ]:  # fmt: skip
+        (target, {"weight": weight}),
+        (target, {"reduction": "none"}),
+        (functional.one_hot(target, WORDS).float(), {}),
+    ]:
         torch.testing.assert_close(
-            functional.cross_entropy(plain(x), given, **how), functional.cross_entropy(logits, given, **how)
+            functional.cross_entropy(plain(x), given, **how),
+            functional.cross_entropy(logits, given, **how),
         )
 
 
@@ -77,7 +86,9 @@ def test_targets_that_are_none(plain):
     loss.backward()
     assert loss == 0
     for target in (WORDS, -1):
-        with pytest.raises(ValueError, match=f"targets lie between .*{target}.*; the vocabulary has 53 words"):
+        with pytest.raises(
+            ValueError, match=f"targets lie between .*{target}.*; the vocabulary has 53 words"
+        ):
             functional.cross_entropy(plain(x), torch.tensor([3] * (ROWS - 1) + [target]))
 
 
@@ -95,7 +106,9 @@ def test_a_weight_that_an_embedding_shares():
     assert type(lsq.revert(model).head) is nn.Linear
 
 
-@pytest.mark.parametrize("options", [{"skip": "head"}, {"fused": False}, {"quant": QuantConfig(weight_format="int4")}])
+@pytest.mark.parametrize(
+    "options", [{"skip": "head"}, {"fused": False}, {"quant": QuantConfig(weight_format="int4")}]
+)
 def test_it_stays_or_is_refused(plain, options):
     lsq.convert(plain, **options)
     assert not isinstance(plain.head, Head)

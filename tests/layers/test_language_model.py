@@ -17,8 +17,14 @@ WORDS, PADDING, HIDDEN, HEADS = 29, 1, 32, 4
 def model_of(*, mode="int8", pre_norm=True, norm="layer", **options) -> TransformerLanguageModel:
     torch.manual_seed(4)
     config = LayerConfig(
-        hidden=HIDDEN, heads=HEADS, feed_forward=48, activation="gelu", pre_norm=pre_norm, norm=norm,
-        dropout=options.pop("dropout", 0.0), quant=QuantConfig(mode=mode),
+        hidden=HIDDEN,
+        heads=HEADS,
+        feed_forward=48,
+        activation="gelu",
+        pre_norm=pre_norm,
+        norm=norm,
+        dropout=options.pop("dropout", 0.0),
+        quant=QuantConfig(mode=mode),
     )
     return TransformerLanguageModel(WORDS, config, layers=2, padding_idx=PADDING, **options)
 
@@ -34,7 +40,11 @@ def draw(sentences=3, time=9, *, padded=True) -> tuple[torch.Tensor, torch.Tenso
 
 def plain(model: TransformerLanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of the same formulas in float64; padding at the end changes nothing before it."""
-    state = {name: value.detach().double() for name, value in model.state_dict().items() if value.is_floating_point()}
+    state = {
+        name: value.detach().double()
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
+    }
 
     def linear(x, name):
         return functional.linear(x, state[name + "_weight"], state[name + "_bias"])
@@ -42,15 +52,26 @@ def plain(model: TransformerLanguageModel, tokens: torch.Tensor) -> torch.Tensor
     def normed(x, name):
         return functional.layer_norm(x, (HIDDEN,), state[name + ".weight"], state[name + ".bias"])
 
-    table = state.get("embed_tokens.position_weight", sinusoidal_table(tokens.shape[1] + 2, HIDDEN, PADDING).double())
+    table = state.get(
+        "embed_tokens.position_weight",
+        sinusoidal_table(tokens.shape[1] + 2, HIDDEN, PADDING).double(),
+    )
     x = state["embed_tokens.weight"][tokens] * HIDDEN**0.5 + table[PADDING + 1 :][: tokens.shape[1]]
     for index in range(2):
         layer = f"layers.{index}."
-        parts = linear(normed(x, layer + "self_attn_layer_norm"), layer + "self_attn.qkv").chunk(3, dim=-1)
+        parts = linear(normed(x, layer + "self_attn_layer_norm"), layer + "self_attn.qkv").chunk(
+            3, dim=-1
+        )
         q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in parts)
-        context = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        context = (
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         x = x + linear(context, layer + "self_attn.out")
-        inner = functional.gelu(linear(normed(x, layer + "final_layer_norm"), layer + "feed_forward.fc1"))
+        inner = functional.gelu(
+            linear(normed(x, layer + "final_layer_norm"), layer + "feed_forward.fc1")
+        )
         x = x + linear(inner, layer + "feed_forward.fc2")
     return functional.linear(normed(x, "layer_norm"), state["output_projection.weight"])
 
@@ -64,14 +85,19 @@ def test_float_mode_equals_the_formulas(options):
     assert not logits[~words].any()
     loss, nll = model(tokens, target, 0.1)
     torch.testing.assert_close(nll.double(), plain_loss(model, tokens, target), rtol=1e-6, atol=0)
-    smoothed = plain_loss(model, tokens, target, 0.1 * WORDS / (WORDS - 1))  # fairseq's share of each word
+    # fairseq's share of each word
+    smoothed = plain_loss(model, tokens, target, 0.1 * WORDS / (WORDS - 1))
     torch.testing.assert_close(loss.double(), smoothed, rtol=1e-6, atol=0)
     assert loss.requires_grad and not nll.requires_grad
 
 
 def plain_loss(model, tokens, target, smoothing=0.0):
     return functional.cross_entropy(
-        plain(model, tokens).transpose(1, 2), target, ignore_index=PADDING, reduction="sum", label_smoothing=smoothing
+        plain(model, tokens).transpose(1, 2),
+        target,
+        ignore_index=PADDING,
+        reduction="sum",
+        label_smoothing=smoothing,
     )
 
 
@@ -145,11 +171,16 @@ def test_planned_memory_changes_nothing():
         model(tokens, target)[0].backward()
         model.zero_grad()
         if planned:
-            assert plan_memory(model, lambda m=model, t=tokens, w=target: m(t, w)[0], mode="guard") is not None
+            assert (
+                plan_memory(model, lambda m=model, t=tokens, w=target: m(t, w)[0], mode="guard")
+                is not None
+            )
         torch.manual_seed(9)
         model(tokens[:2, :6], target[:2, :6])[0].backward()
         release_memory(model)
-        found.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
+        found.append(
+            [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        )
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 

@@ -1,4 +1,5 @@
-"""QuantizedLinear against the float64 reference, and its int8 backward pass against its float one."""
+"""QuantizedLinear against the float64 reference, and its int8 backward pass against its float
+one."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ INPUTS, OUTPUTS = 48, 32
 def check(quant, *, shape=(7, 3), bias=True, inputs=INPUTS, outputs=OUTPUTS):
     def reference(layer, x):
         weight = layer.round(layer.parameters["weight"], "weight_clip")
-        return torch.nn.functional.linear(layer.round(x, "input_clip"), weight, layer.parameters.get("bias"))
+        return torch.nn.functional.linear(
+            layer.round(x, "input_clip"), weight, layer.parameters.get("bias")
+        )
 
     return compare_with_reference(
         QuantizedLinear(inputs, outputs, bias=bias, quant=quant),
@@ -57,7 +60,9 @@ def test_float_mode_is_torch_linear():
 
 def test_codes_that_fit_are_multiplied_exactly():
     """Whole numbers under a clip of 127 are their own codes: the product has no error at all."""
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0))
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0)
+    )
     weight = torch.randint(-127, 128, (16, 16)).float()
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -94,7 +99,8 @@ def test_int8_gradients_are_unbiased(clip_gradient):
     x = torch.randn(13, INPUTS, requires_grad=True)
     exact, rounded = (
         QuantizedLinear(
-            INPUTS, OUTPUTS,
+            INPUTS,
+            OUTPUTS,
             quant=QuantConfig(backward=backward, clip_gradient=clip_gradient, calibration_passes=0),
         )
         for backward in ("float", "int8")
@@ -128,7 +134,9 @@ def test_int8_gradients_have_little_noise():
         assert decibels(exact[name], rounded[name]) > least, name
 
 
-@pytest.mark.parametrize("inputs, outputs, named", [(40, 32, "inputs is 40.*use 48"), (48, 33, "outputs is 33.*48")])
+@pytest.mark.parametrize(
+    "inputs, outputs, named", [(40, 32, "inputs is 40.*use 48"), (48, 33, "outputs is 33.*48")]
+)
 def test_widths_that_int8_cannot_take_are_refused(inputs, outputs, named):
     with pytest.raises(ValueError, match=named):
         QuantizedLinear(inputs, outputs)

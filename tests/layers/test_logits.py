@@ -58,7 +58,12 @@ def test_what_they_know_needs_no_product(model, x, monkeypatch):
     monkeypatch.setattr(Head, "logits", None)
     logits = model(x)
     assert type(logits) is Logits
-    assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == ((3, 5, WORDS), WORDS, 3, 3)
+    assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == (
+        (3, 5, WORDS),
+        WORDS,
+        3,
+        3,
+    )
     assert (logits.dtype, logits.device.type, logits.numel()) == (torch.float32, "cpu", 15 * WORDS)
     assert logits.requires_grad
     assert (logits._base, logits.is_leaf) == (None, False)
@@ -66,16 +71,24 @@ def test_what_they_know_needs_no_product(model, x, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [
-        lambda logits: logits.view(-1, WORDS), lambda logits: logits.reshape((15, WORDS)),
-        lambda logits: logits.view(-1, logits.size(-1)), lambda logits: logits[:, :-1],
+    "change",
+    [
+        lambda logits: logits.view(-1, WORDS),
+        lambda logits: logits.reshape((15, WORDS)),
+        lambda logits: logits.view(-1, logits.size(-1)),
+        lambda logits: logits[:, :-1],
         lambda logits: logits[..., 1:, :],
-        lambda logits: logits[:, 2, :], lambda logits: logits[1], lambda logits: logits[torch.tensor([0, 2])],
-        lambda logits: logits[torch.ones(3, 5, dtype=torch.bool)], lambda logits: logits.float().contiguous(),
-        lambda logits: logits.to(torch.bfloat16), lambda logits: logits + torch.zeros(1, WORDS),
-        lambda logits: logits.reshape(5, 3, -1), lambda logits: logits[:, :2, :].contiguous().view(-1, WORDS),
+        lambda logits: logits[:, 2, :],
+        lambda logits: logits[1],
+        lambda logits: logits[torch.tensor([0, 2])],
+        lambda logits: logits[torch.ones(3, 5, dtype=torch.bool)],
+        lambda logits: logits.float().contiguous(),
+        lambda logits: logits.to(torch.bfloat16),
+        lambda logits: logits + torch.zeros(1, WORDS),
+        lambda logits: logits.reshape(5, 3, -1),
+        lambda logits: logits[:, :2, :].contiguous().view(-1, WORDS),
     ],
-)  # fmt: skip
+)
 def test_they_follow(model, x, change):
     logits = model(x)
     changed, expected = change(logits), change(logits.clone())
@@ -86,16 +99,27 @@ def test_they_follow(model, x, change):
 
 
 @pytest.mark.parametrize(
-    "change", [
-        lambda logits: logits[..., 0], lambda logits: logits[:, :, :5], lambda logits: logits.view(-1),
-        lambda logits: logits.view(15, WORDS, 1), lambda logits: logits.softmax(-1), lambda logits: logits / 2,
-        lambda logits: logits + torch.ones(WORDS), lambda logits: 2 * logits,
-        lambda logits: torch.cat([logits, logits]), lambda logits: functional.log_softmax(logits, 2),
-        lambda logits: logits.argmax(-1), lambda logits: logits.to(torch.int64), lambda logits: logits.transpose(1, 2),
-        lambda logits: logits.data, lambda logits: logits.mT, lambda logits: logits[:, None],
+    "change",
+    [
+        lambda logits: logits[..., 0],
+        lambda logits: logits[:, :, :5],
+        lambda logits: logits.view(-1),
+        lambda logits: logits.view(15, WORDS, 1),
+        lambda logits: logits.softmax(-1),
+        lambda logits: logits / 2,
+        lambda logits: logits + torch.ones(WORDS),
+        lambda logits: 2 * logits,
+        lambda logits: torch.cat([logits, logits]),
+        lambda logits: functional.log_softmax(logits, 2),
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits.to(torch.int64),
+        lambda logits: logits.transpose(1, 2),
+        lambda logits: logits.data,
+        lambda logits: logits.mT,
+        lambda logits: logits[:, None],
         lambda logits: logits.detach(),
     ],
-)  # fmt: skip
+)
 def test_anything_else_gets_the_real_ones(model, x, change):
     logits = model(x)
     found = change(logits)
@@ -109,7 +133,9 @@ def test_gradients_go_back_through_the_real_ones(model, x):
         model.zero_grad()
         make().backward()
         found = [parameter.grad.clone() for parameter in model.parameters()]
-    for first, second in zip(found, (parameter.grad for parameter in model.parameters()), strict=True):
+    for first, second in zip(
+        found, (parameter.grad for parameter in model.parameters()), strict=True
+    ):
         assert torch.equal(first, second)
         assert first.any()
 
@@ -186,7 +212,11 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_functions_of_autograd_get_the_real_ones(model, x):
     expected = gradients(model, (2 * model(x)).square().sum())
-    for change in (lambda logits: logits, lambda logits: logits.view(-1, WORDS), lambda logits: logits.to(x.dtype)):
+    for change in (
+        lambda logits: logits,
+        lambda logits: logits.view(-1, WORDS),
+        lambda logits: logits.to(x.dtype),
+    ):
         doubled = Double.apply(change(model(x)))
         assert type(doubled) is torch.Tensor
         torch.testing.assert_close(gradients(model, doubled.square().sum()), expected)
@@ -202,11 +232,17 @@ def test_backward_hooks_of_the_head_see_gradients(model, x):
 
     model(x).sum().backward()
     expected, seen = gradients(model, loss()), []
-    model.head.register_full_backward_hook(lambda module, inputs, outputs: seen.append((*inputs, *outputs)))
+    model.head.register_full_backward_hook(
+        lambda module, inputs, outputs: seen.append((*inputs, *outputs))
+    )
     found = gradients(model, loss())
-    assert [tuple(one.shape) for one in seen[0]] == [(3, 5, HIDDEN), (3, 5, WORDS)] and len(seen) == 1
+    assert [tuple(one.shape) for one in seen[0]] == [(3, 5, HIDDEN), (3, 5, WORDS)] and len(
+        seen
+    ) == 1
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-2, atol=1e-3, msg=lambda why, at=name: at + why)
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-2, atol=1e-3, msg=lambda why, at=name: at + why
+        )
 
 
 def test_with_torch_compile(model, x):
@@ -223,7 +259,11 @@ def test_with_torch_compile(model, x):
 
 
 def test_changes_in_place_are_not_lost(model, x):
-    for change in (lambda one: one.__setitem__((..., 0), 1.0), lambda one: one.__imul__(2), lambda one: one.mul_(2)):
+    for change in (
+        lambda one: one.__setitem__((..., 0), 1.0),
+        lambda one: one.__imul__(2),
+        lambda one: one.mul_(2),
+    ):
         with pytest.raises(RuntimeError, match="take logits.clone"):
             logits = model(x)
             viewed = logits.view(-1, WORDS)
@@ -259,7 +299,10 @@ def test_the_loss_under_autocast_is_float32(model, x):
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(x).view(-1, WORDS)
         assert logits.dtype == torch.bfloat16
-        assert functional.cross_entropy(logits, torch.zeros(15, dtype=torch.int64)).dtype == torch.float32
+        assert (
+            functional.cross_entropy(logits, torch.zeros(15, dtype=torch.int64)).dtype
+            == torch.float32
+        )
 
 
 def test_checkpoints_of_either_kind_make_logits_again(model, x):
@@ -272,20 +315,28 @@ def test_checkpoints_of_either_kind_make_logits_again(model, x):
     model(x).sum().backward()  # measures
     expected = gradient(model)
     for reentrant in (True, False):
-        found = gradient(lambda given, reentrant=reentrant: checkpoint(model, given, use_reentrant=reentrant))
+        found = gradient(
+            lambda given, reentrant=reentrant: checkpoint(model, given, use_reentrant=reentrant)
+        )
         assert (found - expected).norm() <= 0.1 * expected.norm()
 
 
 TARGET = torch.arange(15) % WORDS
 TARGET[3] = -100
 LOSSES = {
-    "cross-entropy": lambda logits: functional.cross_entropy(logits.view(-1, WORDS), TARGET, label_smoothing=0.1),
-    "shifted": lambda logits: 3 * functional.cross_entropy(logits[:, :-1].reshape(-1, WORDS), TARGET[:12]),
-    "two": lambda logits: sum(functional.cross_entropy(logits[n].float(), TARGET[:5], reduction="sum") for n in (0, 2)),
+    "cross-entropy": lambda logits: functional.cross_entropy(
+        logits.view(-1, WORDS), TARGET, label_smoothing=0.1
+    ),
+    "shifted": lambda logits: (
+        3 * functional.cross_entropy(logits[:, :-1].reshape(-1, WORDS), TARGET[:12])
+    ),
+    "two": lambda logits: sum(
+        functional.cross_entropy(logits[n].float(), TARGET[:5], reduction="sum") for n in (0, 2)
+    ),
     "real": lambda logits: logits.square().mean(),
     "view": lambda logits: logits.view(-1, WORDS).softmax(-1)[:, 3].sum(),
     "both": lambda logits: LOSSES["shifted"](logits) + LOSSES["real"](logits),
-}  # fmt: skip
+}
 
 
 def dense_gradient(model, x, loss) -> torch.Tensor:
@@ -327,7 +378,9 @@ def test_their_gradients_add_up_and_may_be_none(model, x):
     torch.testing.assert_close(logits.grad, 2 * expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(seen, [expected, expected], rtol=1e-4, atol=1e-6)
     view = logits[:, :-1]
-    (taken,) = torch.autograd.grad(functional.cross_entropy(view.reshape(-1, WORDS), TARGET[:12]), view)
+    (taken,) = torch.autograd.grad(
+        functional.cross_entropy(view.reshape(-1, WORDS), TARGET[:12]), view
+    )
     torch.testing.assert_close(3 * taken, expected[:, :-1], rtol=1e-4, atol=1e-6)
     other = model(x)
     with pytest.raises(RuntimeError, match="not have been used"):

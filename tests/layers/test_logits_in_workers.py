@@ -1,4 +1,5 @@
-"""Logits that nobody has computed yet, under DistributedDataParallel, which looks at the graph of what is given."""
+"""Logits that nobody has computed yet, under DistributedDataParallel, which looks at the graph of
+what is given."""
 
 from unittest.mock import patch
 
@@ -24,7 +25,9 @@ class WithLoss(Model):
         super().__init__()
         self.unused = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         logits = super().forward(x)
         return None if target is None else loss_of(logits, target), logits
 
@@ -36,7 +39,9 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 HOW = {
     "its own": lambda net, x, target: net(x, target)[0],
     "outside": lambda net, x, target: loss_of(net(x)[1], target),
-    "of its probabilities": lambda net, x, target: functional.nll_loss(net(x)[1].log_softmax(1), target),
+    "of its probabilities": lambda net, x, target: functional.nll_loss(
+        net(x)[1].log_softmax(1), target
+    ),
 }
 """Ways to a loss."""
 
@@ -57,7 +62,9 @@ def gradients(made: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.grad.clone() for name, one in made.named_parameters() if one.grad is not None}
 
 
-def trained(rank: int, how: str, options: dict, ignored: bool) -> tuple[dict[str, torch.Tensor], int]:
+def trained(
+    rank: int, how: str, options: dict, ignored: bool
+) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of the second step, and how often logits were computed."""
     x, target = batch(rank)
     made = model()
@@ -75,7 +82,9 @@ def trained(rank: int, how: str, options: dict, ignored: bool) -> tuple[dict[str
 def every(rank: int, ignored: bool) -> dict[tuple[str, str], tuple[dict[str, torch.Tensor], int]]:
     every_option = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
     return {
-        (how, name): trained(rank, how, options, ignored) for how in HOW for name, options in every_option.items()
+        (how, name): trained(rank, how, options, ignored)
+        for how in HOW
+        for name, options in every_option.items()
     }
 
 
@@ -97,12 +106,19 @@ def expected() -> list[dict[str, torch.Tensor]]:
 def test_gradients_are_those_of_all_batches(expected, ignored):
     """`ignored`: the other process has no target, whose gradients are zeros."""
     weights = (1, 0) if ignored else (1, 1)
-    mean = {name: sum(w * one[name] for w, one in zip(weights, expected, strict=True)) / 2 for name in expected[0]}
+    mean = {
+        name: sum(w * one[name] for w, one in zip(weights, expected, strict=True)) / 2
+        for name in expected[0]
+    }
     for found in run(every, 2, ignored):
         for (how, options), (one, computed) in found.items():
             assert one.keys() == mean.keys()
             for name, gradient in mean.items():
                 torch.testing.assert_close(
-                    one[name], gradient, rtol=1e-2, atol=2e-4, msg=lambda why, at=(how, options, name): f"{at}: {why}"
+                    one[name],
+                    gradient,
+                    rtol=1e-2,
+                    atol=2e-4,
+                    msg=lambda why, at=(how, options, name): f"{at}: {why}",
                 )
             assert (computed == 0) == (how == "its own"), (how, options)

@@ -17,21 +17,32 @@ from tests.layers.toy import Translator, batch, largest, losses, twins
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [
-    {"backward": "float", "pre_norm": True}, {"backward": "int8", "clip_gradient": "lsq", "twice": True},
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in ({"backward": "int8"}, {"mode": "float"})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backward": "float", "pre_norm": True},
+        {"backward": "int8", "clip_gradient": "lsq", "twice": True},
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in ({"backward": "int8"}, {"mode": "float"})
+        ),
+    ],
+)
 def test_many_updates_give_the_same_losses(options):
     planned, naive = twins(**options)
     memory = plan_memory(planned, largest(planned))
     assert losses(planned, 15) == losses(naive, 15)
-    assert all(torch.equal(a, b) for a, b in zip(planned.parameters(), naive.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(planned.parameters(), naive.parameters(), strict=True)
+    )
     assert memory.arena.size == memory.step.plan.peak > 0
     buffers, offsets = list(memory.step.buffers.values()), memory.step.plan.offsets
     assert not list(overlaps(buffers, [offsets[buffer.name] for buffer in buffers]))
 
 
-@pytest.mark.parametrize("options", [{"backward": "int8"}, {"backward": "float"}, {"mode": "float"}, {"twice": True}])
+@pytest.mark.parametrize(
+    "options", [{"backward": "int8"}, {"backward": "float"}, {"mode": "float"}, {"twice": True}]
+)
 def test_guarded_updates_find_no_fault_and_the_same_losses(options):
     guarded, naive = twins(**options)
     memory = plan_memory(guarded, largest(guarded), mode="guard")
@@ -71,13 +82,19 @@ def test_planning_leaves_no_trace():
     plan_memory(model, largest(model))
     assert torch.equal(torch.rand(3), expected)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 def test_a_larger_batch_is_refused_with_both_sizes():
     model = Translator(backward="int8")
     plan_memory(model, largest(model, 4, 16))
-    message = r"too large.*embedding needs 13056 bytes for x float32\[68, 48\]; planned were 12288 bytes.*--max-tokens"
+    message = (
+        r"too large.*embedding needs 13056 bytes for x float32\[68, 48\]; planned were 12288"
+        r" bytes.*--max-tokens"
+    )
     with pytest.raises(ValueError, match=message):
         model(*batch(4, 17, 16))
     model(*batch(4, 16, 16)).backward()
@@ -88,7 +105,9 @@ def test_a_later_step_takes_the_place_of_one_that_did_not_go_back():
     plan_memory(model, largest(model))
     loss = model(*batch(3, 7, 9))
     other = model(*batch(3, 7, 9))
-    with pytest.raises(RuntimeError, match="projection has saved .* is gone: its model has begun another step"):
+    with pytest.raises(
+        RuntimeError, match="projection has saved .* is gone: its model has begun another step"
+    ):
         loss.backward()
     other.backward()
     model(*batch(3, 7, 9)).backward()
@@ -97,7 +116,9 @@ def test_a_later_step_takes_the_place_of_one_that_did_not_go_back():
 def test_two_runs_in_one_loss_that_were_planned_as_one_are_refused():
     model = Translator(backward="int8")
     plan_memory(model, largest(model))
-    with pytest.raises(RuntimeError, match="begun another step since.*rehearse the step.*--lsq-memory naive"):
+    with pytest.raises(
+        RuntimeError, match="begun another step since.*rehearse the step.*--lsq-memory naive"
+    ):
         (model(*batch(3, 7, 9)) + model(*batch(3, 7, 9))).backward()
 
 
@@ -113,7 +134,10 @@ def test_a_step_that_runs_the_model_twice_can_be_planned():
     for model in (planned, naive):
         torch.manual_seed(3)
         step(model, *batch(3, 7, 9)).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(planned.parameters(), naive.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(planned.parameters(), naive.parameters(), strict=True)
+    )
 
 
 def test_going_back_twice_is_refused():
@@ -151,7 +175,9 @@ def test_a_pass_beside_another_is_refused():
     found = []
 
     def other():
-        with pytest.raises(RuntimeError, match="while another pass in the same planned memory is running"):
+        with pytest.raises(
+            RuntimeError, match="while another pass in the same planned memory is running"
+        ):
             layer(x)
         found.append(True)
 
@@ -176,7 +202,10 @@ def test_eval_mode_has_no_plan():
         one(*batch(3, 7, 9)).backward()
         one.eval()
         one(*batch(7, 21, 5)).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), naive.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), naive.parameters(), strict=True)
+    )
 
 
 def test_programs_may_be_left_out():
@@ -204,7 +233,9 @@ def test_a_layer_that_came_later_is_refused():
     model = Translator(backward="int8")
     plan_memory(model, largest(model))
     model.encoder[0] = copy.copy(model.encoder[0])
-    with pytest.raises(RuntimeError, match="encoder_layer is run by a module that was not part of the planned step"):
+    with pytest.raises(
+        RuntimeError, match="encoder_layer is run by a module that was not part of the planned step"
+    ):
         model(*batch(3, 7, 9))
 
 
@@ -221,7 +252,10 @@ def test_two_models_do_not_meet():
     second(*batch(4, 16, 16)).backward()
     loss.backward()
     assert loss == expected
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), alone.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(first.parameters(), alone.parameters(), strict=True)
+    )
 
 
 def test_memory_is_freed():
@@ -259,7 +293,9 @@ def test_threads_that_do_not_rehearse_compute():
     found = []
 
     def step():
-        thread = threading.Thread(target=lambda: found.append(layer(torch.ones(5, 2, 48)).abs().sum()))
+        thread = threading.Thread(
+            target=lambda: found.append(layer(torch.ones(5, 2, 48)).abs().sum())
+        )
         thread.start()
         thread.join()
         return largest(model)()
@@ -284,12 +320,19 @@ def test_mistakes():
 
 def test_models_without_a_step_to_plan():
     model = Translator(backward="int8").eval()
-    with pytest.raises(ValueError, match=r"this Translator is in eval mode, .*; call model\.train\(\) first"):
+    with pytest.raises(
+        ValueError, match=r"this Translator is in eval mode, .*; call model\.train\(\) first"
+    ):
         plan_memory(model, largest(model))
-    with pytest.raises(ValueError, match=r"no layer of this Linear is lsq's; call lsq\.convert\(model\)"):
+    with pytest.raises(
+        ValueError, match=r"no layer of this Linear is lsq's; call lsq\.convert\(model\)"
+    ):
         plan_memory(torch.nn.Linear(3, 1), lambda: None)
     model.train().encoder.gradient_checkpointing = True
-    with pytest.raises(ValueError, match="runs layers again in the backward pass, which cannot be planned; call model"):
+    with pytest.raises(
+        ValueError,
+        match="runs layers again in the backward pass, which cannot be planned; call model",
+    ):
         plan_memory(model, largest(model))
 
 

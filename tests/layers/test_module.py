@@ -57,7 +57,8 @@ def test_every_activation_of_a_layer_is_measured_on_what_is_rounded():
 @pytest.mark.parametrize("method", ["mse", "absmax"])
 @pytest.mark.parametrize("order", ["aAaA", "Aa Aa", "aaA aaA", "a A", "aaaaaaaaaaaA"])
 def test_clips_follow_every_use(method, order):
-    """Uses of a layer in one step, steps apart by spaces: a is of inputs ten times as small as A."""
+    """Uses of a layer in one step, steps apart by spaces: a is of inputs ten times as small as
+    A."""
     layer = linear(activation_init=method)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     steps = order.split()
@@ -69,7 +70,9 @@ def test_clips_follow_every_use(method, order):
             found, expected = layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias)
             if number > 1 or size == "A":
                 error = (found - expected).norm() / expected.norm()
-                assert error < (0.1 if size == "A" else 0.3), f"{size} of step {number} is {error:.2f} off"
+                assert error < (0.1 if size == "A" else 0.3), (
+                    f"{size} of step {number} is {error:.2f} off"
+                )
             found.sum().backward()
         optimizer.step()
     assert layer.input_clip <= largest
@@ -90,7 +93,10 @@ def test_nan_in_eval_mode_stays_in_its_row_where_each_row_has_a_scale(method, fo
 def test_clips_follow_every_use_under_checkpointing(reentrant):
     layer = linear(activation_init="absmax", calibration_passes=2)
     for _ in range(3):
-        small, large = torch.randn(5, 16, requires_grad=True), 10 * torch.randn(5, 16).requires_grad_()
+        small, large = (
+            torch.randn(5, 16, requires_grad=True),
+            10 * torch.randn(5, 16).requires_grad_(),
+        )
         sum(checkpoint(layer, x, use_reentrant=reentrant).sum() for x in (small, large)).backward()
         assert layer.input_clip >= large.abs().max()
 
@@ -105,7 +111,9 @@ def test_only_the_first_pass_measures_where_no_other_shall():
 
 
 def test_a_fixed_clip_is_never_measured():
-    layer = linear(activation_init="fixed", activation_clip=3.0, weight_init="fixed", weight_clip=0.5)
+    layer = linear(
+        activation_init="fixed", activation_clip=3.0, weight_init="fixed", weight_clip=0.5
+    )
     assert layer.schedule.calibrated
     for _ in range(20):
         layer(torch.randn(41, 16))
@@ -149,11 +157,13 @@ def test_clips_of_weights_are_measured_more_often():
 def test_clips_of_weights_follow_them_from_the_clip_of_before(monkeypatch):
     searches, measure = [], Calibration.measure
     monkeypatch.setattr(
-        Calibration, "measure",
+        Calibration,
+        "measure",
         lambda self, name, *rest, again=False, **options: (
-            searches.append(again), measure(self, name, *rest, again=again, **options),
+            searches.append(again),
+            measure(self, name, *rest, again=again, **options),
         ),
-    )  # fmt: skip
+    )
     layer = linear(activation_init="fixed")
     assert searches == [False]
     for _ in range(4):
@@ -166,7 +176,9 @@ def test_clips_of_weights_follow_them_from_the_clip_of_before(monkeypatch):
     layer.weight.data = layer.weight.data.flip(0)  # the same values for other clips
     layer(torch.randn(5, 16))
     assert searches == [False, True, True, True, True]
-    torch.testing.assert_close(layer.weight_clip.data, measured(layer.weight.data, per_channel=True), rtol=0.5, atol=0)
+    torch.testing.assert_close(
+        layer.weight_clip.data, measured(layer.weight.data, per_channel=True), rtol=0.5, atol=0
+    )
 
 
 def test_what_a_pass_without_gradients_measures_stays():
@@ -191,11 +203,15 @@ def test_non_finite_values_are_not_measured():
 
 def test_what_cannot_be_measured_is_named():
     layer = linear()
-    with pytest.raises(ValueError, match="^input: cannot calibrate on a tensor in which 80 of 80 values are NaN"):
+    with pytest.raises(
+        ValueError, match="^input: cannot calibrate on a tensor in which 80 of 80 values are NaN"
+    ):
         layer(torch.full((5, 16), float("nan")))
     with torch.no_grad():
         layer.weight[3, 4] = float("inf")
-    with pytest.raises(ValueError, match="^weight: cannot calibrate on a tensor in which 1 of 256 values"):
+    with pytest.raises(
+        ValueError, match="^weight: cannot calibrate on a tensor in which 1 of 256 values"
+    ):
         layer.calibrate_weights()
 
 
@@ -217,7 +233,9 @@ def test_weights_are_measured_when_made_and_on_demand(granularity, clips):
 @pytest.mark.parametrize("leave", ["forward", "eval", "state_dict"])
 def test_no_step_takes_a_clip_far_or_below_zero(leave):
     layer = TransformerEncoderLayer(config_of(clip_step=0.01, calibration_passes=0))
-    optimizer = torch.optim.SGD([clip for name, clip in layer.named_parameters() if name.endswith("_clip")], lr=1e3)
+    optimizer = torch.optim.SGD(
+        [clip for name, clip in layer.named_parameters() if name.endswith("_clip")], lr=1e3
+    )
     x = torch.randn(7, 3, HIDDEN)
     layer(x).square().sum().backward()
     before = {**clips_of(layer), **clips_of(layer, "weight")}
@@ -238,7 +256,9 @@ def test_clips_that_cannot_work_are_named(value):
     state = copy.deepcopy(layer.state_dict())
     state["feed_forward.activation_clip"].fill_(value)
     with pytest.raises(ValueError, match=f"0.feed_forward.activation_clip is {value}"):
-        torch.nn.Sequential(layer).load_state_dict({f"0.{name}": tensor for name, tensor in state.items()})
+        torch.nn.Sequential(layer).load_state_dict(
+            {f"0.{name}": tensor for name, tensor in state.items()}
+        )
     assert layer.feed_forward.activation_clip == 16.0
 
 
@@ -272,12 +292,17 @@ def test_a_state_dict_brings_everything(tmp_path):
             torch.manual_seed(5)
             outputs.append(layer(x))
         assert torch.equal(*outputs)
-    assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
+    assert all(
+        torch.equal(first.state_dict()[name], tensor)
+        for name, tensor in second.state_dict().items()
+    )
 
 
 def test_float_mode_has_no_trace_of_quantisation():
     layer = TransformerEncoderLayer(config_of(mode="float"))
-    assert not any("clip" in name or "calibrated" in name or "passes" in name for name in layer.state_dict())
+    assert not any(
+        "clip" in name or "calibrated" in name or "passes" in name for name in layer.state_dict()
+    )
 
 
 def test_copies_are_independent():
@@ -341,12 +366,19 @@ def test_what_autograd_saves_is_int8(backward):
     rows = [tensor for tensor in saved if tensor.dim() == 2 and tensor.is_floating_point()]
     assert [tuple(tensor.shape) for tensor in rows] == [(123, HEADS)]
     assert sum(tensor.dtype == torch.int8 for tensor in saved) >= 10
-    assert {tensor.dtype for tensor in saved} <= {torch.int8, torch.uint8, torch.float32, torch.int32, torch.int64}
+    assert {tensor.dtype for tensor in saved} <= {
+        torch.int8,
+        torch.uint8,
+        torch.float32,
+        torch.int32,
+        torch.int64,
+    }
 
 
 @pytest.mark.parametrize("backward", ["int8", "float"])
 def test_evaluation_draws_no_random_numbers(backward):
-    """Gradients are rounded under a key made of the input and a weight: another after each update."""
+    """Gradients are rounded under a key made of the input and a weight: another after each
+    update."""
     layer = TransformerEncoderLayer(config_of(backward=backward))
     x, wanted = torch.randn(2, 7, 3, HIDDEN)
     layer(x)
@@ -355,7 +387,9 @@ def test_evaluation_draws_no_random_numbers(backward):
     for _ in range(3):
         layer.zero_grad()
         (layer(x) * wanted).sum().backward()
-        found.append(torch.cat([one.grad.flatten() for one in layer.parameters() if one.grad is not None]))
+        found.append(
+            torch.cat([one.grad.flatten() for one in layer.parameters() if one.grad is not None])
+        )
         if len(found) == 2:
             with torch.no_grad():
                 torch._foreach_mul_(list(layer.parameters()), 1 + 1e-6)

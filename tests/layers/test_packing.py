@@ -31,7 +31,12 @@ def test_rows_are_the_real_tokens_and_come_back(few_sizes):
 def test_whole_sentences_are_rows_as_they_lie():
     x = torch.randn(3, 4, 5)
     for packing in (Packing(shape=(3, 4)), Packing(torch.zeros(3, 4, dtype=torch.bool))):
-        assert packing.pack(x).data_ptr() == x.data_ptr() and packing.starts.tolist() == [0, 4, 8, 12]
+        assert packing.pack(x).data_ptr() == x.data_ptr() and packing.starts.tolist() == [
+            0,
+            4,
+            8,
+            12,
+        ]
         assert packing.positions.tolist() == [0, 1, 2, 3] * 3
 
 
@@ -41,7 +46,9 @@ def test_gradients_go_back_to_the_tokens():
     assert torch.equal(x.grad, (~PADDING)[..., None].expand(3, 4, 5).float())
 
 
-@pytest.mark.parametrize("rows, count", [(1, 1), (16, 3), (17, 2), (300, 40), (4097, 4097), (8192, 80)])
+@pytest.mark.parametrize(
+    "rows, count", [(1, 1), (16, 3), (17, 2), (300, 40), (4097, 4097), (8192, 80)]
+)
 def test_filled_sizes_are_large_enough_and_not_much_larger(rows, count):
     filled = Sentences(rows=rows, count=count).filled()
     assert filled.rows >= rows and filled.count >= count and filled.rows % 16 == 0
@@ -51,13 +58,19 @@ def test_filled_sizes_are_large_enough_and_not_much_larger(rows, count):
 
 @pytest.mark.thorough
 def test_an_epoch_has_a_few_dozen_sizes():
-    """Sentences of a length as in translation (log-normal, 24 tokens on average), in batches as fairseq makes them."""
+    """Sentences of a length as in translation (log-normal, 24 tokens on average), in batches as
+    fairseq makes them."""
     generator = torch.Generator().manual_seed(1)
-    source = (torch.randn(60_000, generator=generator).mul(0.8).add(2.86).exp() + 1).int().clamp(max=256)
+    source = (
+        (torch.randn(60_000, generator=generator).mul(0.8).add(2.86).exp() + 1).int().clamp(max=256)
+    )
     target = (source * (1 + 0.2 * torch.randn(60_000, generator=generator))).int().clamp(2, 256)
     order = sorted(range(60_000), key=lambda one: (source[one], target[one]))
     batches = data_utils.batch_by_size(
-        order, lambda one: int(max(source[one], target[one])), max_tokens=4096, required_batch_size_multiple=8
+        order,
+        lambda one: int(max(source[one], target[one])),
+        max_tokens=4096,
+        required_batch_size_multiple=8,
     )
 
     def sizes(lengths, batch) -> Sentences:
@@ -81,7 +94,8 @@ def test_sizes_are_exact_where_clips_are_measured_or_observed_and_outside_of_tra
 
 
 def test_a_filled_batch_trains_as_the_batch_itself():
-    """In the emulator, codes are the same integers; sums over rows are of the same numbers and zeros."""
+    """In the emulator, codes are the same integers; sums over rows are of the same numbers and
+    zeros."""
     torch.manual_seed(0)
     layer = TransformerEncoderLayer(config_of(dropout=0.1, backward="int8"))
     layer.backend = backend("emulated")
@@ -125,4 +139,6 @@ def test_a_plan_has_room_for_filled_batches():
     for time in (17, 19, 19):
         layer(torch.randn(time, 1, HIDDEN)).sum().backward()
     rows = {program.outputs[0].shape[0] for program, *_ in layer.step_memory.prepared}
-    assert rows == {32}, "the size that the others are filled up to; the pass that measures is not prepared"
+    assert rows == {32}, (
+        "the size that the others are filled up to; the pass that measures is not prepared"
+    )

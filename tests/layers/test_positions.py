@@ -1,4 +1,5 @@
-"""Layers whose heads share keys, or that look at places: against the float64 reference, and while decoding."""
+"""Layers whose heads share keys, or that look at places: against the float64 reference, and while
+decoding."""
 
 from dataclasses import replace
 
@@ -26,12 +27,16 @@ TIME, BATCH = 9, 3
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_layers_equal_the_reference(name):
     config = config_of(attention=ATTENTIONS[name], norm="rms", pre_norm=True, dropout=0.2)
-    mask = None if config.window else padding_mask(BATCH, TIME)  # the reference computes padding: it must see a word
+    # the reference computes padding: it must see a word
+    mask = None if config.window else padding_mask(BATCH, TIME)
     compare_with_reference(
-        TransformerEncoderLayer(config, causal=True), config, lambda layer, x: layer(x, mask),
-        lambda layer, x: layer.encoder_layer(x, mask, causal=True), lambda: (torch.randn(TIME, BATCH, HIDDEN),),
+        TransformerEncoderLayer(config, causal=True),
+        config,
+        lambda layer, x: layer(x, mask),
+        lambda layer, x: layer.encoder_layer(x, mask, causal=True),
+        lambda: (torch.randn(TIME, BATCH, HIDDEN),),
         padding=mask,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", ["grouped", "all"])
@@ -39,10 +44,12 @@ def test_a_decoder_with_a_memory(name):
     """Grouped queries in both attentions; what turns or has a window is self-attention alone."""
     config = config_of(attention=ATTENTIONS[name], clip_gradient="lsq")
     compare_with_reference(
-        TransformerDecoderLayer(config), config, lambda layer, x, memory: layer(x, memory),
+        TransformerDecoderLayer(config),
+        config,
+        lambda layer, x, memory: layer(x, memory),
         lambda layer, x, memory: layer.decoder_layer(x, memory),
         lambda: (torch.randn(TIME, BATCH, HIDDEN), torch.randn(5, BATCH, HIDDEN)),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("mode", ["float", "int8"])
@@ -69,9 +76,14 @@ def test_a_decoder_layer_one_by_one():
     torch.testing.assert_close(steps, whole, atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("kind", ["reference", pytest.param("emulated", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind", ["reference", pytest.param("emulated", marks=pytest.mark.thorough)]
+)
 def test_on_another_backend(kind):
-    config = config_of(attention=ATTENTIONS["all"] | {"heads": 2, "key_heads": 1, "head_width": 16}, backward="int8")
+    config = config_of(
+        attention=ATTENTIONS["all"] | {"heads": 2, "key_heads": 1, "head_width": 16},
+        backward="int8",
+    )
     layer = TransformerEncoderLayer(config, causal=True)
     x = torch.randn(TIME, BATCH, HIDDEN, requires_grad=True)
     layer(x)
@@ -91,10 +103,17 @@ def test_int8_gradients_are_close():
     x, found = torch.randn(TIME, BATCH, HIDDEN, requires_grad=True), []
     for backward in ("float", "int8"):
         torch.manual_seed(2)
-        layer = TransformerEncoderLayer(config_of(attention=ATTENTIONS["all"], backward=backward), causal=True)
+        layer = TransformerEncoderLayer(
+            config_of(attention=ATTENTIONS["all"], backward=backward), causal=True
+        )
         found.append(gradients(layer, layer(x), x))
     exact, rounded = found
-    for name in ("input 0", "self_attn.qkv_weight", "self_attn.qkv_bias", "self_attn.query_norm.weight"):
+    for name in (
+        "input 0",
+        "self_attn.qkv_weight",
+        "self_attn.qkv_bias",
+        "self_attn.query_norm.weight",
+    ):
         assert decibels(exact[name], rounded[name]) > 30, name
 
 
@@ -121,9 +140,13 @@ def test_biases_that_look_both_ways():
     config = config_of(attention=ATTENTIONS["biases"])
     mask = padding_mask(BATCH, TIME)
     compare_with_reference(
-        TransformerEncoderLayer(config), config, lambda layer, x: layer(x, mask),
-        lambda layer, x: layer.encoder_layer(x, mask), lambda: (torch.randn(TIME, BATCH, HIDDEN),), padding=mask,
-    )  # fmt: skip
+        TransformerEncoderLayer(config),
+        config,
+        lambda layer, x: layer(x, mask),
+        lambda layer, x: layer.encoder_layer(x, mask),
+        lambda: (torch.randn(TIME, BATCH, HIDDEN),),
+        padding=mask,
+    )
 
 
 def test_biases_of_a_shared_table():
@@ -132,12 +155,19 @@ def test_biases_of_a_shared_table():
     own = TransformerEncoderLayer(config_of(attention=ATTENTIONS["biases"]))
     shared = replace(own.config, relative_bias=replace(own.config.relative_bias, shared=True))
     other = TransformerEncoderLayer(shared)
-    assert other.load_state_dict(own.state_dict(), strict=False).unexpected_keys == ["self_attn.relative_bias"]
-    x, table = torch.randn(TIME, HIDDEN), own.self_attn.relative_bias.detach().clone().requires_grad_()
+    assert other.load_state_dict(own.state_dict(), strict=False).unexpected_keys == [
+        "self_attn.relative_bias"
+    ]
+    x, table = (
+        torch.randn(TIME, HIDDEN),
+        own.self_attn.relative_bias.detach().clone().requires_grad_(),
+    )
     packing = Packing(shape=(1, TIME))
     inputs = {"x": x, "starts": packing.starts}
     inputs |= position_inputs(shared, packing.positions, TIME, causal=False, table=table)
-    (found,) = other.execute(programs.encoder_layer(shared, packing.sentences, other.mode(x)), inputs)
+    (found,) = other.execute(
+        programs.encoder_layer(shared, packing.sentences, other.mode(x)), inputs
+    )
     expected = own(x[:, None])[:, 0]
     assert torch.equal(found, expected)
     for y in (found, expected):
@@ -166,4 +196,6 @@ def test_refusals():
         layer(torch.randn(2, 1, HIDDEN))
     assert layer(torch.randn(2, 1, HIDDEN), causal=True).shape == (2, 1, HIDDEN)
     with pytest.raises(ValueError, match="sentence of 65 words has no more than 64 places"):
-        TransformerEncoderLayer(config_of(attention=ATTENTIONS["rotary"]))(torch.randn(65, 1, HIDDEN))
+        TransformerEncoderLayer(config_of(attention=ATTENTIONS["rotary"]))(
+            torch.randn(65, 1, HIDDEN)
+        )

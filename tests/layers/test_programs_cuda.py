@@ -1,4 +1,5 @@
-"""Programs of whole layers on CUDA, from the same call as on the CPU: the same integers, the same floats."""
+"""Programs of whole layers on CUDA, from the same call as on the CPU: the same integers, the same
+floats."""
 
 import copy
 
@@ -17,23 +18,27 @@ from tests.ops.cuda import ORDERS, current_device, set_order
 from tests.sampling import in_turn
 
 OPTIONS = [
-    {"backward": "int8", "dropout": 0.1}, {"backward": "float", "activation": "gelu", "pre_norm": True},
+    {"backward": "int8", "dropout": 0.1},
+    {"backward": "float", "activation": "gelu", "pre_norm": True},
     {"mode": "float", "dropout": 0.1, "norm": "rms"},
     {"backward": "int8", "clip_gradient": "lsq", "weight_granularity": "tensor"},
     {"backward": "int8", "dropout": 0.1, "gated": True, "activation": "silu", "pre_norm": True},
-]  # fmt: skip
+]
 KINDS = ("encoder", "decoder", "loss", "embedding")
 BY_INPUTS = [
     {"backward": "int8", "activation": "gelu_tanh", "pre_norm": True, "clip_gradient": "lsq"},
-    {"backward": "float", "weight_granularity": "tensor"}, {"mode": "float", "gated": True, "activation": "silu"},
-]  # fmt: skip
+    {"backward": "float", "weight_granularity": "tensor"},
+    {"mode": "float", "gated": True, "activation": "silu"},
+]
 """Of layers whose weights are [inputs, outputs]."""
 ADAPTED = [
-    {"backward": "int8", "dropout": 0.1}, {"backward": "int8", "activation": "gelu", "pre_norm": True},
-    {"backward": "float", "clip_gradient": "lsq"}, {"mode": "float", "dropout": 0.1},
+    {"backward": "int8", "dropout": 0.1},
+    {"backward": "int8", "activation": "gelu", "pre_norm": True},
+    {"backward": "float", "clip_gradient": "lsq"},
+    {"mode": "float", "dropout": 0.1},
     {"mode": "float", "activation": "gelu"},
     {"backward": "int8", "gated": True, "activation": "silu"},
-]  # fmt: skip
+]
 """Of layers with adapters."""
 
 
@@ -45,9 +50,19 @@ def program_of(kind: str, options: dict, where):
     if kind == "decoder":
         return programs.decoder_layer(config, SENTENCES, SOURCE, mode)
     if kind == "loss":
-        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if config.quant.quantized else 91)
+        words = Vocabulary(
+            words=91, hidden=config.hidden, padded=96 if config.quant.quantized else 91
+        )
         return programs.vocabulary_loss(config.quant, 41, words, mode, padding=1, smoothing=0.1)
-    table = Table(vocabulary=11, hidden=config.hidden, positions=9, padding=1, scale=2.0, dropout=0.1, learned=True)
+    table = Table(
+        vocabulary=11,
+        hidden=config.hidden,
+        positions=9,
+        padding=1,
+        scale=2.0,
+        dropout=0.1,
+        learned=True,
+    )
     return programs.embedding(config.quant, 15, table, mode)
 
 
@@ -57,13 +72,20 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / (norm if norm > 0 else 1.0))
 
 
-def assert_agree(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where: str) -> None:
-    """Integers equal but for one in a thousand, floats to 1e-4, or 1e-3 if a factor was rounded otherwise."""
+def assert_agree(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where: str
+) -> None:
+    """Integers equal but for one in a thousand, floats to 1e-4, or 1e-3 if a factor was rounded
+    otherwise."""
     assert found.keys() == wanted.keys()
     integers = [name for name, tensor in wanted.items() if not tensor.dtype.is_floating_point]
     differing = sum(int((found[name] != wanted[name]).sum()) for name in integers)
     assert differing <= sum(wanted[name].numel() for name in integers) // 1000, where
-    worst = {name: distance(found[name], one) for name, one in wanted.items() if one.dtype.is_floating_point}
+    worst = {
+        name: distance(found[name], one)
+        for name, one in wanted.items()
+        if one.dtype.is_floating_point
+    }
     assert max(worst.values()) < 1e-3, (where, worst)
     assert sum(one > 1e-4 for one in worst.values()) <= 4, (where, worst)
 
@@ -102,17 +124,26 @@ def assert_same_everywhere(kind: str, options: dict) -> None:
 
 def test_all_scales_of_a_pass_are_started_by_one_launch():
     where = CUDA(current_device())
-    for kind, options in (("encoder", OPTIONS[0]), ("decoder", OPTIONS[1]), ("decoder", OPTIONS[3])):
+    for kind, options in (
+        ("encoder", OPTIONS[0]),
+        ("decoder", OPTIONS[1]),
+        ("decoder", OPTIONS[3]),
+    ):
         first, *others = program_of(kind, options, where).operations
         rounded = [one.rounding() for one in others if one.rounding() is not None]
-        assert set(first.outputs) == {one.scale for one in rounded} and all(one.started for one in rounded)
+        assert set(first.outputs) == {one.scale for one in rounded} and all(
+            one.started for one in rounded
+        )
         assert first.name == "StartScales" and len(rounded) > 4
     assert not program_of("encoder", OPTIONS[2], where).operations[0].name == "StartScales"
 
 
 def test_a_pass_that_calibrates_rounds_under_what_it_measures():
     """The scales that stood there were those of the clips before."""
-    layers, x = [TransformerEncoderLayer(config_of()).eval() for _ in range(2)], torch.randn(7, 3, HIDDEN)
+    layers, x = (
+        [TransformerEncoderLayer(config_of()).eval() for _ in range(2)],
+        torch.randn(7, 3, HIDDEN),
+    )
     layers[1].load_state_dict(layers[0].state_dict())
     layers[1].backend = backend("emulated")
     with torch.no_grad():
@@ -121,9 +152,14 @@ def test_a_pass_that_calibrates_rounds_under_what_it_measures():
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("options, dtype, limit", [
-    (OPTIONS[0], torch.bfloat16, 0.1), (OPTIONS[1], torch.bfloat16, 0.1), (OPTIONS[2], torch.bfloat16, 0.1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, dtype, limit",
+    [
+        (OPTIONS[0], torch.bfloat16, 0.1),
+        (OPTIONS[1], torch.bfloat16, 0.1),
+        (OPTIONS[2], torch.bfloat16, 0.1),
+    ],
+)
 def test_narrow_activations_stay_near(kind, options, dtype, limit):
     where = CUDA(current_device(), activations=dtype)
     program = program_of(kind, options, where)
@@ -132,7 +168,8 @@ def test_narrow_activations_stay_near(kind, options, dtype, limit):
     found, wanted = run(program, where), run(program_of(kind, options, "cpu"), backend("cpu"))
     assert found[program.outputs[0].name].dtype == dtype
     for name, one in wanted.items():
-        if one.dtype.is_floating_point and one.numel() > 1:  # the gradient of a clip is a sum that cancels
+        # the gradient of a clip is a sum that cancels
+        if one.dtype.is_floating_point and one.numel() > 1:
             assert distance(found[name], one) < limit, name
 
 
@@ -149,5 +186,7 @@ def test_a_module_rounds_its_weights_in_both_layouts():
         given = x.to(where.place).requires_grad_()
         one(given).square().sum().backward()
         found = {"x": given, **dict(one.named_parameters())}
-        steps.append({name: tensor.grad.cpu() for name, tensor in found.items() if tensor.requires_grad})
+        steps.append(
+            {name: tensor.grad.cpu() for name, tensor in found.items() if tensor.requires_grad}
+        )
     assert_agree(steps[1], steps[0], "a module")

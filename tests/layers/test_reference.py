@@ -1,4 +1,5 @@
-"""The reference layers themselves: plain Transformer layers in float mode, integer arithmetic in disguise in int8."""
+"""The reference layers themselves: plain Transformer layers in float mode, integer arithmetic in
+disguise in int8."""
 
 import pytest
 import torch
@@ -47,7 +48,9 @@ def torch_layer(kind, pre_norm, activation):
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_the_encoder_layer_is_torchs(pre_norm, activation):
     theirs, parameters = torch_layer("encoder", pre_norm, activation)
-    ours = ReferenceLayer(config_of(mode="float", pre_norm=pre_norm, activation=activation), parameters)
+    ours = ReferenceLayer(
+        config_of(mode="float", pre_norm=pre_norm, activation=activation), parameters
+    )
     x = torch.randn(TIME, BATCH, HIDDEN, dtype=torch.float64)
     mask = padding_mask(BATCH, TIME)
     torch.testing.assert_close(ours.encoder_layer(x, mask), theirs(x, src_key_padding_mask=mask))
@@ -94,7 +97,8 @@ def test_dropouts_come_in_the_order_of_the_forward_pass():
 
     layer = ReferenceLayer(config, parameters, dropout)
     layer.decoder_layer(
-        torch.randn(TIME, BATCH, HIDDEN, dtype=torch.float64), torch.randn(SOURCE, BATCH, HIDDEN, dtype=torch.float64)
+        torch.randn(TIME, BATCH, HIDDEN, dtype=torch.float64),
+        torch.randn(SOURCE, BATCH, HIDDEN, dtype=torch.float64),
     )
     rows = (BATCH, TIME, HIDDEN)
     own, cross = (BATCH, HEADS, TIME, TIME), (BATCH, HEADS, TIME, SOURCE)
@@ -109,5 +113,7 @@ def test_the_loss_is_torchs():
     logits = x @ weight.t()
     cross_entropy = nn.functional.cross_entropy
     torch.testing.assert_close(nll, cross_entropy(logits, target, ignore_index=1, reduction="sum"))
-    expected = cross_entropy(logits, target, ignore_index=1, reduction="sum", label_smoothing=0.1 * 33 / 32)
+    expected = cross_entropy(
+        logits, target, ignore_index=1, reduction="sum", label_smoothing=0.1 * 33 / 32
+    )
     torch.testing.assert_close(loss, expected)

@@ -1,4 +1,5 @@
-"""Rows behind the last sentence, and empty sentences at the end, change nothing: zeros in, nothing out of them."""
+"""Rows behind the last sentence, and empty sentences at the end, change nothing: zeros in, nothing
+out of them."""
 
 import pytest
 import torch
@@ -12,15 +13,23 @@ from tests.layers.shapes import config_of
 from tests.sampling import first
 
 OPTIONS = [
-    {"backward": "int8", "dropout": 0.1}, {"backward": "float", "activation": "gelu", "pre_norm": True},
-    {"mode": "float", "dropout": 0.1, "norm": "rms"}, {"backward": "int8", "pre_norm": True, "activation": "gelu"},
+    {"backward": "int8", "dropout": 0.1},
+    {"backward": "float", "activation": "gelu", "pre_norm": True},
+    {"mode": "float", "dropout": 0.1, "norm": "rms"},
+    {"backward": "int8", "pre_norm": True, "activation": "gelu"},
     {"backward": "int8", "gated": True, "activation": "silu", "pre_norm": True, "bias": False},
-]  # fmt: skip
+]
 PADDING = 1
 KINDS = (
-    "encoder", "decoder", "decoder of more targets", "decoder of more sources", "linear", "feed-forward", "loss",
+    "encoder",
+    "decoder",
+    "decoder of more targets",
+    "decoder of more sources",
+    "linear",
+    "feed-forward",
+    "loss",
     "embedding",
-)  # fmt: skip
+)
 BEHIND = {"tokens": PADDING, "target": PADDING}
 """What stands in rows behind, where that is not 0."""
 
@@ -29,7 +38,9 @@ def program_of(kind: str, options: dict, where, more: int = 0):
     """A program for small sizes, or for more rows and sentences than those."""
     config, mode = config_of(**options), mode_on(where)
     sentences, source = (
-        one if f"of more {other}" in kind else Sentences(rows=one.rows + 7 * more, count=one.count + more)
+        one
+        if f"of more {other}" in kind
+        else Sentences(rows=one.rows + 7 * more, count=one.count + more)
         for one, other in ((SENTENCES, "sources"), (SOURCE, "targets"))
     )
     rows = sentences.rows
@@ -42,8 +53,12 @@ def program_of(kind: str, options: dict, where, more: int = 0):
     if kind == "feed-forward":
         return programs.feed_forward(config, rows, mode)
     if kind == "loss":
-        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if config.quant.quantized else 91)
-        return programs.vocabulary_loss(config.quant, rows, words, mode, padding=PADDING, smoothing=0.1)
+        words = Vocabulary(
+            words=91, hidden=config.hidden, padded=96 if config.quant.quantized else 91
+        )
+        return programs.vocabulary_loss(
+            config.quant, rows, words, mode, padding=PADDING, smoothing=0.1
+        )
     size = {"vocabulary": 11, "hidden": config.hidden, "positions": 9}
     table = Table(**size, padding=PADDING, scale=2.0, dropout=0.1, learned=True)
     return programs.embedding(config.quant, rows, table, mode)
@@ -65,14 +80,22 @@ def test_rows_behind_change_nothing(kind, options, name):
     where = backend(name)
     few, many = (program_of(kind, options, where, more) for more in (0, 3))
     given = drawn_for(few)
-    sizes = {virtual.name: virtual.shape for virtual in (*many.inputs, *many.parameters, *many.output_gradients)}
-    more = {virtual: extended(virtual, tensor, torch.Size(sizes[virtual])) for virtual, tensor in given.items()}
+    sizes = {
+        virtual.name: virtual.shape
+        for virtual in (*many.inputs, *many.parameters, *many.output_gradients)
+    }
+    more = {
+        virtual: extended(virtual, tensor, torch.Size(sizes[virtual]))
+        for virtual, tensor in given.items()
+    }
     wanted, found = run(few, where, given), run(many, where, more)
     assert found.keys() == wanted.keys()
     for virtual, one in wanted.items():
         other = found[virtual]
         if other.dtype.is_floating_point:
-            torch.testing.assert_close({virtual: other[: len(one)]}, {virtual: one}, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                {virtual: other[: len(one)]}, {virtual: one}, atol=1e-5, rtol=1e-5
+            )
         else:
             assert torch.equal(other[: len(one)], one), virtual
         behind = other[len(one) :]

@@ -15,12 +15,14 @@ OPTIMIZERS = {"lsq": Adam, "torch": torch.optim.AdamW}
 
 
 def states(layer: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
-    """The whole parameters before the first and after every step, which is far longer than clips may change by."""
+    """The whole parameters before the first and after every step, which is far longer than clips
+    may change by."""
 
     def state():
         found = {name: one for name, one in layer.state_dict().items() if one.is_floating_point()}
         return {
-            name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone() for name, one in found.items()
+            name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone()
+            for name, one in found.items()
         }
 
     found = [state()]
@@ -36,7 +38,9 @@ def states(layer: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str,
 
 def encoder() -> nn.Module:
     torch.manual_seed(1)
-    return TransformerEncoderLayer(config_of(backward="float", clip_step=0.01, calibration_passes=2))
+    return TransformerEncoderLayer(
+        config_of(backward="float", clip_step=0.01, calibration_passes=2)
+    )
 
 
 def sharded(rank: int) -> dict[str, list[dict[str, torch.Tensor]]]:
@@ -58,9 +62,12 @@ def test_clips_are_measured_and_limited_as_in_one_piece():
             for step, (found, expected) in enumerate(zip(of_rank[name], wanted, strict=True)):
                 for path, tensor in expected.items():
                     torch.testing.assert_close(
-                        found[path], tensor, rtol=1e-4, atol=1e-4,
+                        found[path],
+                        tensor,
+                        rtol=1e-4,
+                        atol=1e-4,
                         msg=lambda text, at=(name, step, path): f"{at}: {text}",
-                    )  # fmt: skip
+                    )
 
 
 def part_alone(rank: int) -> str:

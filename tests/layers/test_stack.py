@@ -17,7 +17,9 @@ class Causal(Stack, nn.Module):
     def __init__(self, normed: bool):
         super().__init__()
         self.embed_tokens = Embedding(11, HIDDEN, PADDING)
-        self.layers = nn.ModuleList(TransformerEncoderLayer(config_of(pre_norm=normed), causal=True) for _ in range(2))
+        self.layers = nn.ModuleList(
+            TransformerEncoderLayer(config_of(pre_norm=normed), causal=True) for _ in range(2)
+        )
         self.layer_norm = nn.LayerNorm(HIDDEN) if normed else None
 
 
@@ -42,10 +44,14 @@ def test_steps_equal_the_whole_also_after_reordering(normed):
 def test_words_that_were_not_given_one_by_one_are_named():
     stack, tokens, states = Causal(True).eval(), torch.randint(2, 11, (3, 6)), {}
     stack.rows(tokens, Packing(shape=tokens.shape))
-    with pytest.raises(ValueError, match="5 words are given, but the states hold 0; .* word by word"):
+    with pytest.raises(
+        ValueError, match="5 words are given, but the states hold 0; .* word by word"
+    ):
         stack.step(tokens[:, :5], states)
     stack.step(tokens[:, :1], states)
-    with pytest.raises(ValueError, match="1 words are given, but the states hold 1; .* empty states"):
+    with pytest.raises(
+        ValueError, match="1 words are given, but the states hold 1; .* empty states"
+    ):
         stack.step(tokens[:, :1], states)
     stack.step(tokens[:, :2], states)
 

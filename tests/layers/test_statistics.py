@@ -30,8 +30,12 @@ class Model(nn.Module):
         super().__init__()
         config = config_of(**quantization)
         self.embedding = Embedding(33, HIDDEN, 1)
-        self.layers = nn.ModuleList([TransformerEncoderLayer(config), TransformerDecoderLayer(config)])
-        self.output = VocabularyProjection(33, HIDDEN, quant=config.quant, weight=self.embedding.weight)
+        self.layers = nn.ModuleList(
+            [TransformerEncoderLayer(config), TransformerDecoderLayer(config)]
+        )
+        self.output = VocabularyProjection(
+            33, HIDDEN, quant=config.quant, weight=self.embedding.weight
+        )
 
     def forward(self, tokens):
         encoded = self.layers[0](self.embedding(tokens))
@@ -41,25 +45,37 @@ class Model(nn.Module):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_one_layer_against_direct_computation(bits, granularity):
-    layer = QuantizedLinear(32, 16, quant=QuantConfig(bits=bits, weight_granularity=granularity, clips="learned"))
+    layer = QuantizedLinear(
+        32, 16, quant=QuantConfig(bits=bits, weight_granularity=granularity, clips="learned")
+    )
     x = torch.randn(41, 32)
     layer(x)
-    layer.load_state_dict({name: 0.7 * t if "clip" in name else t for name, t in layer.state_dict().items()})
+    layer.load_state_dict(
+        {name: 0.7 * t if "clip" in name else t for name, t in layer.state_dict().items()}
+    )
     with observe(layer) as found:
         layer(x)
     assert found.keys() == {"input", "weight"}
-    for name, tensor, clip in (("input", x, layer.input_clip), ("weight", layer.weight, layer.weight_clip)):
+    for name, tensor, clip in (
+        ("input", x, layer.input_clip),
+        ("weight", layer.weight, layer.weight_clip),
+    ):
         codes, _, clipped = quant.quantize(tensor.detach(), clip.detach(), bits)
         statistics = found[name]
         assert statistics.kind == ("weight" if name == "weight" else "activation")
         assert statistics.clip == pytest.approx(clip.mean().item())
-        assert statistics.clipped_share == pytest.approx(clipped.float().mean().item()) and clipped.any()
+        assert (
+            statistics.clipped_share == pytest.approx(clipped.float().mean().item())
+            and clipped.any()
+        )
         assert statistics.zero_share == pytest.approx((codes == 0).float().mean().item())
         assert statistics.largest_code == codes.abs().max() == quant.maximum_code(bits)
 
 
 def test_codes_in_use():
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0))
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0)
+    )
     with observe(layer) as found:
         layer(torch.tensor([[0.0, 5.2, -9.4, 0.3] * 4]))
     assert found["input"].largest_code == 9
@@ -69,25 +85,42 @@ def test_codes_in_use():
 
 @pytest.mark.parametrize(
     ("form", "bits", "largest"),
-    [("int8/tensor", 8, 9), ("int6/tensor", 6, 2), ("int8/group32", None, None), ("fp8-e4m3/tensor", None, None),
-     ("mxint8", None, None), ("nvfp4", None, None)],
-)  # fmt: skip
+    [
+        ("int8/tensor", 8, 9),
+        ("int6/tensor", 6, 2),
+        ("int8/group32", None, None),
+        ("fp8-e4m3/tensor", None, None),
+        ("mxint8", None, None),
+        ("nvfp4", None, None),
+    ],
+)
 def test_codes_of_formats_are_counted_by_their_own_limits(form, bits, largest):
-    """Values that have scales of their own, or finer steps near zero, lose nothing by a wide clip."""
+    """Values that have scales of their own, or finer steps near zero, lose nothing by a wide
+    clip."""
     formats = {"weight_format": form, "activation_format": form, "weight_init": "absmax"}
     quant = QuantConfig(**formats, activation_init="fixed", activation_clip=127.0)
     layer = QuantizedLinear(32, 16, quant=quant)
     with observe(layer) as found:
         layer(torch.tensor([[0.0, 5.2, -9.4, 0.0] * 8]))
     given, weight = found["input"], found["weight"]
-    assert (given.bits, given.largest_code, given.clipped_share, given.zero_share) == (bits, largest, 0.0, 0.5)
-    assert weight.bits == bits and weight.largest_code == (None if bits is None else 2 ** (bits - 1) - 1)
+    assert (given.bits, given.largest_code, given.clipped_share, given.zero_share) == (
+        bits,
+        largest,
+        0.0,
+        0.5,
+    )
+    assert weight.bits == bits and weight.largest_code == (
+        None if bits is None else 2 ** (bits - 1) - 1
+    )
     assert weight.clipped_share == 0
 
 
 def test_rows_of_activations_have_scales_of_their_own():
-    """Each row uses all codes, however wide the clip of all of them is; a weight has a clip for each row."""
-    layer = QuantizedLinear(32, 16, quant=QuantConfig(weight_format="int8/row", activation_format="int8/row"))
+    """Each row uses all codes, however wide the clip of all of them is; a weight has a clip for
+    each row."""
+    layer = QuantizedLinear(
+        32, 16, quant=QuantConfig(weight_format="int8/row", activation_format="int8/row")
+    )
     layer(100 * torch.randn(3, 32))
     with observe(layer) as found:
         layer(torch.randn(3, 32))
@@ -96,7 +129,9 @@ def test_rows_of_activations_have_scales_of_their_own():
 
 def test_a_gated_middle_clips_nothing():
     """Each of its rows has a scale of its own; its clip only follows."""
-    layer = FeedForward(LayerConfig(hidden=HIDDEN, heads=4, feed_forward=64, activation="silu", gated=True))
+    layer = FeedForward(
+        LayerConfig(hidden=HIDDEN, heads=4, feed_forward=64, activation="silu", gated=True)
+    )
     layer(torch.randn(3, 2, HIDDEN))
     layer.eval()
     with observe(layer) as found:
@@ -106,7 +141,9 @@ def test_a_gated_middle_clips_nothing():
 
 
 def test_values_that_are_missing_do_not_stop_the_watching():
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(activation_format="int8/tensor", gradient_format="float32"))
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(activation_format="int8/tensor", gradient_format="float32")
+    )
     layer(torch.randn(3, 16))
     layer.eval()
     with observe(layer) as found:
@@ -121,7 +158,11 @@ def test_every_quantised_tensor_of_a_model_is_seen_under_its_name():
     names = dict(quantized_tensors(model))
     assert found.keys() == names.keys()
     assert len(names) == 9 + 17 + 2
-    assert {"layers.0.self_attn.qkv_weight", "layers.1.encoder_attn.memory", "output.input"} <= names.keys()
+    assert {
+        "layers.0.self_attn.qkv_weight",
+        "layers.1.encoder_attn.memory",
+        "output.input",
+    } <= names.keys()
     for name, clip in names.items():
         assert clip is model.get_parameter(name + "_clip")
         assert found[name].clip == pytest.approx(clip.mean().item())
@@ -174,7 +215,9 @@ def test_decoding_shows_activations():
 
 def test_watching_changes_nothing_in_the_emulator():
     """What was rounded is computed again where the module runs, in its floats."""
-    layer = TransformerEncoderLayer(dataclasses.replace(config_of(), quant=QuantConfig(clips="absmax")))
+    layer = TransformerEncoderLayer(
+        dataclasses.replace(config_of(), quant=QuantConfig(clips="absmax"))
+    )
     layer.backend = CUDA(emulated_device(), activations=torch.bfloat16)
     x = torch.randn(3, 5, HIDDEN)
     layer(x)

@@ -22,7 +22,9 @@ def names_of(program):
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_activations_are_called_as_the_weights_that_read_them_too(form, pre_norm):
     quant = QuantConfig(weight_format=form, activation_format=form)
-    config = LayerConfig(hidden=32, heads=2, feed_forward=48, gated=True, pre_norm=pre_norm, quant=quant)
+    config = LayerConfig(
+        hidden=32, heads=2, feed_forward=48, gated=True, pre_norm=pre_norm, quant=quant
+    )
     weights, activations = names_of(programs.decoder_layer(config, ONE, ONE, MODE))
     assert list(activations.values()) == [
         ["self_attn.input", "self_attn.qkv_weight"],
@@ -46,12 +48,18 @@ def test_of_one_product(form):
     quant = QuantConfig(weight_format=form, activation_format=form)
     sizes = programs.Vocabulary(words=48, hidden=16, padded=48)
     for program in (
-        programs.linear(quant, 3, 16, 32, MODE, bias=True), programs.vocabulary_logits(quant, 3, sizes, MODE)
-    ):  # fmt: skip
+        programs.linear(quant, 3, 16, 32, MODE, bias=True),
+        programs.vocabulary_logits(quant, 3, sizes, MODE),
+    ):
         assert names_of(program) == ALONE
 
 
 def test_int4_weights_that_are_unpacked():
-    config = LayerConfig(hidden=32, heads=2, feed_forward=48, quant=QuantConfig(weight_format="int4"))
+    config = LayerConfig(
+        hidden=32, heads=2, feed_forward=48, quant=QuantConfig(weight_format="int4")
+    )
     _, activations = names_of(programs.encoder_layer(config, ONE, MODE))
-    assert activations["feed_forward.activation"] == ["feed_forward.activation", "feed_forward.fc2_weight"]
+    assert activations["feed_forward.activation"] == [
+        "feed_forward.activation",
+        "feed_forward.fc2_weight",
+    ]

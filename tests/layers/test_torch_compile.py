@@ -1,6 +1,8 @@
-"""torch.compile around layers: they run beside its graph with the same numbers, and fullgraph=True is refused.
+"""torch.compile around layers: they run beside its graph with the same numbers, and fullgraph=True
+is refused.
 
-So is everything else that would look into them."""
+So is everything else that would look into them.
+"""
 
 import copy
 import io
@@ -39,7 +41,10 @@ class Around(torch.nn.Module):
 
 
 def same_parameters(first, second) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
+    return all(
+        torch.equal(one, other)
+        for one, other in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 @pytest.mark.thorough
@@ -64,7 +69,9 @@ def test_the_rest_of_a_model_is_compiled():
     graphs = []
 
     def backend(graph, _):
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        graphs.append(
+            [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        )
         return graph.forward
 
     called = torch.compile(compiled, backend=backend)
@@ -88,7 +95,8 @@ def test_the_rest_of_a_model_is_compiled():
 
 @pytest.mark.slow
 def test_compiled_by_inductor():
-    """The default backend writes C++ and calls g++; float layers may then differ in their last bits."""
+    """The default backend writes C++ and calls g++; float layers may then differ in their last
+    bits."""
     eager = Around()
     compiled = torch.compile(copy.deepcopy(eager))
     x = torch.randn(5, 24)
@@ -110,7 +118,9 @@ def test_a_full_graph_is_refused(module, x):
 
 def test_a_loss_in_a_full_graph_is_refused():
     projection = VocabularyProjection(30, 32)
-    step = torch.compile(lambda x, target: projection.loss(x, target)[0], backend="eager", fullgraph=True)
+    step = torch.compile(
+        lambda x, target: projection.loss(x, target)[0], backend="eager", fullgraph=True
+    )
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True"):
         step(torch.randn(5, 32), torch.zeros(5, dtype=torch.long))
 
@@ -151,7 +161,11 @@ LOOKING_IN = {
 
 
 @pytest.mark.parametrize(
-    "look", [pytest.param(look, marks=pytest.mark.thorough if look == "torch.onnx" else ()) for look in LOOKING_IN]
+    "look",
+    [
+        pytest.param(look, marks=pytest.mark.thorough if look == "torch.onnx" else ())
+        for look in LOOKING_IN
+    ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_looks_into_a_layer_is_refused_in_one_line(look):
@@ -166,22 +180,33 @@ def test_whole_layers_refuse_as_well(kind):
     made = {QuantizedLinear: (32, 16), VocabularyProjection: (50, 32)}
     layer = kind(*made.get(kind, [LayerConfig(hidden=32, heads=2, feed_forward=64)]))
     x = torch.randn(3, 2, 32)
-    with pytest.raises(RuntimeError, match=r"torch\.func cannot look into layers of lsq.*lsq\.revert"):
+    with pytest.raises(
+        RuntimeError, match=r"torch\.func cannot look into layers of lsq.*lsq\.revert"
+    ):
         first_derivative(layer, x)
     layer(x).sum().backward()  # nothing is left behind
 
 
 @pytest.mark.parametrize("kind", [QuantizedLinear, TransformerEncoderLayer])
 def test_second_derivatives_are_refused_and_never_left_out(kind):
-    """Of a penalty on gradients, and of a Hessian, where what the layer adds would be zero in silence."""
-    layer = kind(32, 16) if kind is QuantizedLinear else kind(LayerConfig(hidden=32, heads=2, feed_forward=64))
+    """Of a penalty on gradients, and of a Hessian, where what the layer adds would be zero in
+    silence."""
+    layer = (
+        kind(32, 16)
+        if kind is QuantizedLinear
+        else kind(LayerConfig(hidden=32, heads=2, feed_forward=64))
+    )
     x = torch.randn(3, 2, 32, requires_grad=True)
     for asked in (
         lambda: torch.autograd.grad(layer(x).sum(), x, create_graph=True),
         lambda: layer(x).sum().backward(create_graph=True),
         lambda: torch.autograd.functional.hessian(lambda z: layer(z).square().sum(), x.detach()),
-        lambda: torch.autograd.functional.hvp(lambda z: layer(z).square().sum() + z.pow(3).sum(), x.detach(), x),
+        lambda: torch.autograd.functional.hvp(
+            lambda z: layer(z).square().sum() + z.pow(3).sum(), x.detach(), x
+        ),
     ):
-        with pytest.raises(RuntimeError, match=r"no second derivatives.*skip=.*lsq\.revert\(model\)"):
+        with pytest.raises(
+            RuntimeError, match=r"no second derivatives.*skip=.*lsq\.revert\(model\)"
+        ):
             asked()
     layer(x).sum().backward()  # nothing is left behind

@@ -23,14 +23,18 @@ def test_the_program_is_that_of_float_mode():
     assert str(made) == str(programs.encoder_layer(FLOAT, sentences, MODE, causal=True))
     assert in_floats(made) is made
     linear = programs.linear(CONFIG.quant, 5, 16, 32, MODE, bias=True, dtypes=(torch.bfloat16,) * 3)
-    assert {tensor.dtype for tensor in (*in_floats(linear).inputs[1:], *in_floats(linear).outputs)} == {torch.float32}
+    assert {
+        tensor.dtype for tensor in (*in_floats(linear).inputs[1:], *in_floats(linear).outputs)
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_fallen_layer_is_one_of_float_mode(training):
     torch.manual_seed(1)
     layer, plain = (TransformerEncoderLayer(one).train(training) for one in (CONFIG, FLOAT))
-    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if name in plain.state_dict()})
+    plain.load_state_dict(
+        {name: value for name, value in layer.state_dict().items() if name in plain.state_dict()}
+    )
     layer.fall_back()
     x = torch.randn(5, 3, 32)
     expected = plain(x)
@@ -47,7 +51,9 @@ def test_a_fallen_vocabulary_has_all_words():
     layer.fall_back()
     torch.testing.assert_close(layer(x), x @ layer.weight.t())
     loss, _ = layer.loss(x, torch.arange(5))
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x @ layer.weight.t(), torch.arange(5)) * 5)
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(x @ layer.weight.t(), torch.arange(5)) * 5
+    )
 
 
 def test_held_parameters_are_reached_without_a_gradient():

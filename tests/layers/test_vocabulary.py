@@ -26,7 +26,9 @@ def check_loss(quant, *, vocabulary=91, rows=21, smoothing=0.1):
 
     def reference(layer, x):
         weight = {"weight": layer.round(layer.parameters["weight"], "weight_clip")}
-        return vocabulary_loss(FLOAT, weight, layer.round(x, "input_clip"), target, PADDING, smoothing)[0]
+        return vocabulary_loss(
+            FLOAT, weight, layer.round(x, "input_clip"), target, PADDING, smoothing
+        )[0]
 
     return compare_with_reference(
         VocabularyProjection(vocabulary, HIDDEN, quant=quant, padding_idx=PADDING),
@@ -45,7 +47,9 @@ def test_loss_equals_the_reference(clip_gradient, granularity, bits):
     check_loss(QuantConfig(**EXACT, **options))
 
 
-@pytest.mark.parametrize("vocabulary, rows, smoothing", [(2, 7, 0.0), (16, 1, 0.1), (33, 41, 0.0), (97, 341, 0.3)])
+@pytest.mark.parametrize(
+    "vocabulary, rows, smoothing", [(2, 7, 0.0), (16, 1, 0.1), (33, 41, 0.0), (97, 341, 0.3)]
+)
 def test_odd_shapes(vocabulary, rows, smoothing):
     check_loss(QuantConfig(**EXACT), vocabulary=vocabulary, rows=rows, smoothing=smoothing)
 
@@ -71,12 +75,16 @@ def test_float_mode_equals_fairseq(smoothing):
     target = targets_of(21, 91).view(7, 3)
     loss, nll = projection.loss(x, target, smoothing)
     logs = (x @ projection.weight.t()).log_softmax(-1).view(-1, 91)
-    wanted, wanted_nll = label_smoothed_nll_loss(logs, target.view(-1), smoothing, ignore_index=PADDING)
+    wanted, wanted_nll = label_smoothed_nll_loss(
+        logs, target.view(-1), smoothing, ignore_index=PADDING
+    )
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(nll, wanted_nll)
     assert not nll.requires_grad
     leaves = [x, projection.weight]
-    for found, expected in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(wanted, leaves), strict=True):
+    for found, expected in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(wanted, leaves), strict=True
+    ):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(projection(x), x @ projection.weight.t(), atol=1e-5, rtol=1e-5)
 
@@ -94,7 +102,8 @@ def test_loss_is_that_of_the_logits():
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_gradients_scale_with_the_loss(backward):
-    """Under backward="int8" the gradient of the logits is rounded before the upstream gradient is known."""
+    """Under backward="int8" the gradient of the logits is rounded before the upstream gradient is
+    known."""
     quant = QuantConfig(**EXACT | {"backward": backward})
     projection = VocabularyProjection(91, HIDDEN, quant=quant, padding_idx=PADDING)
     x, target = torch.randn(21, HIDDEN, requires_grad=True), targets_of(21, 91)
@@ -112,7 +121,10 @@ def test_int8_gradients_are_unbiased():
     x, target = torch.randn(7, HIDDEN, requires_grad=True), targets_of(7, 33)
     exact, rounded = (
         VocabularyProjection(
-            33, HIDDEN, quant=QuantConfig(backward=backward, calibration_passes=0), padding_idx=PADDING
+            33,
+            HIDDEN,
+            quant=QuantConfig(backward=backward, calibration_passes=0),
+            padding_idx=PADDING,
         )
         for backward in ("float", "int8")
     )
@@ -169,18 +181,24 @@ def test_a_shared_weight_learns_from_both():
 
 def test_a_shared_weight_that_changes_is_rounded_again():
     embedding = Embedding(33, HIDDEN, PADDING)
-    projection = VocabularyProjection(33, HIDDEN, weight=embedding.weight, padding_idx=PADDING).eval()
+    projection = VocabularyProjection(
+        33, HIDDEN, weight=embedding.weight, padding_idx=PADDING
+    ).eval()
     x = torch.randn(7, HIDDEN)
     with torch.no_grad():
         before = projection(x)
-        embedding.load_state_dict({name: 0.5 * tensor for name, tensor in embedding.state_dict().items()})
+        embedding.load_state_dict(
+            {name: 0.5 * tensor for name, tensor in embedding.state_dict().items()}
+        )
         assert not torch.equal(projection(x), before)
 
 
 def test_refusals():
     projection = VocabularyProjection(33, 16, padding_idx=PADDING)
     x = torch.randn(2, 16)
-    with pytest.raises(ValueError, match="targets lie between 3 and 33; the vocabulary has 33 words"):
+    with pytest.raises(
+        ValueError, match="targets lie between 3 and 33; the vocabulary has 33 words"
+    ):
         projection.loss(x, torch.tensor([3, 33]))
     with pytest.raises(ValueError, match="targets lie between -100 and 3"):
         projection.loss(x, torch.tensor([3, -100]))

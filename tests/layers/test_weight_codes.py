@@ -1,4 +1,5 @@
-"""Codes of weights: made again when anything changes, kept while nothing does, left to passes that still need them."""
+"""Codes of weights: made again when anything changes, kept while nothing does, left to passes that
+still need them."""
 
 import copy
 import pickle
@@ -61,7 +62,8 @@ def replace_a_weight(layer):
 def replace_data_at_the_same_place(layer):
     memory = layer.feed_forward.fc1_weight.detach().numpy()
     memory *= -2
-    layer.feed_forward.fc1_weight.data = torch.from_numpy(memory)  # as an allocator may give freed memory again
+    # as an allocator may give freed memory again
+    layer.feed_forward.fc1_weight.data = torch.from_numpy(memory)
 
 
 def train_in_between(layer):
@@ -70,9 +72,14 @@ def train_in_between(layer):
 
 
 CHANGES = [
-    optimize, load_a_part, widen_clips, measure_a_part, replace_a_weight, replace_data_at_the_same_place,
+    optimize,
+    load_a_part,
+    widen_clips,
+    measure_a_part,
+    replace_a_weight,
+    replace_data_at_the_same_place,
     train_in_between,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -93,7 +100,11 @@ def test_codes_are_kept_while_nothing_changes(monkeypatch):
 
 
 def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
-    layer, x, original = linear(activation_init="fixed").eval(), torch.randn(3, 16), RoundWeight.pack
+    layer, x, original = (
+        linear(activation_init="fixed").eval(),
+        torch.randn(3, 16),
+        RoundWeight.pack,
+    )
     nested = []
 
     def pack(operation):
@@ -111,7 +122,11 @@ def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
 def test_a_copy_takes_no_codes_along():
     layer = linear().eval()
     layer(torch.randn(3, 16))
-    assert layer.codes.kept and not copy.deepcopy(layer).codes.kept and not pickle.loads(pickle.dumps(layer)).codes.kept
+    assert (
+        layer.codes.kept
+        and not copy.deepcopy(layer).codes.kept
+        and not pickle.loads(pickle.dumps(layer)).codes.kept
+    )
 
 
 @pytest.mark.parametrize("lasting", [False, True])
@@ -125,7 +140,9 @@ def test_a_pass_with_other_parameters_leaves_the_codes_of_a_waiting_pass(lasting
         if beside:
             weight = -layer.weight.detach()
             with torch.no_grad():
-                torch.func.functional_call(layer, {"weight": torch.nn.Parameter(weight) if lasting else weight}, x)
+                torch.func.functional_call(
+                    layer, {"weight": torch.nn.Parameter(weight) if lasting else weight}, x
+                )
         y.square().sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
@@ -158,15 +175,23 @@ def data_put(layer, other):
 
 
 def parameter_put(layer, other):
-    layer.weight = torch.nn.Parameter(other.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+    layer.weight = torch.nn.Parameter(
+        other.weight.detach().clone(), requires_grad=layer.weight.requires_grad
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("put", [copied, copied_through_data, copied_by_numpy, data_put, parameter_put])
+@pytest.mark.parametrize(
+    "put", [copied, copied_through_data, copied_by_numpy, data_put, parameter_put]
+)
 def test_other_weights_put_into_a_layer_are_used_and_measured(put, frozen):
     """In eval mode, and in training mode where the layer is frozen."""
     torch.manual_seed(0)
-    layer, other, x = QuantizedLinear(64, 48), torch.nn.Linear(64, 48, bias=False), torch.randn(70, 64)
+    layer, other, x = (
+        QuantizedLinear(64, 48),
+        torch.nn.Linear(64, 48, bias=False),
+        torch.randn(70, 64),
+    )
     other.weight.data.mul_(8)
     with torch.no_grad():
         layer.bias.zero_()

@@ -1,28 +1,41 @@
-"""A small translator of lsq's layers, and losses of a short training: what the tests of planned memory share."""
+"""A small translator of lsq's layers, and losses of a short training: what the tests of planned
+memory share."""
 
 import copy
 
 import torch
 from torch import nn
 
-from lsq.layers import Embedding, TransformerDecoderLayer, TransformerEncoderLayer, VocabularyProjection
+from lsq.layers import (
+    Embedding,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    VocabularyProjection,
+)
 from tests.layers.shapes import config_of
 
 VOCABULARY, PADDING = 29, 1
 
 
 class Translator(nn.Module):
-    """Two encoder layers, two decoder layers and a loss; `twice` runs the last decoder layer two times."""
+    """Two encoder layers, two decoder layers and a loss; `twice` runs the last decoder layer two
+    times."""
 
     def __init__(self, twice: bool = False, **options):
         super().__init__()
         config = config_of(dropout=0.1, **options)
         self.twice = twice
-        self.embedding = Embedding(VOCABULARY, config.hidden, PADDING, dropout=0.1, max_positions=40)
+        self.embedding = Embedding(
+            VOCABULARY, config.hidden, PADDING, dropout=0.1, max_positions=40
+        )
         self.encoder = nn.ModuleList(TransformerEncoderLayer(config) for _ in range(2))
         self.decoder = nn.ModuleList(TransformerDecoderLayer(config) for _ in range(2))
         self.projection = VocabularyProjection(
-            VOCABULARY, config.hidden, quant=config.quant, weight=self.embedding.weight, padding_idx=PADDING
+            VOCABULARY,
+            config.hidden,
+            quant=config.quant,
+            weight=self.embedding.weight,
+            padding_idx=PADDING,
         )
 
     def forward(self, source, target):
@@ -40,7 +53,10 @@ class Translator(nn.Module):
 def batch(sentences: int, source: int, target: int, seed: int = 0):
     """Tokens int64 [B, S] and [B, T]; every second batch is padded."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(4, VOCABULARY, (sentences, length), generator=generator) for length in (source, target)]
+    tokens = [
+        torch.randint(4, VOCABULARY, (sentences, length), generator=generator)
+        for length in (source, target)
+    ]
     if seed % 2:
         tokens[0][1:, -2:] = PADDING
     return tokens
@@ -52,7 +68,8 @@ def largest(model, sentences: int = 4, length: int = 16):
 
 
 def losses(model, updates: int, *, accumulate: int = 1) -> list[float]:
-    """Losses of a short training on batches of changing size; a copy of `model` is made by the caller."""
+    """Losses of a short training on batches of changing size; a copy of `model` is made by the
+    caller."""
     torch.manual_seed(5)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     found = []

@@ -16,7 +16,12 @@ def test_tensors_lie_where_they_are_put():
     b = arena.tensor(1032, (7,), torch.int8)
     base = arena.tensor(0, (1,), torch.uint8).data_ptr()
     assert base % HUGE_PAGE == 0 and a.data_ptr() == base + 256 and b.data_ptr() == base + 1032
-    assert a.shape == (3, 5) and a.stride() == (5, 1) and a.is_contiguous() and a.dtype == torch.float32
+    assert (
+        a.shape == (3, 5)
+        and a.stride() == (5, 1)
+        and a.is_contiguous()
+        and a.dtype == torch.float32
+    )
     assert arena.size == 4096
 
 
@@ -34,7 +39,10 @@ def test_what_is_lent_has_a_storage_of_its_own():
     lent, alive = arena.lend(256, (3, 5), torch.float32)
     arena.tensor(256, (3, 5), torch.float32).fill_(7)
     assert lent.shape == (3, 5) and (lent == 7).all() and not lent._is_view()
-    assert lent.untyped_storage().data_ptr() == lent.data_ptr() and lent.untyped_storage().nbytes() == 60
+    assert (
+        lent.untyped_storage().data_ptr() == lent.data_ptr()
+        and lent.untyped_storage().nbytes() == 60
+    )
     view = lent[1]
     del lent
     assert alive() is not None
@@ -58,9 +66,15 @@ def test_empty_tensors_and_scalars():
     assert arena.tensor(8, (), torch.int64).shape == ()
 
 
-@pytest.mark.parametrize("offset, shape, dtype", [
-    (-4, (1,), torch.float32), (1000, (7,), torch.float32), (2, (1,), torch.float32), (0, (1025,), torch.int8),
-])
+@pytest.mark.parametrize(
+    "offset, shape, dtype",
+    [
+        (-4, (1,), torch.float32),
+        (1000, (7,), torch.float32),
+        (2, (1,), torch.float32),
+        (0, (1025,), torch.int8),
+    ],
+)
 def test_what_does_not_fit_is_refused(offset, shape, dtype):
     with pytest.raises(ValueError, match=rf"offset {offset} does not fit an arena of 1024 bytes"):
         Arena(1024).tensor(offset, shape, dtype)
@@ -73,7 +87,10 @@ def overcommit() -> str:
         return ""
 
 
-@pytest.mark.skipif(overcommit() not in "01" or sys.platform != "linux", reason="the system reserves all memory ahead")
+@pytest.mark.skipif(
+    overcommit() not in "01" or sys.platform != "linux",
+    reason="the system reserves all memory ahead",
+)
 def test_a_plan_may_be_larger_than_the_machine():
     arena = Arena(1 << 40)
     arena.tensor((1 << 40) - 64, (16,), torch.float32).fill_(1)
@@ -81,7 +98,9 @@ def test_a_plan_may_be_larger_than_the_machine():
 
 
 def test_what_the_system_refuses_is_explained():
-    with pytest.raises(MemoryError, match="no address space for a plan of .* bytes .*plan for smaller batches"):
+    with pytest.raises(
+        MemoryError, match="no address space for a plan of .* bytes .*plan for smaller batches"
+    ):
         Arena(1 << 60)
 
 

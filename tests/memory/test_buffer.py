@@ -21,7 +21,9 @@ def test_wrong_buffers_are_refused(change, message):
 
 def test_live_load():
     sizes = (10, 0, 2), (5, 2, 3), (7, 3, 3)
-    buffers = [Buffer(name=str(size), size=size, first=first, last=last) for size, first, last in sizes]
+    buffers = [
+        Buffer(name=str(size), size=size, first=first, last=last) for size, first, last in sizes
+    ]
     assert live_load(buffers) == [(0, 10), (2, 15), (3, 12), (4, 0)]
 
 

@@ -1,4 +1,5 @@
-"""Gaps: what is taken never overlaps, what is given back is whole again, and the smallest gap is used first."""
+"""Gaps: what is taken never overlaps, what is given back is whole again, and the smallest gap is
+used first."""
 
 import random
 

@@ -1,4 +1,5 @@
-"""Kept memory: large tensors of the CPU come from the pool, rooms are for one pass at a time, all can be given back."""
+"""Kept memory: large tensors of the CPU come from the pool, rooms are for one pass at a time, all
+can be given back."""
 
 import copy
 import os
@@ -92,7 +93,9 @@ def test_a_forked_process_reads_what_is_kept_and_has_memory_of_its_own():
 def test_kept_tensors_can_be_copied_saved_and_shared(tmp_path):
     tensor = kept.tensor(LARGE, torch.int8).fill_(3)
     torch.save(tensor, tmp_path / "kept.pt")
-    assert torch.equal(torch.load(tmp_path / "kept.pt"), tensor) and torch.equal(copy.deepcopy(tensor), tensor)
+    assert torch.equal(torch.load(tmp_path / "kept.pt"), tensor) and torch.equal(
+        copy.deepcopy(tensor), tensor
+    )
     tensor.share_memory_()
     assert tensor.is_shared() and (tensor == 3).all()
 

@@ -36,7 +36,10 @@ def test_plans_are_separate(count):
     made = plan(buffers)
     assert made.offsets.keys() == {buffer.name for buffer in buffers}
     for number, one in enumerate(buffers):
-        assert made.offsets[one.name] % one.alignment == 0 and made.offsets[one.name] + one.size <= made.peak
+        assert (
+            made.offsets[one.name] % one.alignment == 0
+            and made.offsets[one.name] + one.size <= made.peak
+        )
         for other in buffers[:number]:
             if one.size and other.size and one.first <= other.last and other.first <= one.last:
                 start, after = made.offsets[one.name], made.offsets[other.name]
@@ -54,7 +57,9 @@ def test_a_training_is_packed_without_a_gap():
 
 def test_a_wrong_plan_is_found(monkeypatch):
     buffers = buffers_of((4, 0, 2), (4, 2, 3))
-    monkeypatch.setattr(planner, "place", lambda *given: Placement(offsets=[0, 3], segments=[0, 0], used=[7]))
+    monkeypatch.setattr(
+        planner, "place", lambda *given: Placement(offsets=[0, 3], segments=[0, 0], used=[7])
+    )
     with pytest.raises(RuntimeError, match="the plan is wrong: a and b overlap at operation 2"):
         plan(buffers)
 
@@ -65,9 +70,11 @@ def test_overlaps_are_found_wherever_there_are_any():
         buffers = guillotine(generator, 12)
         offsets = [generator.randrange(0, 4096) for _ in buffers]
         expected = any(
-            one.first <= other.last and other.first <= one.last
-            and a < b + other.size and b < a + one.size
+            one.first <= other.last
+            and other.first <= one.last
+            and a < b + other.size
+            and b < a + one.size
             for i, (one, a) in enumerate(zip(buffers, offsets, strict=True))
             for other, b in list(zip(buffers, offsets, strict=True))[:i]
-        )  # fmt: skip
+        )
         assert bool(list(overlaps(buffers, offsets))) == expected

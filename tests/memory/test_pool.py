@@ -61,7 +61,10 @@ def test_threads_never_share_memory():
 
     def work(number: int) -> None:
         for step in range(200):
-            tensors = [pool.tensor((1000 * (1 + (step + one) % 7),), torch.float32).fill_(number) for one in range(3)]
+            tensors = [
+                pool.tensor((1000 * (1 + (step + one) % 7),), torch.float32).fill_(number)
+                for one in range(3)
+            ]
             failures.extend(tensor for tensor in tensors if not (tensor == number).all())
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

@@ -12,7 +12,9 @@ ROOMS = {"lasting": lambda: LastingRoom(1 << 30), "passing": lambda: PassingRoom
 @pytest.mark.parametrize("room", ROOMS)
 def test_tensors_that_are_needed_together_lie_apart_and_others_share_bytes(room):
     workspace = ROOMS[room]().workspace(LIVES)
-    a, b, c, empty = (workspace.tensor(number, (size,), torch.uint8) for number, (size, _, _) in enumerate(LIVES))
+    a, b, c, empty = (
+        workspace.tensor(number, (size,), torch.uint8) for number, (size, _, _) in enumerate(LIVES)
+    )
     assert workspace.size < 2560 and empty.shape == (0,)
     with workspace.opened():
         a.fill_(1)
@@ -40,7 +42,10 @@ def test_workspaces_of_a_lasting_room_begin_at_one_place_and_never_move():
 
 def test_tensors_follow_passing_memory_which_is_there_only_meanwhile():
     workspace = PassingRoom("cpu").workspace([(1 << 20, 0, 0), (64, 0, 0)])
-    x, y = workspace.tensor(0, (512, 512), torch.float32), workspace.tensor(1, (8, 2), torch.float32)
+    x, y = (
+        workspace.tensor(0, (512, 512), torch.float32),
+        workspace.tensor(1, (8, 2), torch.float32),
+    )
     with workspace.opened():
         between = y.data_ptr() - x.data_ptr()
     assert x.untyped_storage().nbytes() == 0

@@ -11,8 +11,8 @@ OUTLIERS = 3
 class GatedBlock(nn.Module):
     """x + down(silu(gate(norm(x))) * up(norm(x))), Llama's feed-forward block.
 
-    `spike` multiplies a few channels of what `down` reads, whose weights are as much smaller: the same function of
-    floats, with outliers inside.
+    `spike` multiplies a few channels of what `down` reads, whose weights are as much smaller: the
+    same function of floats, with outliers inside.
     """
 
     def __init__(self, spike: float = 1.0):
@@ -58,10 +58,14 @@ def batch(seed: int = 2) -> torch.Tensor:
     made = torch.randint(WORDS, (8, 33), generator=generator)
     follows = torch.rand(made.shape, generator=generator) < 0.8
     for place in range(1, made.shape[1]):
-        made[:, place] = torch.where(follows[:, place], (3 * made[:, place - 1] + 1) % WORDS, made[:, place])
+        made[:, place] = torch.where(
+            follows[:, place], (3 * made[:, place - 1] + 1) % WORDS, made[:, place]
+        )
     return made
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of each token after those before it."""
-    return functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+    return functional.cross_entropy(
+        model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
+    )

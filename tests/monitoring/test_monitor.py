@@ -85,7 +85,9 @@ def test_only_warned_once(caplog):
     with caplog.at_level(logging.WARNING, "lsq"):
         train(model, monitor, 3)
     assert not monitor.fallen
-    assert len(caplog.records) == 7 and all("by a look; it stays in int8" in one.message for one in caplog.records)
+    assert len(caplog.records) == 7 and all(
+        "by a look; it stays in int8" in one.message for one in caplog.records
+    )
 
 
 def test_patience_wants_looks_in_a_row():
@@ -106,11 +108,19 @@ def test_patience_wants_looks_in_a_row():
 def test_the_table():
     model = converted()
     monitor = lsq.monitor(model, every=1)
-    first = "no reading yet: the next look is at step 1, and 0 are made\n0 of 7 modules go on in floats"
+    first = (
+        "no reading yet: the next look is at step 1, and 0 are made\n0 of 7 modules go on in floats"
+    )
     assert str(monitor) == repr(monitor) == first
     train(model, monitor, 1)
     lines = str(monitor).split("\n")
-    assert [line.split()[0] for line in lines[1:]] == ["blocks.*.gate", "blocks.*.up", "blocks.*.down", "head", "0"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "blocks.*.gate",
+        "blocks.*.up",
+        "blocks.*.down",
+        "head",
+        "0",
+    ]
     least = min(monitor.readings[f"blocks.{number}.up"].output for number in range(2))
     assert f"{least:.1f}" in lines[2]
 
@@ -158,12 +168,16 @@ def test_looks_are_every_so_many_steps_at_training_alone():
 COMPILED = pytest.param("compiled", marks=pytest.mark.thorough)  # imports torch._dynamo
 
 
-@pytest.mark.parametrize("how", ["plain", "accumulated", "reentrant", "not reentrant", "bfloat16", COMPILED])
+@pytest.mark.parametrize(
+    "how", ["plain", "accumulated", "reentrant", "not reentrant", "bfloat16", COMPILED]
+)
 def test_ways_to_train(how):
     model = converted()
     if how.endswith("reentrant"):
         for block in model.blocks:
-            block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=how == "reentrant")
+            block.forward = lambda x, run=block.forward: checkpoint(
+                run, x, use_reentrant=how == "reentrant"
+            )
     monitor = lsq.monitor(model, every=2)
     called = torch.compile(model, backend="eager") if how == "compiled" else model
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "bfloat16"):
@@ -197,7 +211,11 @@ def test_frozen_layers_and_a_module_that_is_there_twice():
 def test_every_use_in_a_step_is_seen(how):
     """The worst counts: of the second, nearly everything is clipped."""
     layer = QuantizedLinear(64, 64, quant=QuantConfig(calibration_passes=0))
-    run = layer if how == "plain" else lambda x: checkpoint(layer, x, use_reentrant=how == "reentrant")
+    run = (
+        layer
+        if how == "plain"
+        else lambda x: checkpoint(layer, x, use_reentrant=how == "reentrant")
+    )
     monitor = lsq.monitor(layer, every=1, fall_back=False)
     for sizes in ((1, 1), (1, 30), (30, 1)):
         torch.manual_seed(1)
@@ -251,7 +269,9 @@ def test_whole_layers_and_their_planned_memory(caplog):
         step().backward()
         monitor.step()
     assert len(monitor.fallen) == 3
-    assert sum("planned memory is released" in one.message for one in caplog.records) == (memory is not None)
+    assert sum("planned memory is released" in one.message for one in caplog.records) == (
+        memory is not None
+    )
     model.zero_grad()
     plan_memory(model, step)  # of what it is now
     step().backward()
@@ -338,7 +358,9 @@ def test_states_that_say_nothing_of_it():
     model = fallen_model(DOWN)
     model.load_state_dict({"words.weight": model.words.weight}, strict=False)
     assert model.get_submodule(DOWN).schedule.fallen
-    older = {name: value for name, value in model.state_dict().items() if not name.endswith("fallen")}
+    older = {
+        name: value for name, value in model.state_dict().items() if not name.endswith("fallen")
+    }
     model.load_state_dict(older)
     assert not model.get_submodule(DOWN).schedule.fallen
 
@@ -356,7 +378,9 @@ def test_copies_are_in_floats_and_not_watched():
 
 
 def test_a_model_without_int8_is_refused():
-    with pytest.raises(ValueError, match="GatedModel has no module that computes in int8; call lsq.convert"):
+    with pytest.raises(
+        ValueError, match="GatedModel has no module that computes in int8; call lsq.convert"
+    ):
         lsq.monitor(gated_model())
 
 
@@ -367,7 +391,9 @@ def test_numbers_are_checked(name):
 
 
 def test_another_state_is_refused():
-    with pytest.raises(ValueError, match="the state has 'step'; a monitor's has 'steps' and 'strikes'"):
+    with pytest.raises(
+        ValueError, match="the state has 'step'; a monitor's has 'steps' and 'strikes'"
+    ):
         lsq.monitor(converted()).load_state_dict({"step": 1})
 
 

@@ -43,7 +43,11 @@ def test_many_small_rows_hide_no_large_one():
         (torch.full((3, 4), math.nan), torch.ones(3, 4), None),
         (torch.tensor([10.0]), torch.tensor([9.0]), 20.0),
         (torch.tensor(10.0), torch.tensor(9.0), 20.0),
-        (torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.9], [5.0, 0.0]]), -10 * math.log10(0.005)),
+        (
+            torch.tensor([[1.0, 1.0], [0.0, 0.0]]),
+            torch.tensor([[1.0, 0.9], [5.0, 0.0]]),
+            -10 * math.log10(0.005),
+        ),
     ],
 )
 def test_decibels_at_the_edges(expected, found, answer):
@@ -52,10 +56,13 @@ def test_decibels_at_the_edges(expected, found, answer):
 
 
 def test_tensors_together():
-    """One with hardly any signal does not count in the sum, and as one slice among all in the mean."""
+    """One with hardly any signal does not count in the sum, and as one slice among all in the
+    mean."""
     large, small = torch.ones(9, 8), torch.full((1, 8), 1e-3)
     assert decibels((large, large, 1), (small, torch.zeros(1, 8), 1)) == pytest.approx(10, abs=1e-3)
-    assert decibels((large.t(), 0.9 * large.t(), 0), (small, small, 1)) == pytest.approx(20, abs=1e-3)
+    assert decibels((large.t(), 0.9 * large.t(), 0), (small, small, 1)) == pytest.approx(
+        20, abs=1e-3
+    )
     assert decibels() is None
 
 

@@ -22,13 +22,17 @@ from lsq.program.executor import Execution
 SHAPE = {"hidden": 32, "heads": 2, "feed_forward": 48}
 
 
-def samples_of(module: nn.Module, *inputs, rows: int = 8, call=None) -> list[tuple[Sample, list[torch.Tensor]]]:
+def samples_of(
+    module: nn.Module, *inputs, rows: int = 8, call=None
+) -> list[tuple[Sample, list[torch.Tensor]]]:
     """Of one pass, which goes back: (sample, gradients of its program's results)."""
     found = []
 
     def see(seen, program, tensors, outputs):
         sample = Sample.of(program, tensors, rows, seen.target)
-        outputs[0].grad_fn.register_prehook(lambda gradients: found.append((sample, list(gradients))))
+        outputs[0].grad_fn.register_prehook(
+            lambda gradients: found.append((sample, list(gradients)))
+        )
 
     module._watcher = see
     results = (call or module)(*inputs)
@@ -43,7 +47,9 @@ def linear(**options) -> QuantizedLinear:
     return QuantizedLinear(48, 64, **options)
 
 
-@pytest.mark.parametrize(("rows", "taken"), [(5, [0, 4, 9, 13, 18]), (23, list(range(23))), (99, list(range(23)))])
+@pytest.mark.parametrize(
+    ("rows", "taken"), [(5, [0, 4, 9, 13, 18]), (23, list(range(23))), (99, list(range(23)))]
+)
 def test_rows_of_a_projection_are_from_all_over(rows, taken):
     x = torch.randn(23, 48)
     ((sample, _),) = samples_of(linear(), x.requires_grad_(), rows=rows)
@@ -70,7 +76,8 @@ def test_sentences_are_whole():
         ((sample, _),) = samples_of(layer, x, padding, rows=rows)
         assert sample.tensors["x"].shape == (taken, 32)
         assert sample.tensors["starts"].tolist() == [0, 3, 7, 14, 15, 21][: count + 1]
-        assert sample.tensors["rotation"].shape[0] == 7  # whole, though it has as many rows as a sentence
+        # whole, though it has as many rows as a sentence
+        assert sample.tensors["rotation"].shape[0] == 7
 
 
 def test_sentences_and_their_memory():
@@ -86,10 +93,18 @@ CONFIG = LayerConfig(**SHAPE, dropout=0.3, activation_dropout=0.2, attention_dro
 MODULES = {
     "linear": (lambda: linear(bias=False), (23, 48), None),
     "encoder layer": (lambda: TransformerEncoderLayer(CONFIG), (7, 3, 32), None),
-    "gated": (lambda: FeedForward(LayerConfig(**SHAPE, gated=True, activation="silu")), (7, 3, 32), None),
+    "gated": (
+        lambda: FeedForward(LayerConfig(**SHAPE, gated=True, activation="silu")),
+        (7, 3, 32),
+        None,
+    ),
     "attention": (lambda: MultiheadAttention(CONFIG), (7, 3, 32), None),
     "logits": (lambda: VocabularyProjection(37, 32), (7, 3, 32), None),
-    "loss": (lambda: VocabularyProjection(37, 32), (7, 3, 32), lambda layer: lambda x: layer.loss(x, x[..., 0].long())),
+    "loss": (
+        lambda: VocabularyProjection(37, 32),
+        (7, 3, 32),
+        lambda layer: lambda x: layer.loss(x, x[..., 0].long()),
+    ),
 }
 
 
@@ -103,7 +118,10 @@ def test_readings(name):
     reading = sample.reading(gradients).values()
     assert set(reading) == set(QUANTITIES)
     assert 15 < reading["output"] < 90
-    assert 5 < min(reading.values()) and max(reading["input_gradient"], reading["weight_gradient"]) < 60
+    assert (
+        5 < min(reading.values())
+        and max(reading["input_gradient"], reading["weight_gradient"]) < 60
+    )
 
 
 def test_what_is_read_is_the_noise(monkeypatch):
@@ -153,7 +171,11 @@ def test_a_sample_disturbs_nothing():
     assert torch.equal(after, torch.rand(1)) and torch.equal(leaf.grad, other.grad)
     for one, another in zip(layer.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, another)
-        assert torch.equal(one.grad, another.grad) if one.requires_grad else one.grad is another.grad is None
+        assert (
+            torch.equal(one.grad, another.grad)
+            if one.requires_grad
+            else one.grad is another.grad is None
+        )
 
 
 def test_parts_are_copies():

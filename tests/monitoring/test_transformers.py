@@ -15,11 +15,16 @@ OUTLIERS = 3
 
 
 def llama(*spikes: float) -> torch.nn.Module:
-    """A Llama with outliers in the feed-forward blocks of its layers; the same function of floats whatever they are."""
+    """A Llama with outliers in the feed-forward blocks of its layers; the same function of floats
+    whatever they are."""
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=96, num_hidden_layers=len(spikes), hidden_size=64, intermediate_size=128, num_attention_heads=2
+            vocab_size=96,
+            num_hidden_layers=len(spikes),
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=2,
         )
     )
     with torch.no_grad():

@@ -41,8 +41,12 @@ def parallel(rank: int) -> dict:
 
         monitor._see = noisy
     losses = trained(DistributedDataParallel(model), monitor, 6, rank)
-    return {"fallen": monitor.fallen, "readings": {k: one.values() for k, one in monitor.readings.items()},
-            "weight": model.get_submodule(UP).weight.detach(), "losses": losses}  # fmt: skip
+    return {
+        "fallen": monitor.fallen,
+        "readings": {k: one.values() for k, one in monitor.readings.items()},
+        "weight": model.get_submodule(UP).weight.detach(),
+        "losses": losses,
+    }
 
 
 @pytest.mark.thorough
@@ -82,8 +86,10 @@ def test_shards():
     assert first["readings"] == second["readings"] and len(first["readings"]) == 7
     for name, values in alone(0).items():  # of one of the two batches, beside the least of both
         for kind, value in values.items():
-            assert abs(first["readings"][name][kind] - value) < 15, (name, kind)  # as far as two batches differ
+            # as far as two batches differ
+            assert abs(first["readings"][name][kind] - value) < 15, (
+                name,
+                kind,
+            )
     assert len(first["fallen"]) == len(second["fallen"]) == 7
     assert first["losses"][-1] < first["losses"][0]
-
-

@@ -1,4 +1,5 @@
-"""Attentions of a few sentences and their gradients, and padded dense attention to compare them with."""
+"""Attentions of a few sentences and their gradients, and padded dense attention to compare them
+with."""
 
 import math
 
@@ -26,7 +27,11 @@ def offsets(lengths) -> torch.Tensor:
 
 def values(rows: int, columns: int, coded: bool) -> Rows:
     """Codes or floats of about unit size; floats that bfloat16 has, too."""
-    return Rows(coded=codes_of(rows, columns)) if coded else Rows(floats=torch.randn(rows, columns).bfloat16().float())
+    return (
+        Rows(coded=codes_of(rows, columns))
+        if coded
+        else Rows(floats=torch.randn(rows, columns).bfloat16().float())
+    )
 
 
 def bias_of(heads: int) -> PositionBias:
@@ -36,10 +41,23 @@ def bias_of(heads: int) -> PositionBias:
 
 
 def attention(
-    lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, group=1, window=0,
-    share=0.0, biased=False, behind=0, to=None,
-):  # fmt: skip
-    """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context, else floats.
+    lengths=LENGTHS,
+    others=None,
+    *,
+    width=8,
+    coded=True,
+    causal=False,
+    dropout=0.0,
+    heads=HEADS,
+    group=1,
+    window=0,
+    share=0.0,
+    biased=False,
+    behind=0,
+    to=None,
+):
+    """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context,
+    else floats.
 
     So many rows of queries and of keys stand `behind` all sentences.
     """
@@ -50,17 +68,31 @@ def attention(
         q, k = values(rows, hidden, coded), values(sum(others) + behind, 2 * of_keys, coded)
     keys, first = (lengths, hidden) if others is None else (others, 0)
     read = Heads(
-        q=Projected(rows=q, column=0), k=Projected(rows=k, column=first), v=Projected(rows=k, column=first + of_keys),
-        starts=offsets(lengths), key_starts=offsets(keys), count=heads, group=group, width=width, causal=causal,
-        window=window, dropout=dropout_of(dropout), share=share, bias=bias_of(heads) if biased else None,
-    )  # fmt: skip
+        q=Projected(rows=q, column=0),
+        k=Projected(rows=k, column=first),
+        v=Projected(rows=k, column=first + of_keys),
+        starts=offsets(lengths),
+        key_starts=offsets(keys),
+        count=heads,
+        group=group,
+        width=width,
+        causal=causal,
+        window=window,
+        dropout=dropout_of(dropout),
+        share=share,
+        bias=bias_of(heads) if biased else None,
+    )
     return Attention(
-        heads=read, log_sum=empty(rows, heads), out=empty(rows, hidden) if to is None else None, rounded=to
+        heads=read,
+        log_sum=empty(rows, heads),
+        out=empty(rows, hidden) if to is None else None,
+        rounded=to,
     )
 
 
 def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
-    """Its gradient, as floats or rounded, with all sums; `forward` is run by the reference for its log_sum."""
+    """Its gradient, as floats or rounded, with all sums; `forward` is run by the reference for its
+    log_sum."""
     heads, asked = forward.heads, []
     for one in (heads.q, heads.k)[: 1 + (heads.q.rows.tensor is not heads.k.rows.tensor)]:
         shape = one.rows.tensor.shape
@@ -68,16 +100,22 @@ def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
         clip = empty(1) if one.rows.coded is not None else None
         asked.append(SummedGradient(**gradient, sum=empty(shape[1]), clip=clip))
     return AttentionGradient(
-        dcontext=torch.randn(heads.rows, heads.count * heads.width), heads=heads,
-        log_sum=on_reference(forward).log_sum, dbias=heads.bias and empty(*heads.bias.table.shape),
+        dcontext=torch.randn(heads.rows, heads.count * heads.width),
+        heads=heads,
+        log_sum=on_reference(forward).log_sum,
+        dbias=heads.bias and empty(*heads.bias.table.shape),
         **dict(zip(("dq", "dkv"), asked, strict=False)),
-    )  # fmt: skip
+    )
 
 
 def dense(operation, dtype):
-    """Padded [B, N, T, S] attention on the decoded values: leaves (of q, of k, of biases), context."""
+    """Padded [B, N, T, S] attention on the decoded values: leaves (of q, of k, of biases),
+    context."""
     heads = operation.heads
-    leaves = [(one.rows.tensor.to(dtype) * float(one.rows.scale)).requires_grad_() for one in (heads.q, heads.k)]
+    leaves = [
+        (one.rows.tensor.to(dtype) * float(one.rows.scale)).requires_grad_()
+        for one in (heads.q, heads.k)
+    ]
     if heads.q.rows.tensor is heads.k.rows.tensor:
         leaves[1] = leaves[0]
     if heads.bias is not None:
@@ -91,25 +129,36 @@ def dense(operation, dtype):
         return whole.unflatten(2, (-1, width)).transpose(1, 2)
 
     q = padded(leaves[0], of_q, heads.q.column, heads.count)
-    k, v = (padded(leaves[1], of_k, one.column, heads.count // heads.group) for one in (heads.k, heads.v))
+    k, v = (
+        padded(leaves[1], of_k, one.column, heads.count // heads.group)
+        for one in (heads.k, heads.v)
+    )
     shared = torch.arange(heads.count) // heads.group
     k, v = k[:, shared], v[:, shared]
     scores = q @ k.transpose(2, 3) * (heads.share or width**-0.5)
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     if heads.bias is not None:
-        distances = [key - query - (keys - queries) for queries, keys in zip(of_q, of_k, strict=True)]
+        distances = [
+            key - query - (keys - queries) for queries, keys in zip(of_q, of_k, strict=True)
+        ]
         places = (torch.stack(distances) + 9).clamp(0, 18)
         scores = scores + leaves[-1][heads.bias.bucket[places]].permute(0, 3, 1, 2)
-    seen = torch.stack([
-        (key < keys) & ((key <= query + (keys - queries)) | torch.tensor(not heads.causal))
-        & (key > query + (keys - queries) - (heads.window or 10**6))
-        for queries, keys in zip(of_q, of_k, strict=True)
-    ])[:, None]  # fmt: skip
+    seen = torch.stack(
+        [
+            (key < keys)
+            & ((key <= query + (keys - queries)) | torch.tensor(not heads.causal))
+            & (key > query + (keys - queries) - (heads.window or 10**6))
+            for queries, keys in zip(of_q, of_k, strict=True)
+        ]
+    )[:, None]
     scores = scores.masked_fill(~seen, -math.inf)
     blind = ~seen.any(dim=3, keepdim=True)
     probabilities = scores.masked_fill(blind, 0.0).softmax(dim=3) * ~blind
     if heads.dropout is not None:
-        row = torch.arange(sum(of_q))[:, None, None] * heads.count + torch.arange(heads.count)[:, None]
+        row = (
+            torch.arange(sum(of_q))[:, None, None] * heads.count
+            + torch.arange(heads.count)[:, None]
+        )
         element = row * 2**31 + torch.arange(k.shape[2])
         dropout, ones = heads.dropout, torch.ones(element.shape)
         mask = random.dropout(ones, dropout.probability, KEY, dropout.subsequence, element)
@@ -122,7 +171,9 @@ def dense(operation, dtype):
 def assert_zeros_behind(run, lengths, others, to_rounded):
     """Rows behind all sentences give zeros forward and backward, and nothing to sums and clips."""
     options = {"others": others, "dropout": 0.1, "causal": others is None}
-    forward = attention(lengths, behind=35, **options, to=to_round(sum(lengths) + 35, 16, 0.8, error=True))
+    forward = attention(
+        lengths, behind=35, **options, to=to_round(sum(lengths) + 35, 16, 0.8, error=True)
+    )
     assert not run(forward).rounded.codes[-35:].any()
     found = run(gradient_of(forward, to_rounded=to_rounded))
     for one in filter(None, (found.dq, found.dkv)):

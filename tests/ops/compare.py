@@ -1,7 +1,7 @@
 """Runs one operation on a backend and compares it with its reference on equal inputs.
 
-Tests declare an operation with real tensors where it reads and `empty` ones where it writes; what comes back is the
-same operation with real tensors everywhere.
+Tests declare an operation with real tensors where it reads and `empty` ones where it writes; what
+comes back is the same operation with real tensors everywhere.
 """
 
 import dataclasses
@@ -39,33 +39,55 @@ def weight_format_of(bits: int = 8) -> WeightFormat:
 
 
 def to_round(
-    rows: int, columns: int, clip: float, *, bits: int = 8, error: bool = False, clipped: bool = True,
+    rows: int,
+    columns: int,
+    clip: float,
+    *,
+    bits: int = 8,
+    error: bool = False,
+    clipped: bool = True,
     seen: float = 0.25,
-) -> Coded:  # fmt: skip
-    """Codes [M, N] that the operation is to write, under a clip. `seen`: largest magnitude so far."""
+) -> Coded:
+    """Codes [M, N] that the operation is to write, under a clip.
+
+    `seen`: largest magnitude so far.
+    """
     packed = -(-rows * columns // 8)
     return Coded(
-        format=format_of(bits), codes=empty(rows, columns, dtype=torch.int8), scale=empty(1),
+        format=format_of(bits),
+        codes=empty(rows, columns, dtype=torch.int8),
+        scale=empty(1),
         clipped=empty(packed, dtype=torch.uint8) if clipped else None,
-        error=empty(rows, columns) if error else None, clip=torch.tensor([clip]), seen=torch.tensor([seen]),
+        error=empty(rows, columns) if error else None,
+        clip=torch.tensor([clip]),
+        seen=torch.tensor([seen]),
     )
 
 
-def rounded(rows: int, columns: int, *, bits: int = 8, error: bool = False, share: float = 0.1) -> Coded:
+def rounded(
+    rows: int, columns: int, *, bits: int = 8, error: bool = False, share: float = 0.1
+) -> Coded:
     """Codes [M, N] that the operation is to read, of which about `share` were clipped."""
     form = format_of(bits)
     codes = torch.randint(-form.largest, form.largest + 1, (rows, columns), dtype=torch.int8)
     return Coded(
-        format=form, codes=codes, scale=torch.tensor([1.9 / form.largest]),
+        format=form,
+        codes=codes,
+        scale=torch.tensor([1.9 / form.largest]),
         clipped=pack_bits((torch.rand(codes.shape) < share) & (codes != 0)),
-        error=torch.rand(rows, columns) - 0.5 if error else None, clip=torch.tensor([1.9]),
+        error=torch.rand(rows, columns) - 0.5 if error else None,
+        clip=torch.tensor([1.9]),
     )
 
 
 def by_row(coded: Coded) -> Coded:
     """The same codes, to read or to write, with a scale for each row in place of a clip."""
     rows = coded.codes.shape[0]
-    scale = empty(rows) if isinstance(coded.scale, VirtualTensor) else coded.scale * (0.5 + torch.rand(rows))
+    scale = (
+        empty(rows)
+        if isinstance(coded.scale, VirtualTensor)
+        else coded.scale * (0.5 + torch.rand(rows))
+    )
     form = dataclasses.replace(coded.format, grain=Grain.ROW)
     return dataclasses.replace(coded, format=form, scale=scale, clipped=None, error=None)
 
@@ -73,19 +95,26 @@ def by_row(coded: Coded) -> Coded:
 def gradient_to_round(rows: int, columns: int) -> RoundedGradient:
     """The gradient [M, N] of a product that the operation is to write."""
     return RoundedGradient(
-        format=GRADIENT, codes=empty(rows, columns, dtype=torch.int8), scale=empty(rows),
-        weight_scale=0.5 + torch.rand(columns), key=KEY, subsequence=7,
+        format=GRADIENT,
+        codes=empty(rows, columns, dtype=torch.int8),
+        scale=empty(rows),
+        weight_scale=0.5 + torch.rand(columns),
+        key=KEY,
+        subsequence=7,
     )
 
 
 def dropout_of(probability: float, subsequence: int = 2) -> Dropout | None:
     """A mask; None for no dropout at all."""
-    return Dropout(key=KEY, subsequence=subsequence, probability=probability) if probability else None
+    return (
+        Dropout(key=KEY, subsequence=subsequence, probability=probability) if probability else None
+    )
 
 
 def allocated(operation: Operation, make) -> Operation:
-    """`operation` with make(shape, dtype) in the place of every tensor that it is to write, and with copies of the
-    largest magnitudes so far, which it changes."""
+    """`operation` with make(shape, dtype) in the place of every tensor that it is to write, and
+    with copies of the largest magnitudes so far, which it changes.
+    """
     seen = {id(leaf.of(operation)) for leaf in operation.leaves() if leaf.path[-1] == "seen"}
 
     def placed(one):
@@ -109,10 +138,13 @@ def on_reference(operation: Operation) -> Operation:
 
 
 def on_cpu(operation: Operation) -> Operation:
-    """Run the CPU's implementation; scratch memory holds NaN, or 85 in every element of integers."""
+    """Run the CPU's implementation; scratch memory holds NaN, or 85 in every element of
+    integers."""
     found = allocated(operation, rubbish)
     place = backend("cpu")
-    scratch = [scratch_rubbish(torch.empty(shape, dtype=dtype)) for shape, dtype in place.scratch(found)]
+    scratch = [
+        scratch_rubbish(torch.empty(shape, dtype=dtype)) for shape, dtype in place.scratch(found)
+    ]
     place.prepare([(found, scratch)])()
     return found
 
@@ -135,10 +167,11 @@ def written(operation: Operation) -> dict[str, torch.Tensor | None]:
 
 
 def assert_same(found: Operation, expected: Operation, where: str) -> None:
-    """Floats to TOLERANCE, NaN and infinity in the same places; sums exactly; codes and bits up to one in a thousand.
+    """Floats to TOLERANCE, NaN and infinity in the same places; sums exactly; codes and bits up to
+    one in a thousand.
 
-    Codes may differ by 1 where float sums before the rounding differ in their last bits; so may the error of
-    that rounding, which is an output of the same shape.
+    Codes may differ by 1 where float sums before the rounding differ in their last bits; so may the
+    error of that rounding, which is an output of the same shape.
     """
     moved = torch.zeros((), dtype=torch.bool)
     wanted_of = written(expected)
@@ -153,10 +186,14 @@ def assert_same(found: Operation, expected: Operation, where: str) -> None:
             assert torch.equal(output, wanted), f"{what}: sums differ"
         elif wanted.numel():
             differs = output != wanted
-            assert differs.sum() <= max(1, output.numel() // 1000), f"{what}: {differs.sum()} differ"
+            assert differs.sum() <= max(1, output.numel() // 1000), (
+                f"{what}: {differs.sum()} differ"
+            )
             if wanted.dtype == torch.int8:
                 moved = differs
-                assert (output.int() - wanted.int()).abs().max() <= 1, f"{what}: codes differ by more than 1"
+                assert (output.int() - wanted.int()).abs().max() <= 1, (
+                    f"{what}: codes differ by more than 1"
+                )
 
 
 def assert_close(output, wanted, moved, what: str) -> None:
@@ -171,7 +208,10 @@ def assert_close(output, wanted, moved, what: str) -> None:
 
 
 def assert_accurate(found, exact, single, what: str = "") -> None:
-    """Error against float64 at most twice that of the float32 PyTorch operation, plus 1e-6 of the magnitude."""
+    """Error against float64 at most twice that of the float32 PyTorch operation, plus 1e-6 of the
+    magnitude."""
     error = (found.double() - exact).abs().max().item()
-    allowed = 2 * (single.double() - exact).abs().max().item() + 1e-6 * max(1.0, exact.abs().max().item())
+    allowed = 2 * (single.double() - exact).abs().max().item() + 1e-6 * max(
+        1.0, exact.abs().max().item()
+    )
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"

@@ -1,8 +1,9 @@
-"""Runs the CUDA implementation of an operation and compares it with the reference and with the CPU implementation.
+"""Runs the CUDA implementation of an operation and compares it with the reference and with the CPU
+implementation.
 
-In the emulator or on a GPU; tests/conftest.py says where. Every operation runs twice, threads in order and then
-backwards, so that a missing barrier is found. With TEST_SANITIZE=1 in the environment, the emulator runs under the
-sanitizers, once.
+In the emulator or on a GPU; tests/conftest.py says where. Every operation runs twice, threads in
+order and then backwards, so that a missing barrier is found. With TEST_SANITIZE=1 in the
+environment, the emulator runs under the sanitizers, once.
 """
 
 import ctypes
@@ -14,13 +15,21 @@ from lsq.backends import cuda
 from lsq.csrc import emulator
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
-from tests.ops.compare import assert_close, assert_same, on_cpu, on_reference, scratch_rubbish, written
+from tests.ops.compare import (
+    assert_close,
+    assert_same,
+    on_cpu,
+    on_reference,
+    scratch_rubbish,
+    written,
+)
 
 place = "emulator"
 SANITIZE = os.environ.get("TEST_SANITIZE") == "1"
 DTYPES = (torch.float32, torch.bfloat16)
 EPSILON = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
-"""Largest relative error of rounding to a dtype, with room for a value that rounds the other way."""
+"""Largest relative error of rounding to a dtype, with room for a value that rounds the other way.
+"""
 ORDERS = (1,) if SANITIZE else (0, 1)
 FENCE = 0 if SANITIZE else 2**15
 """Bytes before and after a tensor that its kernel may not write; AddressSanitizer has its own."""
@@ -32,7 +41,10 @@ def current_device():
 
 
 def lost_gpu() -> str | None:
-    """Why a GPU takes no more work of this process: a fault of a kernel stays. None: it does, or there is none."""
+    """Why a GPU takes no more work of this process: a fault of a kernel stays.
+
+    None: it does, or there is none.
+    """
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -49,7 +61,11 @@ def set_order(order: int) -> None:
 
 def in_dtype(operation: Operation, dtype: torch.dtype) -> Operation:
     """`operation` with its activations, read or written, in `dtype`."""
-    kinds = {id(leaf.of(operation)): leaf.kind for leaf in operation.leaves() if leaf.of(operation) is not None}
+    kinds = {
+        id(leaf.of(operation)): leaf.kind
+        for leaf in operation.leaves()
+        if leaf.of(operation) is not None
+    }
 
     def convert(tensor):
         if kinds[id(tensor)] != "Activations":
@@ -61,12 +77,15 @@ def in_dtype(operation: Operation, dtype: torch.dtype) -> Operation:
     return operation.bind(convert)
 
 
-def compare_cuda(operation: Operation, dtype: torch.dtype = torch.float32, exact: bool = False) -> Operation:
+def compare_cuda(
+    operation: Operation, dtype: torch.dtype = torch.float32, exact: bool = False
+) -> Operation:
     """Compare one operation; what the CUDA implementation made, on the CPU.
 
     Args:
         operation: with activations in float32, and `empty` tensors where it writes.
-        dtype: of the activations on the device; the reference takes them as they are after that rounding.
+        dtype: of the activations on the device; the reference takes them as they are after that
+            rounding.
         exact: integers must equal those of the CPU implementation bit by bit (float32 only).
     """
     narrow = in_dtype(operation, dtype)
@@ -75,8 +94,11 @@ def compare_cuda(operation: Operation, dtype: torch.dtype = torch.float32, exact
     return results[0]
 
 
-def check_results(results: list[Operation], wide: Operation, dtype: torch.dtype, exact: bool) -> None:
-    """Raise AssertionError unless all results are alike, and as the reference has them; see `compare_cuda`."""
+def check_results(
+    results: list[Operation], wide: Operation, dtype: torch.dtype, exact: bool
+) -> None:
+    """Raise AssertionError unless all results are alike, and as the reference has them; see
+    `compare_cuda`."""
     first, second = (written(results[0]), written(results[-1]))
     for name, tensor in first.items():
         same = tensor is None or same_bits(tensor, second[name])
@@ -104,12 +126,15 @@ def run(operation: Operation, *, order: int = 0) -> Operation:
         if isinstance(tensor, VirtualTensor):
             return fences.around(torch.Size(tensor.shape), tensor.dtype).fill_(85)
         if id(tensor) not in copies:
-            copies[id(tensor)] = fences.around(tensor.shape, tensor.dtype, Fences.READ).copy_(tensor)
+            copies[id(tensor)] = fences.around(tensor.shape, tensor.dtype, Fences.READ).copy_(
+                tensor
+            )
         return copies[id(tensor)]
 
     bound = operation.bind(placed)
     scratch = [
-        scratch_rubbish(fences.around(torch.Size(shape), dtype)) for shape, dtype in bound.cuda_scratch()
+        scratch_rubbish(fences.around(torch.Size(shape), dtype))
+        for shape, dtype in bound.cuda_scratch()
     ]
     target.list(bound.cuda(*scratch), title=operation.name).run()
     fences.check()
@@ -117,10 +142,11 @@ def run(operation: Operation, *, order: int = 0) -> Operation:
 
 
 class Fences:
-    """Memory for tensors of an operation on a device, where kernels that write beyond a tensor are found out.
+    """Memory for tensors of an operation on a device, where kernels that write beyond a tensor are
+    found out.
 
-    What lies beyond inputs is NaN as floats and -1 as integers, so that reading it shows as well, and beyond what
-    kernels write it is something else, so that copying it shows, too.
+    What lies beyond inputs is NaN as floats and -1 as integers, so that reading it shows as well,
+    and beyond what kernels write it is something else, so that copying it shows, too.
     """
 
     READ, WRITTEN = 255, 85
@@ -139,7 +165,9 @@ class Fences:
     def check(self) -> None:
         """Raise AssertionError where something was written since."""
         for number, (byte, fence) in enumerate(self._fences):
-            assert (fence == byte).all(), f"{self._name}: writes {'after' if number % 2 else 'before'} a tensor"
+            assert (fence == byte).all(), (
+                f"{self._name}: writes {'after' if number % 2 else 'before'} a tensor"
+            )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -153,7 +181,9 @@ def assert_same_in(dtype, found: Operation, expected: Operation, where: str) -> 
         return
     kinds = {leaf.name: leaf.kind for leaf in found.leaves()}
     others = {id(tensor) for name, tensor in written(found).items() if kinds[name] != "Activations"}
-    assert_same(found.bind(lambda tensor: tensor if id(tensor) in others else None), expected, where)
+    assert_same(
+        found.bind(lambda tensor: tensor if id(tensor) in others else None), expected, where
+    )
     for name, output in written(found).items():
         if output is None or kinds[name] != "Activations":
             continue

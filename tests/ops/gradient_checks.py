@@ -1,4 +1,5 @@
-"""Gradients, operations on their messages and what compares these bit by bit, for the tests of every implementation."""
+"""Gradients, operations on their messages and what compares these bit by bit, for the tests of
+every implementation."""
 
 import math
 
@@ -19,31 +20,51 @@ def gradients(rows: int, values: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def pack(
-    x: torch.Tensor, layout: MessageLayout, *, stochastic: bool = False, error: bool = False, subsequence: int = 0
+    x: torch.Tensor,
+    layout: MessageLayout,
+    *,
+    stochastic: bool = False,
+    error: bool = False,
+    subsequence: int = 0,
 ) -> PackGradients:
     """The packing of x [R, v]."""
     return PackGradients(
-        x=x, key=KEY if stochastic else None, subsequence=subsequence, messages=to_write(layout, layout.shards),
+        x=x,
+        key=KEY if stochastic else None,
+        subsequence=subsequence,
+        messages=to_write(layout, layout.shards),
         error=empty(layout.values) if error else None,
-    )  # fmt: skip
+    )
 
 
 def add_up(
-    data: torch.Tensor, layout: MessageLayout, *, out_bits: int = 8, factor: float = 1.0, stochastic: bool = False,
+    data: torch.Tensor,
+    layout: MessageLayout,
+    *,
+    out_bits: int = 8,
+    factor: float = 1.0,
+    stochastic: bool = False,
     subsequence: int = 0,
 ) -> SumMessages:
     """The sum of messages [N, M] of one shard."""
     out = MessageLayout.of_shard(layout.length, block=layout.block, bits=out_bits)
     return SumMessages(
-        messages=Messages(layout=layout, data=data), factor=factor, key=KEY if stochastic else None,
-        subsequence=subsequence, sum=to_write(out),
-    )  # fmt: skip
+        messages=Messages(layout=layout, data=data),
+        factor=factor,
+        key=KEY if stochastic else None,
+        subsequence=subsequence,
+        sum=to_write(out),
+    )
 
 
-def unpack(data: torch.Tensor, layout: MessageLayout, *, factor: float = 1.0, dtype=torch.float32) -> UnpackGradients:
+def unpack(
+    data: torch.Tensor, layout: MessageLayout, *, factor: float = 1.0, dtype=torch.float32
+) -> UnpackGradients:
     """The values of messages [R, S, M]."""
     return UnpackGradients(
-        messages=Messages(layout=layout, data=data), factor=factor, x=empty(layout.values, dtype=dtype)
+        messages=Messages(layout=layout, data=data),
+        factor=factor,
+        x=empty(layout.values, dtype=dtype),
     )
 
 
@@ -52,10 +73,14 @@ def to_write(layout: MessageLayout, *copies: int) -> Messages:
     return Messages(layout=layout, data=empty(*copies, layout.message_bytes, dtype=torch.uint8))
 
 
-def packed(values: int, copies: int = 1, *, shards: int = 1, block: int = 128, bits: int = 8, rows: int = 1):
+def packed(
+    values: int, copies: int = 1, *, shards: int = 1, block: int = 128, bits: int = 8, rows: int = 1
+):
     """(layout, messages uint8 [copies, S, M])."""
     layout = MessageLayout.for_values(values, shards, block=block, bits=bits)
-    made = [on_reference(pack(gradients(rows, values), layout)).messages.data for _ in range(copies)]
+    made = [
+        on_reference(pack(gradients(rows, values), layout)).messages.data for _ in range(copies)
+    ]
     return layout, torch.stack(made)
 
 

@@ -1,4 +1,5 @@
-"""Operations whose products have more inner elements than one int32 sum has room for, and their results by definition.
+"""Operations whose products have more inner elements than one int32 sum has room for, and their
+results by definition.
 
 All codes are 127, or nearly so: sums of all of them are beyond int32.
 """
@@ -14,7 +15,8 @@ from lsq.quant import GRADIENT
 from tests.ops.compare import KEY, empty, format_of, gradient_to_round, to_round, weight_format_of
 
 LONG = LARGEST_INNER + 24
-"""A multiple of 16, as CUDA takes it, and of no larger power of two; two parts that are not equal."""
+"""A multiple of 16, as CUDA takes it, and of no larger power of two; two parts that are not equal.
+"""
 ROWS, COLUMNS = 5, 48
 
 
@@ -28,24 +30,35 @@ def codes(rows: int, columns: int) -> torch.Tensor:
 def rounded_gradient(rows: int, columns: int) -> RoundedGradient:
     """Codes [M, N] with scales of rows that keep products near one."""
     return RoundedGradient(
-        format=GRADIENT, codes=codes(rows, columns), scale=1e-9 * (1 + torch.rand(rows)),
-        weight_scale=1 + torch.rand(columns), key=KEY, subsequence=1,
-    )  # fmt: skip
+        format=GRADIENT,
+        codes=codes(rows, columns),
+        scale=1e-9 * (1 + torch.rand(rows)),
+        weight_scale=1 + torch.rand(columns),
+        key=KEY,
+        subsequence=1,
+    )
 
 
 def coded(rows: int, columns: int) -> Coded:
     """Codes [M, N] of an activation, none of which was clipped."""
     return Coded(
-        format=format_of(), codes=codes(rows, columns), scale=torch.tensor([1e-4]),
-        clipped=torch.zeros(-(-rows * columns // 8), dtype=torch.uint8), clip=torch.tensor([127e-4]),
-    )  # fmt: skip
+        format=format_of(),
+        codes=codes(rows, columns),
+        scale=torch.tensor([1e-4]),
+        clipped=torch.zeros(-(-rows * columns // 8), dtype=torch.uint8),
+        clip=torch.tensor([127e-4]),
+    )
 
 
 def weight(rows: int, columns: int) -> Weight:
     """A weight [N, K], none of which is clipped."""
     given, scale = codes(rows, columns), 1e-5 * (1 + torch.rand(rows))
     return Weight(
-        format=weight_format_of(), codes=given, scale=scale, values=given * scale[:, None], clip=128 * scale
+        format=weight_format_of(),
+        codes=given,
+        scale=scale,
+        values=given * scale[:, None],
+        clip=128 * scale,
     )
 
 
@@ -53,7 +66,10 @@ def project(*, rounded: bool) -> tuple[Project, torch.Tensor]:
     """(the operation, y [M, P]): K is long."""
     out = {"rounded": to_round(ROWS, COLUMNS, 3.0)} if rounded else {"out": empty(ROWS, COLUMNS)}
     operation = Project(
-        x=Rows(coded=coded(ROWS, LONG)), weight=weight(COLUMNS, LONG), bias=torch.randn(COLUMNS), **out
+        x=Rows(coded=coded(ROWS, LONG)),
+        weight=weight(COLUMNS, LONG),
+        bias=torch.randn(COLUMNS),
+        **out,
     )
     return operation, decoded(operation.x.coded) @ decoded(operation.weight).t() + operation.bias
 
@@ -62,9 +78,13 @@ def input_gradient(*, rounded: bool) -> tuple[ProjectInputGradient, torch.Tensor
     """(the operation, dx [M, K]): N, the outputs of the weight, is long."""
     out = {"rounded": gradient_to_round(ROWS, COLUMNS)} if rounded else {"dx": empty(ROWS, COLUMNS)}
     operation = ProjectInputGradient(
-        gradient=rounded_gradient(ROWS, LONG), weight=weight(LONG, COLUMNS).bare(), x=coded(ROWS, COLUMNS),
-        sum=empty(COLUMNS), dclip=empty(1), **out,
-    )  # fmt: skip
+        gradient=rounded_gradient(ROWS, LONG),
+        weight=weight(LONG, COLUMNS).bare(),
+        x=coded(ROWS, COLUMNS),
+        sum=empty(COLUMNS),
+        dclip=empty(1),
+        **out,
+    )
     return operation, decoded(operation.gradient) @ operation.weight.codes.double()
 
 
@@ -74,9 +94,14 @@ def weight_gradient(*, by_inputs: bool = False) -> tuple[ProjectWeightGradient, 
     if by_inputs:
         given.values, given.by_inputs = given.values.t().contiguous(), True
     operation = ProjectWeightGradient(
-        gradient=rounded_gradient(LONG, 32), x=Rows(coded=coded(LONG, COLUMNS)), weight=given, key=KEY, subsequence=5,
-        dweight=empty(*given.values.shape), dclip=empty(*given.clip.shape),
-    )  # fmt: skip
+        gradient=rounded_gradient(LONG, 32),
+        x=Rows(coded=coded(LONG, COLUMNS)),
+        weight=given,
+        key=KEY,
+        subsequence=5,
+        dweight=empty(*given.values.shape),
+        dclip=empty(*given.clip.shape),
+    )
     upstream = decoded(operation.gradient) / given.scale.double()
     dweight = upstream.t() @ decoded(operation.x.coded)
     return operation, dweight.t() if by_inputs else dweight

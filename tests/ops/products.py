@@ -25,7 +25,11 @@ def multiplied(kernel: str = ONEDNN, rows: int = 512):
         gemm.set_files(None)
 
 
-WAYS = [(ONEDNN, 32), (ONEDNN, 100), *((kernel, rows) for kernel in tiles.INSTRUCTIONS for rows in (0, 32, 64))]
+WAYS = [
+    (ONEDNN, 32),
+    (ONEDNN, 100),
+    *((kernel, rows) for kernel in tiles.INSTRUCTIONS for rows in (0, 32, 64)),
+]
 """Kernels, and rows at a time."""
 
 

@@ -1,4 +1,5 @@
-"""Runs whole programs on the backend for the CPU, without an executor: every tensor has memory of its own."""
+"""Runs whole programs on the backend for the CPU, without an executor: every tensor has memory of
+its own."""
 
 import torch
 
@@ -16,8 +17,11 @@ def builder(name: str, **options) -> Builder:
     )
 
 
-def run(program: Program, given: dict[VirtualTensor, torch.Tensor]) -> dict[VirtualTensor, torch.Tensor]:
-    """Both passes from real inputs, parameters and gradients of outputs; every tensor that was there."""
+def run(
+    program: Program, given: dict[VirtualTensor, torch.Tensor]
+) -> dict[VirtualTensor, torch.Tensor]:
+    """Both passes from real inputs, parameters and gradients of outputs; every tensor that was
+    there."""
     memory = dict(given)
 
     def real(tensor):

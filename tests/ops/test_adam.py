@@ -74,7 +74,9 @@ def test_an_infinite_gradient_is_not_hidden_by_a_factor_of_zero():
 
 @pytest.mark.parametrize("shape", [(5,), (48, 48)])
 def test_in_place(shape):
-    operation = step(state(*shape), numbers(), codes_of(torch.ones(48), shape) if len(shape) > 1 else None)
+    operation = step(
+        state(*shape), numbers(), codes_of(torch.ones(48), shape) if len(shape) > 1 else None
+    )
     expected = written(on_cpu(operation))
     for name, found in written(on_cpu(in_place(operation))).items():
         assert found is expected[name] is None or torch.equal(found, expected[name])
@@ -82,6 +84,10 @@ def test_in_place(shape):
 
 def test_packed_formats_of_weights_are_refused():
     rounded = codes_of(torch.ones(48), (48, 48))
-    rounded = Weight(format=WEIGHT_FORMATS["int4"](8, Grain.ROW), codes=rounded.codes, scale=rounded.scale)
-    with pytest.raises(ValueError, match="the format int4 are packed; leave out `rounded`, and round"):
+    rounded = Weight(
+        format=WEIGHT_FORMATS["int4"](8, Grain.ROW), codes=rounded.codes, scale=rounded.scale
+    )
+    with pytest.raises(
+        ValueError, match="the format int4 are packed; leave out `rounded`, and round"
+    ):
         step(state(48, 48), numbers(), rounded)

@@ -48,21 +48,31 @@ def test_an_infinite_gradient_is_not_hidden_by_a_factor_of_zero():
 
 @pytest.mark.parametrize("shape", [(5,), (48, 48)])
 def test_in_place(shape):
-    operation = step(state(*shape), numbers(), codes_of(torch.ones(48), shape) if len(shape) > 1 else None)
+    operation = step(
+        state(*shape), numbers(), codes_of(torch.ones(48), shape) if len(shape) > 1 else None
+    )
     expected = written(on_cpu(operation))
     target = cuda.current_device()
-    placed = in_place(operation).bind(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=target.place))
+    placed = in_place(operation).bind(
+        lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=target.place)
+    )
     for ours, given in zip(placed.inputs, operation.inputs, strict=True):
         ours.copy_(given)
     target.run(in_place(placed).cuda())
     for name, found in written(in_place(placed)).items():
         if found is not None:
             wanted = expected[name]
-            torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=1e-6 if wanted.is_floating_point() else 1)
+            torch.testing.assert_close(
+                found.cpu(), wanted, rtol=1e-6, atol=1e-6 if wanted.is_floating_point() else 1
+            )
 
 
 def test_sizes_that_no_product_takes_are_refused():
-    with pytest.raises(ValueError, match="rows of a weight whose codes are transposed is 33.*multiple of 16"):
-        compare_cuda(step(state(33, 48), numbers(), codes_of(torch.ones(33), (33, 48)), transposed=True))
+    with pytest.raises(
+        ValueError, match="rows of a weight whose codes are transposed is 33.*multiple of 16"
+    ):
+        compare_cuda(
+            step(state(33, 48), numbers(), codes_of(torch.ones(33), (33, 48)), transposed=True)
+        )
     with pytest.raises(ValueError, match="width of a weight is 40"):
         compare_cuda(step(state(16, 40), numbers(), codes_of(torch.ones(16), (16, 40))))

@@ -42,24 +42,34 @@ def adapter_input_gradient(
 ) -> AdapterInputGradient:
     more = torch.randn(rows, columns).bfloat16().float() if added else None
     return AdapterInputGradient(
-        gradient=torch.randn(rows, columns), dropout=dropout_of(dropout), added=more,
+        gradient=torch.randn(rows, columns),
+        dropout=dropout_of(dropout),
+        added=more,
         dx=empty(rows, columns),
-    )  # fmt: skip
+    )
 
 
 def adapt(rows: int, inputs: int, outputs: int, rank: int) -> Adapt:
     return Adapt(
-        x=rows_of("codes", rows, inputs), values=torch.randn(rows, inputs),
-        down=torch.randn(rank, inputs), up=torch.randn(outputs, rank),
-        base=torch.randn(rows, outputs).bfloat16().float(), out=empty(rows, outputs),
+        x=rows_of("codes", rows, inputs),
+        values=torch.randn(rows, inputs),
+        down=torch.randn(rank, inputs),
+        up=torch.randn(outputs, rank),
+        base=torch.randn(rows, outputs).bfloat16().float(),
+        out=empty(rows, outputs),
         hidden=empty(rows, rank),
-    )  # fmt: skip
+    )
 
 
 def adapt_with_end(
-    rows: int, outputs: int, activation: Activation, dropout: float = 0.0, *, coded: bool,
+    rows: int,
+    outputs: int,
+    activation: Activation,
+    dropout: float = 0.0,
+    *,
+    coded: bool,
     error: bool = False,
-) -> Adapt:  # fmt: skip
+) -> Adapt:
     """Of whole numbers, so that sums are exact in every order."""
     operation = adapt(rows, 48, outputs, 6)
     for name in ("values", "down", "up"):
@@ -72,11 +82,19 @@ def adapt_with_end(
 
 def adapt_gradient(rows: int, inputs: int, outputs: int, rank: int, **fields) -> AdaptGradient:
     forward = on_reference(adapt(rows, inputs, outputs, rank))
-    written = {"ddown": empty(rank, inputs), "dup": empty(outputs, rank), "dvalues": empty(rows, inputs)}
+    written = {
+        "ddown": empty(rank, inputs),
+        "dup": empty(outputs, rank),
+        "dvalues": empty(rows, inputs),
+    }
     return AdaptGradient(
-        gradient=torch.randn(rows, outputs).bfloat16().float(), values=forward.values,
-        hidden=forward.hidden, down=forward.down, up=forward.up, **{**written, **fields},
-    )  # fmt: skip
+        gradient=torch.randn(rows, outputs).bfloat16().float(),
+        values=forward.values,
+        hidden=forward.hidden,
+        down=forward.down,
+        up=forward.up,
+        **{**written, **fields},
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -121,11 +139,16 @@ def test_as_accurate_as_torch(sizes):
     gradient = torch.randn(forward.out.shape)
     backward = compare(
         AdaptGradient(
-            gradient=gradient, values=forward.values, hidden=forward.hidden, down=forward.down,
-            up=forward.up, ddown=empty(*forward.down.shape), dup=empty(*forward.up.shape),
+            gradient=gradient,
+            values=forward.values,
+            hidden=forward.hidden,
+            down=forward.down,
+            up=forward.up,
+            ddown=empty(*forward.down.shape),
+            dup=empty(*forward.up.shape),
             dvalues=empty(*forward.values.shape),
         )
-    )  # fmt: skip
+    )
     (exact, wanted), (single, near) = (
         by_torch(forward, gradient, dtype) for dtype in (torch.float64, torch.float32)
     )
@@ -143,7 +166,9 @@ def test_as_accurate_as_torch(sizes):
 )
 def test_it_ends_as_a_product(rows, outputs, coded, activation, dropout):
     """Rows of 33 do not begin at a byte of the packed bits."""
-    found = compare(adapt_with_end(rows, outputs, activation, dropout, coded=coded, error=not dropout))
+    found = compare(
+        adapt_with_end(rows, outputs, activation, dropout, coded=coded, error=not dropout)
+    )
     sums = found.base + found.values @ found.down.t() @ found.up.t()
     result = dropped(activation.values(sums), dropout_of(dropout))
     floats = found.unrounded(run) if coded else found.out

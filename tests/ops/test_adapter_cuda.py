@@ -48,7 +48,9 @@ def test_products(sizes, dtype):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("rows", [0, 41])
 def test_it_ends_as_a_product(rows, activation, dropout):
-    compare_cuda(adapt_with_end(rows, 72, activation, dropout, coded=True, error=not dropout), exact=True)
+    compare_cuda(
+        adapt_with_end(rows, 72, activation, dropout, coded=True, error=not dropout), exact=True
+    )
     for dtype in DTYPES:
         compare_cuda(adapt_with_end(rows, 72, activation, dropout, coded=False), dtype)
 

@@ -8,23 +8,53 @@ import torch
 
 from lsq.backends import run
 from lsq.program.values import Rows
-from tests.ops.attentions import HEADS, LENGTHS, OTHERS, assert_zeros_behind, attention, bias_of, dense, gradient_of
-from tests.ops.compare import assert_accurate, compare, dropout_of, empty, on_cpu, on_reference, to_round
+from tests.ops.attentions import (
+    HEADS,
+    LENGTHS,
+    OTHERS,
+    assert_zeros_behind,
+    attention,
+    bias_of,
+    dense,
+    gradient_of,
+)
+from tests.ops.compare import (
+    assert_accurate,
+    compare,
+    dropout_of,
+    empty,
+    on_cpu,
+    on_reference,
+    to_round,
+)
 from tests.ops.compare import rounded as codes_of
 
 CASES = [
-    {}, {"coded": False}, {"causal": True}, {"dropout": 0.3}, {"causal": True, "dropout": 0.2, "coded": False},
-    {"width": 24}, {"width": 64}, {"width": 5, "heads": 3, "dropout": 0.1}, {"others": OTHERS},
-    {"others": OTHERS, "causal": True}, {"others": OTHERS, "coded": False, "dropout": 0.2},
+    {},
+    {"coded": False},
+    {"causal": True},
+    {"dropout": 0.3},
+    {"causal": True, "dropout": 0.2, "coded": False},
+    {"width": 24},
+    {"width": 64},
+    {"width": 5, "heads": 3, "dropout": 0.1},
+    {"others": OTHERS},
+    {"others": OTHERS, "causal": True},
+    {"others": OTHERS, "coded": False, "dropout": 0.2},
     {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True},
-    {"heads": 6, "group": 3}, {"heads": 4, "group": 4, "causal": True, "dropout": 0.2, "others": OTHERS},
-    {"heads": 4, "group": 2, "coded": False, "causal": True}, {"window": 1, "causal": True},
+    {"heads": 6, "group": 3},
+    {"heads": 4, "group": 4, "causal": True, "dropout": 0.2, "others": OTHERS},
+    {"heads": 4, "group": 2, "coded": False, "causal": True},
+    {"window": 1, "causal": True},
     {"window": 6, "causal": True, "dropout": 0.2, "heads": 6, "group": 2},
     {"window": 20, "causal": True, "coded": False},
-    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True, "window": 4}, {"share": 1.0, "coded": False},
-    {"biased": True}, {"biased": True, "coded": False, "causal": True, "dropout": 0.2, "heads": 4, "group": 2},
-    {"biased": True, "causal": True, "window": 5, "share": 0.5}, {"biased": True, "others": OTHERS},
-]  # fmt: skip
+    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True, "window": 4},
+    {"share": 1.0, "coded": False},
+    {"biased": True},
+    {"biased": True, "coded": False, "causal": True, "dropout": 0.2, "heads": 4, "group": 2},
+    {"biased": True, "causal": True, "window": 5, "share": 0.5},
+    {"biased": True, "others": OTHERS},
+]
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -40,10 +70,14 @@ def test_as_accurate_as_dense_attention(options):
     found = compare(backward)
     single, context = dense(forward, torch.float32)
     wanted, near = (
-        torch.autograd.grad((result * backward.dcontext).sum(), {id(one): one for one in of}.values())
+        torch.autograd.grad(
+            (result * backward.dcontext).sum(), {id(one): one for one in of}.values()
+        )
         for of, result in ((leaves, exact), (single, context))
     )
-    gradients = {name: one.floats for name in ("dq", "dkv") if (one := getattr(found, name)) is not None}
+    gradients = {
+        name: one.floats for name in ("dq", "dkv") if (one := getattr(found, name)) is not None
+    }
     if found.dbias is not None:
         gradients["dbias"] = found.dbias
     for (name, one), *values in zip(gradients.items(), wanted, near, strict=True):
@@ -62,9 +96,16 @@ def test_the_context_is_rounded(width, heads):
     assert all(map(torch.equal, (found.codes, found.scale, found.clipped, found.error), wanted))
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"others": OTHERS}, {"width": 5, "heads": 3}, {"coded": False}, {"heads": 4, "group": 2},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"others": OTHERS},
+        {"width": 5, "heads": 3},
+        {"coded": False},
+        {"heads": 4, "group": 2},
+    ],
+)
 @pytest.mark.parametrize("to_rounded", [False, True])
 def test_ends_of_gradients(options, to_rounded):
     """Straight-through masks, clips, sums, rounding."""
@@ -90,7 +131,9 @@ def test_what_a_window_hides_changes_nothing():
 def test_clips_that_learn_by_lsq():
     forward = attention()
     heads = forward.heads
-    heads.q.rows = heads.k.rows = heads.v.rows = Rows(coded=codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True))
+    heads.q.rows = heads.k.rows = heads.v.rows = Rows(
+        coded=codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True)
+    )
     assert compare(gradient_of(forward)).dq.clip.item() != 0.0
 
 
@@ -99,7 +142,10 @@ def test_both_passes_drop_the_same():
     forward = attention(coded=False, dropout=0.5)
     backward = gradient_of(forward)
     hidden = HEADS * 8
-    dv, values = on_cpu(backward).dq.floats[:, 2 * hidden :], forward.heads.v.rows.floats[:, 2 * hidden :]
+    dv, values = (
+        on_cpu(backward).dq.floats[:, 2 * hidden :],
+        forward.heads.v.rows.floats[:, 2 * hidden :],
+    )
     torch.testing.assert_close(
         (on_cpu(forward).out * backward.dcontext).sum(), (dv * values).sum(), atol=1e-4, rtol=1e-5
     )
@@ -132,7 +178,9 @@ def test_a_poisoned_scale_poisons_everything():
 
 def test_a_mask_does_not_depend_on_what_follows():
     long, short = attention((7, 9, 70), dropout=0.5), attention((7, 9), dropout=0.5)
-    short.heads.q.rows = short.heads.k.rows = short.heads.v.rows = Rows(coded=long.heads.q.rows.coded.bare())
+    short.heads.q.rows = short.heads.k.rows = short.heads.v.rows = Rows(
+        coded=long.heads.q.rows.coded.bare()
+    )
     short.heads.q.rows.coded.codes = long.heads.q.rows.coded.codes[:16]
     assert torch.equal(compare(short).out, compare(long).out[:16])
 
@@ -149,7 +197,9 @@ def test_no_keys_at_all():
     assert not compare(gradient_of(forward)).dkv.sum.any()
 
 
-@pytest.mark.parametrize("lengths, others", [(LENGTHS, None), (LENGTHS, OTHERS), ((), None), ((0, 0), (0, 0))])
+@pytest.mark.parametrize(
+    "lengths, others", [(LENGTHS, None), (LENGTHS, OTHERS), ((), None), ((0, 0), (0, 0))]
+)
 @pytest.mark.parametrize("to_rounded", [False, True])
 def test_rows_behind_all_sentences_are_zeros(lengths, others, to_rounded):
     assert_zeros_behind(compare, lengths, others, to_rounded)
@@ -195,7 +245,10 @@ def test_long_sentences_take_little_memory():
 def test_limits_of_offsets(others):
     forward = attention(others=others)
     heads = forward.heads
-    limits = {"heads.starts": heads.starts[-1].item(), "heads.key_starts": heads.key_starts[-1].item()}
+    limits = {
+        "heads.starts": heads.starts[-1].item(),
+        "heads.key_starts": heads.key_starts[-1].item(),
+    }
     assert forward.limits() == gradient_of(forward).limits() == limits
     heads.bias = bias_of(HEADS)
     assert forward.limits() == limits | {"heads.bias.bucket": 7}

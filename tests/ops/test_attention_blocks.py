@@ -1,4 +1,5 @@
-"""Attention on the CPU where a sentence has many blocks of queries and keys, and in every library that runs here."""
+"""Attention on the CPU where a sentence has many blocks of queries and keys, and in every library
+that runs here."""
 
 import math
 import resource
@@ -12,30 +13,45 @@ from tests.ops.compare import compare, on_cpu
 from tests.sampling import in_turn
 
 LONG, MEMORY = (530, 3), (3, 1100)
-"""Two blocks of keys; three, of which the queries of the first sentence see none. Going backward, 530 keys are one."""
+"""Two blocks of keys; three, of which the queries of the first sentence see none.
+
+Going backward, 530 keys are one.
+"""
 CASES = [
-    {}, {"causal": True, "dropout": 0.2}, {"others": MEMORY, "dropout": 0.1}, {"others": MEMORY, "causal": True},
-    {"coded": False, "causal": True}, {"width": 40, "heads": 1},
-    {"heads": 4, "group": 2, "causal": True, "dropout": 0.1}, {"window": 40, "causal": True},
+    {},
+    {"causal": True, "dropout": 0.2},
+    {"others": MEMORY, "dropout": 0.1},
+    {"others": MEMORY, "causal": True},
+    {"coded": False, "causal": True},
+    {"width": 40, "heads": 1},
+    {"heads": 4, "group": 2, "causal": True, "dropout": 0.1},
+    {"window": 40, "causal": True},
     {"window": 600, "causal": True, "others": (530, 1100), "dropout": 0.1},
     {"window": 513, "causal": True, "coded": False, "heads": 4, "group": 4},
-    {"biased": True, "causal": True}, {"biased": True, "coded": False, "others": MEMORY, "dropout": 0.1},
-    {"lengths": (1030,), "causal": True, "heads": 1}, {"lengths": (1024,), "heads": 1, "dropout": 0.1},
-]  # fmt: skip
+    {"biased": True, "causal": True},
+    {"biased": True, "coded": False, "others": MEMORY, "dropout": 0.1},
+    {"lengths": (1030,), "causal": True, "heads": 1},
+    {"lengths": (1024,), "heads": 1, "dropout": 0.1},
+]
 
 
 def ways() -> list[tuple[str, str]]:
-    """Levels whose library is built and whose instructions the processor has, with each kind that the first can use."""
+    """Levels whose library is built and whose instructions the processor has, with each kind that
+    the first can use."""
     levels = [
-        level for level, needed in loader._REQUIRED.items()
+        level
+        for level, needed in loader._REQUIRED.items()
         if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
-    ]  # fmt: skip
-    return [(levels[0], kind) for kind in tiles.usable()] + [(level, tiles.PLAIN) for level in levels[1:]]
+    ]
+    return [(levels[0], kind) for kind in tiles.usable()] + [
+        (level, tiles.PLAIN) for level in levels[1:]
+    ]
 
 
 @pytest.fixture(params=ways(), ids="-".join)
 def level(request, monkeypatch):
-    """Runs the loops of one library after the other, by one kind of instructions after the other."""
+    """Runs the loops of one library after the other, by one kind of instructions after the
+    other."""
     name, kind = request.param
     library = shared_library.load(loader._FOLDER / f"libcpu_{name}.so", "cpu")
     monkeypatch.setattr(loader, "library", lambda: library)
@@ -51,7 +67,9 @@ def test_long_sentences(options, level):
     compare(gradient_of(forward))
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.1, "causal": True}, {"coded": False}, {"width": 64}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 0.1, "causal": True}, {"coded": False}, {"width": 64}]
+)
 def test_short_sentences(options, level):
     forward = attention((1, 7, 0, 33), **options)
     compare(forward)
@@ -59,10 +77,14 @@ def test_short_sentences(options, level):
 
 
 def test_products_of_codes_are_exact(level):
-    """With one key, the logarithm of the sum is the score; the sum of 128 squares of 127 takes 21 bits."""
+    """With one key, the logarithm of the sum is the score; the sum of 128 squares of 127 takes 21
+    bits."""
     forward = attention((1,) * 40, width=128, heads=2)
     heads = forward.heads
-    q, k = (one.rows.tensor[:, one.column : one.column + 256].view(40, 2, 128).double() for one in (heads.q, heads.k))
+    q, k = (
+        one.rows.tensor[:, one.column : one.column + 256].view(40, 2, 128).double()
+        for one in (heads.q, heads.k)
+    )
     q[:3], k[:3] = 127, 127
     heads.q.rows.tensor[:3, :512] = 127
     factor = heads.q.rows.scale * heads.k.rows.scale * torch.tensor(128**-0.5)
@@ -70,8 +92,10 @@ def test_products_of_codes_are_exact(level):
 
 
 def test_many_small_probabilities_count(level):
-    """2,047 keys of 1 % of the probability, and values that make them 40 % of the context. Each probability is off by
-    up to 2^-24 of the largest, and here all by the same."""
+    """2,047 keys of 1 % of the probability, and values that make them 40 % of the context.
+
+    Each probability is off by up to 2^-24 of the largest, and here all by the same.
+    """
     forward = attention((2048,), width=16, heads=1)
     heads = forward.heads
     codes = heads.q.rows.coded.codes
@@ -81,7 +105,9 @@ def test_many_small_probabilities_count(level):
     heads.q.rows.coded.scale.fill_(scale)
     share = 2047 * math.exp(-12.2)
     wanted = torch.full((2048, 16), (2 + 127 * share) / (1 + share) * scale)
-    torch.testing.assert_close(on_cpu(forward).out, wanted, atol=2048 * 2**-24 * 127 * scale, rtol=0.0)
+    torch.testing.assert_close(
+        on_cpu(forward).out, wanted, atol=2048 * 2**-24 * 127 * scale, rtol=0.0
+    )
 
 
 def test_a_value_that_is_seen_alone_is_the_context(level):
@@ -100,7 +126,8 @@ def test_a_larger_score_in_a_later_block():
 
 
 def test_gradients_of_long_sentences_take_little_memory():
-    """4,096 tokens: a matrix of queries times keys would take 64 MiB, and a gradient needs more than one."""
+    """4,096 tokens: a matrix of queries times keys would take 64 MiB, and a gradient needs more
+    than one."""
     forward = attention((4096,), width=8, heads=1, causal=True)
     backward = gradient_of(attention((8,), width=8, heads=1))
     on_cpu(attention((64,), width=8, heads=1))

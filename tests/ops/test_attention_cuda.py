@@ -22,30 +22,47 @@ LONG = (3, 70, 0, 17)
 def compare_both(dtype=torch.float32, to_rounded=False, **options):
     """Compare attention and its gradient; what CUDA made of each."""
     forward = attention(**options)
-    return compare_cuda(forward, dtype), compare_cuda(gradient_of(forward, to_rounded=to_rounded), dtype)
+    return compare_cuda(forward, dtype), compare_cuda(
+        gradient_of(forward, to_rounded=to_rounded), dtype
+    )
 
 
-@pytest.mark.parametrize("options", [
-    {"causal": True, "dropout": 0.3}, {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
-    {"biased": True, "causal": True, "share": 1.0},
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in (
-        {"coded": False, "dropout": 0.2}, {"others": (3, 97, 2, 0)},
-        {"others": (5, 90, 0, 7), "causal": True, "coded": False},
-        {"window": 65, "causal": True, "others": (5, 90, 0, 20)},
-        {}, {"others": (3, 20, 2, 0), "causal": True}, {"heads": 4, "group": 2, "causal": True},
-        {"window": 9, "causal": True, "dropout": 0.1},
-        {"biased": True, "heads": 4, "group": 2, "others": (5, 90, 0, 20)},
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "dropout": 0.3},
+        {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
+        {"biased": True, "causal": True, "share": 1.0},
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in (
+                {"coded": False, "dropout": 0.2},
+                {"others": (3, 97, 2, 0)},
+                {"others": (5, 90, 0, 7), "causal": True, "coded": False},
+                {"window": 65, "causal": True, "others": (5, 90, 0, 20)},
+                {},
+                {"others": (3, 20, 2, 0), "causal": True},
+                {"heads": 4, "group": 2, "causal": True},
+                {"window": 9, "causal": True, "dropout": 0.1},
+                {"biased": True, "heads": 4, "group": 2, "others": (5, 90, 0, 20)},
+            )
+        ),
+    ],
+)
 def test_in_float32(options):
     compare_both(lengths=LONG, **options)
 
 
-@pytest.mark.parametrize("options", [
-    {"coded": False}, {"width": 128, "heads": 1}, {"others": (3, 20, 2, 0), "causal": True},
-    {"heads": 2, "group": 2, "window": 20, "causal": True},
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in ({}, {"biased": True})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"coded": False},
+        {"width": 128, "heads": 1},
+        {"others": (3, 20, 2, 0), "causal": True},
+        {"heads": 2, "group": 2, "window": 20, "causal": True},
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in ({}, {"biased": True})),
+    ],
+)
 def test_in_half_precision(options):
     compare_both(torch.bfloat16, lengths=LONG, dropout=0.1, **options)
 
@@ -72,7 +89,9 @@ def test_the_context_is_rounded():
     compare_cuda(attention((7, 0, 40), dropout=0.1, to=to_round(47, 16, 0.8, error=True)))
 
 
-@pytest.mark.parametrize("lengths, others", [(LONG, None), (LONG, (5, 31, 0, 7)), ((), None), ((0, 0), (0, 0))])
+@pytest.mark.parametrize(
+    "lengths, others", [(LONG, None), (LONG, (5, 31, 0, 7)), ((), None), ((0, 0), (0, 0))]
+)
 def test_rows_behind_all_sentences_are_zeros(lengths, others):
     for to_rounded in (False, True):
         assert_zeros_behind(compare_cuda, lengths, others, to_rounded)
@@ -121,22 +140,30 @@ def test_heads_that_kernels_do_not_have_are_refused():
 def test_codes_and_floats_do_not_mix():
     forward = attention((3,), (5,))
     forward.heads.q.rows = Rows(floats=torch.zeros(3, 16))
-    with pytest.raises(ValueError, match="queries, keys and values must all be codes, or all floats: round all"):
+    with pytest.raises(
+        ValueError, match="queries, keys and values must all be codes, or all floats: round all"
+    ):
         forward.cuda()
 
 
 def kernels_of(operation: Operation, dtype: torch.dtype) -> list[Kernel]:
     """What an operation launches on tiles, with activations in a dtype."""
     on_meta = placed(in_dtype(operation, dtype))
-    scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
+    scratch = [
+        torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()
+    ]
     launched = (entry.kernel for entry in on_meta.cuda(*scratch))
-    return [kernel for kernel in launched if kernel.source in ("attention.cu", "attention_gradient.cu")]
+    return [
+        kernel for kernel in launched if kernel.source in ("attention.cu", "attention_gradient.cu")
+    ]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_spill_no_registers(target):
-    for width, coded, dtype, biased in itertools.product((64, 128), (False, True), DTYPES, (False, True)):
+    for width, coded, dtype, biased in itertools.product(
+        (64, 128), (False, True), DTYPES, (False, True)
+    ):
         forward = attention((3,), width=width, coded=coded, biased=biased)
         for kernel in kernels_of(forward, dtype) + kernels_of(gradient_of(forward), dtype):
             taken = compile_kernels(kernel.source, kernel.defines, target).resources[kernel.name]

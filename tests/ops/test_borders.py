@@ -1,4 +1,5 @@
-"""What crosses the border of a program as it is: bfloat16 on the CPU, and weights [inputs, outputs]."""
+"""What crosses the border of a program as it is: bfloat16 on the CPU, and weights [inputs,
+outputs]."""
 
 import dataclasses
 
@@ -63,10 +64,15 @@ def test_what_is_not_finite_stays_so_in_bfloat16():
 def test_the_gradient_of_a_weight_ends_in_bfloat16(rows, lsq):
     plain = case(rows, "int8", lsq=lsq)
     values = plain.weight.values.bfloat16()
-    plain = dataclasses.replace(plain, weight=dataclasses.replace(plain.weight, values=values.float()))
+    plain = dataclasses.replace(
+        plain, weight=dataclasses.replace(plain.weight, values=values.float())
+    )
     weight = dataclasses.replace(plain.weight, values=values)
     narrow = empty(*values.shape, dtype=torch.bfloat16)
-    found, expected = on_cpu(dataclasses.replace(plain, weight=weight, dweight=narrow)), on_cpu(plain)
+    found, expected = (
+        on_cpu(dataclasses.replace(plain, weight=weight, dweight=narrow)),
+        on_cpu(plain),
+    )
     assert torch.equal(found.dweight, expected.dweight.bfloat16())
     torch.testing.assert_close(found.dclip, expected.dclip, rtol=1e-4, atol=1e-4)
 
@@ -76,15 +82,21 @@ def test_the_gradient_of_a_weight_ends_in_bfloat16(rows, lsq):
 def test_the_gradient_of_an_input_ends_in_bfloat16(rows, lsq):
     weight = weight_of(32)
     fields = {
-        **upstream("int8", weight, rows), "weight": weight.bare(), "x": coded(torch.randn(rows, 48), lsq=lsq),
+        **upstream("int8", weight, rows),
+        "weight": weight.bare(),
+        "x": coded(torch.randn(rows, 48), lsq=lsq),
         "dclip": empty(1),
-    }  # fmt: skip
+    }
     found = on_cpu(ProjectInputGradient(**fields, dx=empty(rows, 48, dtype=torch.bfloat16)))
     expected = on_cpu(ProjectInputGradient(**fields, dx=empty(rows, 48)))
-    assert torch.equal(found.dx, expected.dx.bfloat16()) and torch.equal(found.dclip, expected.dclip)
+    assert torch.equal(found.dx, expected.dx.bfloat16()) and torch.equal(
+        found.dclip, expected.dclip
+    )
 
 
-@pytest.mark.parametrize("inputs, outputs, padded, clips", [(48, 29, 32, 29), (130, 65, 80, 1), (16, 64, 64, 64)])
+@pytest.mark.parametrize(
+    "inputs, outputs, padded, clips", [(48, 29, 32, 29), (130, 65, 80, 1), (16, 64, 64, 64)]
+)
 def test_a_weight_by_inputs_has_the_codes_of_its_transpose(inputs, outputs, padded, clips):
     values, clip = torch.randn(outputs, inputs), 0.8 + torch.rand(clips)
     values[outputs // 2, 3] = float("nan")
@@ -92,19 +104,30 @@ def test_a_weight_by_inputs_has_the_codes_of_its_transpose(inputs, outputs, padd
 
     def rounded(**fields):
         codes = empty(padded, inputs, dtype=torch.int8)
-        return compare(RoundWeight(weight=Weight(format=form, codes=codes, scale=empty(padded), clip=clip, **fields)))
+        return compare(
+            RoundWeight(
+                weight=Weight(format=form, codes=codes, scale=empty(padded), clip=clip, **fields)
+            )
+        )
 
-    found, expected = rounded(values=values.t().contiguous(), by_inputs=True), rounded(values=values)
+    found, expected = (
+        rounded(values=values.t().contiguous(), by_inputs=True),
+        rounded(values=values),
+    )
     assert torch.equal(found.weight.codes, expected.weight.codes)
     assert torch.equal(found.weight.scale.nan_to_num(9), expected.weight.scale.nan_to_num(9))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None), (64, False, None)])
+@pytest.mark.parametrize(
+    "rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None), (64, False, None)]
+)
 def test_the_gradient_of_a_weight_by_inputs_is_that_of_its_transpose(mode, rows, lsq, clips):
     plain = case(rows, mode, lsq=lsq, clips=clips)
     outputs, inputs = plain.weight.values.shape
-    found = compare(dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(inputs, outputs)))
+    found = compare(
+        dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(inputs, outputs))
+    )
     expected = on_cpu(plain)
     if mode == "float mode":
         torch.testing.assert_close(found.dweight, expected.dweight.t(), rtol=1e-5, atol=1e-5)
@@ -125,7 +148,9 @@ def test_products_of_floats_by_inputs_are_those_of_the_transpose(rows):
 
 @pytest.mark.parametrize("by_inputs", [False, True])
 @pytest.mark.parametrize("inputs, outputs, padded, clips", [(48, 29, 32, 29), (130, 65, 80, 1)])
-def test_a_weight_in_bfloat16_has_the_codes_of_its_values(inputs, outputs, padded, clips, by_inputs):
+def test_a_weight_in_bfloat16_has_the_codes_of_its_values(
+    inputs, outputs, padded, clips, by_inputs
+):
     values, clip = torch.randn(inputs, outputs).bfloat16(), 0.8 + torch.rand(clips)
     values = values if by_inputs else values.t().contiguous()
     form = WEIGHT_FORMATS["int8"](8, Grain.ROW if clips > 1 else Grain.TENSOR)
@@ -133,7 +158,9 @@ def test_a_weight_in_bfloat16_has_the_codes_of_its_values(inputs, outputs, padde
 
     def rounded(values):
         codes = empty(padded, inputs, dtype=torch.int8)
-        return compare(RoundWeight(weight=Weight(values=values, codes=codes, scale=empty(padded), **common)))
+        return compare(
+            RoundWeight(weight=Weight(values=values, codes=codes, scale=empty(padded), **common))
+        )
 
     assert same(rounded(values), rounded(values.float()))
 
@@ -148,7 +175,13 @@ def test_the_gradient_of_a_weight_in_bfloat16_is_rounded_to_that(rows, lsq, clip
     def ended(values):
         weight = dataclasses.replace(plain.weight, values=values, by_inputs=by_inputs)
         dweight = empty(*values.shape, dtype=values.dtype)
-        return on_cpu(dataclasses.replace(plain, weight=weight, dweight=dweight, dclip=empty(*plain.dclip.shape)))
+        return on_cpu(
+            dataclasses.replace(
+                plain, weight=weight, dweight=dweight, dclip=empty(*plain.dclip.shape)
+            )
+        )
 
     found, expected = ended(values), ended(values.float())
-    assert torch.equal(found.dweight, expected.dweight.bfloat16()) and torch.equal(found.dclip, expected.dclip)
+    assert torch.equal(found.dweight, expected.dweight.bfloat16()) and torch.equal(
+        found.dclip, expected.dclip
+    )

@@ -17,7 +17,9 @@ def compared(operation):
     for row, list_number in enumerate(operation.owned.tolist() if operation.appends else []):
         count = int(operation.lengths[list_number])
         if count:
-            cache[operation.lists[list_number, count - 1]] = operation.queries.codes[row, operation.columns :]
+            cache[operation.lists[list_number, count - 1]] = operation.queries.codes[
+                row, operation.columns :
+            ]
     found = compare_cuda(operation)
     assert torch.equal(found.cache, cache)
     return found
@@ -32,9 +34,18 @@ def turns():
         compared(example(2, 1, 16, 48, appends=True, lengths=[48, 40]))
 
 
-@pytest.mark.parametrize("rows, heads, width, capacity", [
-    (1, 1, 16, 1), (3, 4, 8, 7), (5, 2, 64, 41), (2, 3, 40, 19), (4, 2, 128, 33), (130, 2, 24, 3), (2, 1, 120, 37),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, heads, width, capacity",
+    [
+        (1, 1, 16, 1),
+        (3, 4, 8, 7),
+        (5, 2, 64, 41),
+        (2, 3, 40, 19),
+        (4, 2, 128, 33),
+        (130, 2, 24, 3),
+        (2, 1, 120, 37),
+    ],
+)
 @pytest.mark.parametrize("appends", [False, True])
 def test_against_the_reference(rows, heads, width, capacity, appends):
     compared(example(rows, heads, width, capacity, appends=appends))
@@ -56,8 +67,13 @@ def test_long_lists():
 
 def test_blocks_share_lists_where_there_are_few_rows():
     for rows, capacity, parts in [
-        (1, 256, 0), (1, 257, 2), (1, 10_000, 40), (64, 10_000, 4), (128, 10_000, 2), (257, 9999, 0),
-    ]:  # fmt: skip
+        (1, 256, 0),
+        (1, 257, 2),
+        (1, 10_000, 40),
+        (64, 10_000, 4),
+        (128, 10_000, 2),
+        (257, 9999, 0),
+    ]:
         operation = example(rows, 2, 8, 1, appends=False)
         operation.lists = torch.empty(1, capacity, dtype=torch.int64)
         found = operation.cuda_scratch()

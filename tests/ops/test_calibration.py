@@ -1,4 +1,5 @@
-"""The search for the clip of least error on the CPU against lsq.quant's, and the calibration of many tensors."""
+"""The search for the clip of least error on the CPU against lsq.quant's, and the calibration of
+many tensors."""
 
 import pytest
 import torch
@@ -10,15 +11,26 @@ from tests.ops.compare import compare, empty, format_of, on_cpu
 from tests.quant.fake import fake_quantize
 
 
-def clip_of(x: torch.Tensor, bits: int = 8, before: torch.Tensor | None = None, turned: bool = False) -> LeastErrorClip:
-    """What measures the clip of each row of x. `turned`: from memory that holds its columns one after another."""
+def clip_of(
+    x: torch.Tensor, bits: int = 8, before: torch.Tensor | None = None, turned: bool = False
+) -> LeastErrorClip:
+    """What measures the clip of each row of x.
+
+    `turned`: from memory that holds its columns one after another.
+    """
     return LeastErrorClip(
-        x=x.t().contiguous() if turned else x, by_columns=turned, bits=bits, before=before, clip=empty(len(x)),
+        x=x.t().contiguous() if turned else x,
+        by_columns=turned,
+        bits=bits,
+        before=before,
+        clip=empty(len(x)),
         unusable=empty(len(x), dtype=torch.int64),
-    )  # fmt: skip
+    )
 
 
-def measured(x, method: str = "mse", bits: int = 8, *, target: str = "cpu", **options) -> torch.Tensor:
+def measured(
+    x, method: str = "mse", bits: int = 8, *, target: str = "cpu", **options
+) -> torch.Tensor:
     """The clip of x, as layers measure it."""
     clip = torch.empty(len(x) if options.get("per_channel") else 1)
     calibration = Calibration(backend(target))
@@ -43,7 +55,9 @@ def test_error_is_as_small_as_the_reference_finds(kind, per_channel, bits):
     }[kind]
     found = measured(x, bits=bits, per_channel=per_channel)
     expected = quant.octav_clip(x, bits, per_channel)
-    assert found.shape == expected.shape == (7 if per_channel else 1,) and found.dtype == torch.float32
+    assert (
+        found.shape == expected.shape == (7 if per_channel else 1,) and found.dtype == torch.float32
+    )
     assert (error(x, found, bits) <= error(x, expected, bits) * 1.001).all()
 
 
@@ -82,7 +96,8 @@ def of_many_kinds(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
 def test_the_error_near_a_clip_of_before_is_as_small_as_anew(factor, bits):
-    """To 2 % on average: roundings of 768 values may be lucky, and there are 22 chances instead of 131."""
+    """To 2 % on average: roundings of 768 values may be lucky, and there are 22 chances instead of
+    131."""
     x = of_many_kinds(60, 768)
     anew = quant.octav_clip(x, bits, per_channel=True)
     found = compare(clip_of(x, bits, before=factor * anew)).clip
@@ -90,7 +105,9 @@ def test_the_error_near_a_clip_of_before_is_as_small_as_anew(factor, bits):
     assert ratio.mean() <= 1.025 and ratio.max() <= 1.15 and (found / anew - 1).abs().max() <= 0.12
 
 
-@pytest.mark.parametrize("before", [1e-8, 1e-3, 0.4, 2.5, 1e3, 0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "before", [1e-8, 1e-3, 0.4, 2.5, 1e3, 0.0, -1.0, float("inf"), float("nan")]
+)
 def test_a_clip_of_before_that_is_far_off_or_no_clip_changes_nothing(before):
     x = torch.randn(5, 768)
     anew = on_cpu(clip_of(x)).clip
@@ -120,7 +137,9 @@ def test_columns_have_the_clips_of_rows(rows, columns):
     near = on_cpu(clip_of(x, before=wanted.clip))
     assert torch.equal(on_cpu(clip_of(x, before=wanted.clip, turned=True)).clip, near.clip)
     kept = x.nan_to_num(0.0, 0.0, 0.0).t().contiguous().t()
-    assert torch.equal(measured(kept, per_channel=True), measured(kept.contiguous(), per_channel=True))
+    assert torch.equal(
+        measured(kept, per_channel=True), measured(kept.contiguous(), per_channel=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -134,7 +153,10 @@ def test_other_floats_are_measured_as_float32(dtype):
 def test_other_methods_are_the_quantisers():
     x = torch.randn(41, 16)
     torch.testing.assert_close(measured(x, "absmax"), x.abs().amax().reshape(1))
-    assert torch.equal(measured(x, "percentile", percentile=70.0), quant.calibrate(x, "percentile", percentile=70.0))
+    assert torch.equal(
+        measured(x, "percentile", percentile=70.0),
+        quant.calibrate(x, "percentile", percentile=70.0),
+    )
 
 
 def test_the_first_tensor_that_cannot_be_measured_is_named():
@@ -143,12 +165,17 @@ def test_the_first_tensor_that_cannot_be_measured_is_named():
     bad[2, 3:5] = float("nan")
     for name, x in {"good": sound, "first": bad, "second": bad / 0.0}.items():
         calibration.measure(name, x, torch.empty(1), "mse", format_of(8))
-    with pytest.raises(ValueError, match="^first: cannot calibrate on a tensor in which 2 of 40 values are NaN or inf"):
+    with pytest.raises(
+        ValueError,
+        match="^first: cannot calibrate on a tensor in which 2 of 40 values are NaN or inf",
+    ):
         calibration.finish()
     calibration.finish()  # nothing since
 
 
 @pytest.mark.parametrize("method", ["mse", "absmax"])
 def test_an_empty_tensor_is_refused_at_once(method):
-    with pytest.raises(ValueError, match=r"^x: cannot calibrate on an empty tensor \(shape \[0, 8\]\)"):
+    with pytest.raises(
+        ValueError, match=r"^x: cannot calibrate on an empty tensor \(shape \[0, 8\]\)"
+    ):
         measured(torch.empty(0, 8), method)

@@ -11,7 +11,9 @@ from tests.ops.cuda import DTYPES, ORDERS, run
 from tests.ops.test_calibration import clip_of
 
 
-def compare_bits(x: torch.Tensor, bits: int = 8, dtype: torch.dtype = torch.float32, **options) -> None:
+def compare_bits(
+    x: torch.Tensor, bits: int = 8, dtype: torch.dtype = torch.float32, **options
+) -> None:
     """In any order of threads, the clips and counts of the CPU. `options`: see `clip_of`."""
     narrow = x.to(dtype)
     wanted = on_cpu(clip_of(narrow.float(), bits, **options))

@@ -24,7 +24,9 @@ def test_no_clip_of_a_fine_grid_is_much_better(name):
     found = least_error_clip(scaled_format(name), x, backend("cpu"), per_row=True)
     at_best = error(x, found, name)
     for share in torch.linspace(0.05, 2, 60):
-        assert (at_best <= 1.15 * error(x, x.abs().amax(1) * share, name)).all()  # short rows are rugged
+        assert (
+            at_best <= 1.15 * error(x, x.abs().amax(1) * share, name)
+        ).all()  # short rows are rugged
 
 
 def test_integers_agree_with_octav():
@@ -38,5 +40,7 @@ def test_a_row_of_zeros_gets_the_mean_clip():
     x = torch.tensor([[0.0, 0.0], [1.0, -1.0], [3.0, 3.0]])
     found = least_error_clip(scaled_format("nvfp4"), x, backend("reference"), per_row=True)
     torch.testing.assert_close(found, torch.tensor([2.0, 1.0, 3.0]))
-    nothing = least_error_clip(scaled_format("nvfp4"), torch.zeros(2, 4), backend("reference"), per_row=False)
+    nothing = least_error_clip(
+        scaled_format("nvfp4"), torch.zeros(2, 4), backend("reference"), per_row=False
+    )
     assert nothing == SMALLEST_CLIP

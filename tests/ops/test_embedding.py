@@ -15,29 +15,47 @@ PADDING, VOCABULARY, POSITIONS, SCALE = 1, 11, 20, 7.0
 def embed(rows: int, columns: int, dropout: float = 0.0, learned: bool = True) -> Embed:
     """Some of the tokens are padding."""
     return Embed(
-        tokens=torch.randint(0, VOCABULARY, (rows,)), places=torch.randint(0, POSITIONS, (rows,)),
-        weight=torch.randn(VOCABULARY, columns), table=torch.randn(POSITIONS, columns), scale=SCALE, padding=PADDING,
-        dropout=dropout_of(dropout, 5), learned=learned, x=empty(rows, columns),
-    )  # fmt: skip
+        tokens=torch.randint(0, VOCABULARY, (rows,)),
+        places=torch.randint(0, POSITIONS, (rows,)),
+        weight=torch.randn(VOCABULARY, columns),
+        table=torch.randn(POSITIONS, columns),
+        scale=SCALE,
+        padding=PADDING,
+        dropout=dropout_of(dropout, 5),
+        learned=learned,
+        x=empty(rows, columns),
+    )
 
 
-def embed_gradient(gradient, tokens, places=None, dropout: float = 0.0, learned: bool = True, **sizes) -> EmbedGradient:
+def embed_gradient(
+    gradient, tokens, places=None, dropout: float = 0.0, learned: bool = True, **sizes
+) -> EmbedGradient:
     """Of tokens that stand at `places`, or at places of the same numbers."""
     columns, sizes = gradient.shape[1], {"vocabulary": VOCABULARY, "positions": POSITIONS} | sizes
     return EmbedGradient(
-        gradient=gradient, tokens=tokens, places=tokens if places is None else places, dropout=dropout_of(dropout, 5),
-        scale=SCALE, padding=PADDING, dweight=empty(sizes["vocabulary"], columns),
+        gradient=gradient,
+        tokens=tokens,
+        places=tokens if places is None else places,
+        dropout=dropout_of(dropout, 5),
+        scale=SCALE,
+        padding=PADDING,
+        dweight=empty(sizes["vocabulary"], columns),
         dtable=empty(sizes["positions"], columns) if learned else None,
-    )  # fmt: skip
+    )
 
 
-@pytest.mark.parametrize("rows, columns", [(0, 48), (1, 1), (7, 63), (21, 64), (341, 65), (41, 200)])
+@pytest.mark.parametrize(
+    "rows, columns", [(0, 48), (1, 1), (7, 63), (21, 64), (341, 65), (41, 200)]
+)
 @pytest.mark.parametrize("dropout, learned", [(0.0, True), (0.3, True), (0.3, False)])
 def test_against_autograd(rows, columns, dropout, learned):
     forward = embed(rows, columns, dropout, learned)
     found, tokens, upstream = compare(forward).x, forward.tokens, torch.randn(rows, columns)
     leaves = [forward.weight.requires_grad_(), forward.table.requires_grad_()]
-    x = torch.nn.functional.embedding(tokens, leaves[0], PADDING) * SCALE + leaves[1][forward.places]
+    x = (
+        torch.nn.functional.embedding(tokens, leaves[0], PADDING) * SCALE
+        + leaves[1][forward.places]
+    )
     expected = random.dropout(x, dropout, KEY, 5)
     assert not found[tokens == PADDING].any()
     expected = torch.where(tokens[:, None] == PADDING, 0.0, expected)
@@ -61,7 +79,9 @@ def test_padding_and_absent_words_get_nothing():
 def test_nan_reaches_its_word_alone():
     gradient = torch.ones(2, 16)
     gradient[1, 3] = float("nan")
-    made = compare(embed_gradient(gradient, torch.tensor([4, 6]), torch.tensor([2, 3]), learned=False))
+    made = compare(
+        embed_gradient(gradient, torch.tensor([4, 6]), torch.tensor([2, 3]), learned=False)
+    )
     assert made.dweight.isnan().nonzero().tolist() == [[6, 3]]
 
 
@@ -75,12 +95,25 @@ def test_a_word_is_summed_in_the_order_of_rows():
 @pytest.mark.parametrize("learned", [False, True])
 def test_gradients_of_a_program_are_those_of_the_operation(learned):
     made, one = builder("embedding", mode="float"), embed(21, 48, learned=learned)
-    weight, table = (made.parameter(name, (rows, 48), Kind.TABLE) for name, rows in
-                     (("weight", VOCABULARY), ("table", POSITIONS)))  # fmt: skip
-    tokens, places, x = made.input("tokens", (21,)), made.input("places", (21,)), made.tensor("x", (21, 48))
+    weight, table = (
+        made.parameter(name, (rows, 48), Kind.TABLE)
+        for name, rows in (("weight", VOCABULARY), ("table", POSITIONS))
+    )
+    tokens, places, x = (
+        made.input("tokens", (21,)),
+        made.input("places", (21,)),
+        made.tensor("x", (21, 48)),
+    )
     made.add(
         Embed(
-            tokens=tokens, places=places, weight=weight, table=table, scale=SCALE, padding=PADDING, learned=learned, x=x
+            tokens=tokens,
+            places=places,
+            weight=weight,
+            table=table,
+            scale=SCALE,
+            padding=PADDING,
+            learned=learned,
+            x=x,
         )
     )
     made.output(x)
@@ -89,7 +122,9 @@ def test_gradients_of_a_program_are_those_of_the_operation(learned):
     found = run(program, given | {program.output_gradients[0]: upstream})
     wanted = on_cpu(embed_gradient(upstream, one.tokens, one.places, learned=learned))
     gradients = dict(zip(program.differentiable, program.gradients, strict=True))
-    assert torch.equal(found[x], on_cpu(one).x) and torch.equal(found[gradients[weight]], wanted.dweight)
+    assert torch.equal(found[x], on_cpu(one).x) and torch.equal(
+        found[gradients[weight]], wanted.dweight
+    )
     if learned:
         assert torch.equal(found[gradients[table]], wanted.dtable)
     else:
@@ -101,4 +136,6 @@ def test_limits_of_indices():
     assert forward.limits() == {"tokens": VOCABULARY, "places": POSITIONS}
     gradient = torch.randn(21, 48)
     assert embed_gradient(gradient, forward.tokens).limits() == forward.limits()
-    assert embed_gradient(gradient, forward.tokens, learned=False).limits() == {"tokens": VOCABULARY}
+    assert embed_gradient(gradient, forward.tokens, learned=False).limits() == {
+        "tokens": VOCABULARY
+    }

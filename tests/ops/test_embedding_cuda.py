@@ -16,7 +16,10 @@ def test_both_passes(rows, dtype, dropout):
     forward = embed(rows, 48, dropout)
     compare_cuda(forward, dtype)
     for learned in (False, True):
-        compare_cuda(embed_gradient(torch.randn(rows, 48), forward.tokens, forward.places, dropout, learned), dtype)
+        compare_cuda(
+            embed_gradient(torch.randn(rows, 48), forward.tokens, forward.places, dropout, learned),
+            dtype,
+        )
 
 
 def test_wide_rows():
@@ -28,7 +31,9 @@ def test_wide_rows():
 def test_rare_words_are_summed_in_the_order_of_the_cpu():
     """Words that occur in one window of sorted occurrences: the same additions, the same bits."""
     tokens = torch.arange(64) // 2 % 32
-    operation = embed_gradient(torch.randn(64, 48), tokens, dropout=0.1, learned=False, vocabulary=32)
+    operation = embed_gradient(
+        torch.randn(64, 48), tokens, dropout=0.1, learned=False, vocabulary=32
+    )
     assert torch.equal(compare_cuda(operation).dweight, on_cpu(operation).dweight)
 
 
@@ -37,7 +42,9 @@ def test_rare_words_are_summed_in_the_order_of_the_cpu():
 def test_a_frequent_word_between_rare_ones(length, first):
     """Runs that begin, end, or fill windows, and those that reach over several."""
     tokens = torch.tensor([3] * first + [4] * length + [6, 6, 7])
-    compare_cuda(embed_gradient(torch.randn(len(tokens), 48), tokens, torch.zeros_like(tokens), 0.1))
+    compare_cuda(
+        embed_gradient(torch.randn(len(tokens), 48), tokens, torch.zeros_like(tokens), 0.1)
+    )
 
 
 def test_one_word_alone():
@@ -45,7 +52,9 @@ def test_one_word_alone():
 
 
 def test_padding_and_absent_words_get_nothing():
-    found = compare_cuda(embed_gradient(torch.full((51, 48), float("nan")), torch.full((51,), PADDING)))
+    found = compare_cuda(
+        embed_gradient(torch.full((51, 48), float("nan")), torch.full((51,), PADDING))
+    )
     assert not found.dweight.any() and not found.dtable.any()
 
 

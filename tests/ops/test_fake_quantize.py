@@ -1,4 +1,5 @@
-"""Decoded values: loops against the format's own encode and decode, bit by bit, and their gradients."""
+"""Decoded values: loops against the format's own encode and decode, bit by bit, and their
+gradients."""
 
 import pytest
 import torch
@@ -12,15 +13,32 @@ from lsq.quant.numbers import scaled_format
 from tests.ops.compare import KEY, compare, empty, on_cpu, on_reference
 
 FORMATS = (
-    "int8/tensor", "int4/row", "int6/group16", "nvfp4", "vsquant4", "vsquant6", "mxint8", "mxfp4", "fp8-e4m3/tensor",
-    "fp8-e5m2/row", "log4.3/row", "nf4-64", "ternary/group32", "int4/channel", "int4/block4x16", "int3/row/e8m0",
-    "lloyd3-laplacian/tensor/bfloat16", "int4/block4x16/uint4", "int5/tensor/e4m3",
-)  # fmt: skip
+    "int8/tensor",
+    "int4/row",
+    "int6/group16",
+    "nvfp4",
+    "vsquant4",
+    "vsquant6",
+    "mxint8",
+    "mxfp4",
+    "fp8-e4m3/tensor",
+    "fp8-e5m2/row",
+    "log4.3/row",
+    "nf4-64",
+    "ternary/group32",
+    "int4/channel",
+    "int4/block4x16",
+    "int3/row/e8m0",
+    "lloyd3-laplacian/tensor/bfloat16",
+    "int4/block4x16/uint4",
+    "int5/tensor/e4m3",
+)
 SHAPES = ((7, 37), (64, 96), (1, 1), (33, 16), (5, 8))
 
 
 def values(shape: tuple[int, int], special: bool) -> torch.Tensor:
-    """With zeros, a row of zeros, and, if special, a NaN, an infinity and a column of tiny values."""
+    """With zeros, a row of zeros, and, if special, a NaN, an infinity and a column of tiny
+    values."""
     generator = torch.Generator().manual_seed(shape[0])
     x = torch.randn(shape, generator=generator) * 3
     x[torch.rand(shape, generator=generator) < 0.05] = 0.0
@@ -33,7 +51,10 @@ def values(shape: tuple[int, int], special: bool) -> torch.Tensor:
 
 def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     missing = found.isnan()
-    both = (tensor.masked_fill(missing, 0.0).contiguous().view(torch.int32) for tensor in (found, wanted))
+    both = (
+        tensor.masked_fill(missing, 0.0).contiguous().view(torch.int32)
+        for tensor in (found, wanted)
+    )
     return torch.equal(missing, wanted.isnan()) and torch.equal(*both)
 
 
@@ -48,8 +69,14 @@ def test_values_are_those_of_the_format(name, special):
         clips[3:4] = torch.nan
         packed = empty(-(-x.numel() // 8), dtype=torch.uint8)
         for clip, clipped in ((None, None), (torch.tensor([1.7]), packed), (clips, None)):
-            given = clip is not None and form.grain.columns is None and (form.grain.rows is None) == (len(clip) == 1)
-            operation = FakeQuantize(x=x, clip=clip, out=empty(*shape), clipped=clipped, form=form, given=given)
+            given = (
+                clip is not None
+                and form.grain.columns is None
+                and (form.grain.rows is None) == (len(clip) == 1)
+            )
+            operation = FakeQuantize(
+                x=x, clip=clip, out=empty(*shape), clipped=clipped, form=form, given=given
+            )
             wanted, bits, *_ = operation.reference()
             found = on_cpu(operation)
             assert same_bits(found.out, wanted), (shape, clip)
@@ -63,7 +90,9 @@ def test_without_a_clip_values_are_what_encode_and_decode_give(name):
     assert torch.equal(FakeQuantize(x=x, out=x, form=form).reference()[0], wanted)
 
 
-@pytest.mark.parametrize("name", ["int8/tensor", "int6/row", "nvfp4", "vsquant4", "mxint8", "mxfp4", "int4/block4x16"])
+@pytest.mark.parametrize(
+    "name", ["int8/tensor", "int6/row", "nvfp4", "vsquant4", "mxint8", "mxfp4", "int4/block4x16"]
+)
 @pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
 def test_codes_with_scales_of_groups_are_the_values(name, special):
     """No clip, one, and one for each row: on the CPU and by the reference."""
@@ -71,16 +100,25 @@ def test_codes_with_scales_of_groups_are_the_values(name, special):
     for rows, columns in SHAPES:
         x, grid = values((rows, columns), special), form.grain.grid((rows, columns))
         for clip in (None, torch.tensor([1.7]), torch.linspace(0.5, 3, rows)):
-            given = clip is not None and form.grain.columns is None and (form.grain.rows is None) == (len(clip) == 1)
+            given = (
+                clip is not None
+                and form.grain.columns is None
+                and (form.grain.rows is None) == (len(clip) == 1)
+            )
             codes, scale = empty(rows, columns, dtype=torch.int8), empty(rows, grid[1])
             coded = GroupedCodes(codes=codes, scale=scale, group=form.grain.columns or 128)
-            operation = FakeQuantize(x=x, clip=clip, out=empty(rows, columns), coded=coded, form=form, given=given)
+            operation = FakeQuantize(
+                x=x, clip=clip, out=empty(rows, columns), coded=coded, form=form, given=given
+            )
             found, wanted = on_cpu(operation), on_reference(operation)
             assert same_bits(found.coded.scale, wanted.coded.scale)
             again = found.coded.decode()
             assert same_bits(again, wanted.coded.decode())
             missing = again.isnan()  # what shares a scale with NaN, too
-            assert torch.equal(again[~missing], found.out[~missing]) and missing[found.out.isnan()].all()
+            assert (
+                torch.equal(again[~missing], found.out[~missing])
+                and missing[found.out.isnan()].all()
+            )
 
 
 def test_what_the_clip_gives_is_what_rounding_gives():
@@ -104,10 +142,16 @@ def test_the_gradient_goes_straight_through(activation, shape):
         end = Nonlinearity(activation=activation, dropout=dropout, **kept)
     compare(
         FakeQuantizeGradient(
-            gradient=torch.randn(shape), out=x.round(), clipped=pack_bits(x.abs() > 1.5), nonlinearity=end,
-            added=torch.randn(shape), dx=empty(*shape), sum=empty(shape[1]), dclip=empty(1),
+            gradient=torch.randn(shape),
+            out=x.round(),
+            clipped=pack_bits(x.abs() > 1.5),
+            nonlinearity=end,
+            added=torch.randn(shape),
+            dx=empty(*shape),
+            sum=empty(shape[1]),
+            dclip=empty(1),
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("shape", [(7, 37), (64, 96), (3, 1)])

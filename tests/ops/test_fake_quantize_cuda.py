@@ -1,4 +1,5 @@
-"""Decoded values on CUDA: the bits of the CPU, and their gradients; kernels in the emulator, or on a GPU."""
+"""Decoded values on CUDA: the bits of the CPU, and their gradients; kernels in the emulator, or on
+a GPU."""
 
 import pytest
 import torch
@@ -19,9 +20,15 @@ MULTIPLES = ("int4/row/uint4", "nvfp4", "int4/block4x16/uint4", "vsquant4")
 
 
 def fake(x, clip, form, *, bits: bool = False) -> FakeQuantize:
-    given = clip is not None and form.grain.columns is None and (form.grain.rows is None) == (len(clip) == 1)
+    given = (
+        clip is not None
+        and form.grain.columns is None
+        and (form.grain.rows is None) == (len(clip) == 1)
+    )
     clipped = empty(-(-x.numel() // 8), dtype=torch.uint8) if bits else None
-    return FakeQuantize(x=x, clip=clip, out=empty(*x.shape), clipped=clipped, form=form, given=given)
+    return FakeQuantize(
+        x=x, clip=clip, out=empty(*x.shape), clipped=clipped, form=form, given=given
+    )
 
 
 def compare_bits(operation: FakeQuantize, dtype: torch.dtype = torch.float32) -> None:
@@ -30,7 +37,10 @@ def compare_bits(operation: FakeQuantize, dtype: torch.dtype = torch.float32) ->
     wanted, bits, *_ = in_dtype(narrow, torch.float32).reference()
     for order in ORDERS:
         found = run(narrow, order=order)
-        assert same_bits(found.out.float(), wanted.to(dtype).float()), (operation.form.name, operation.x.shape)
+        assert same_bits(found.out.float(), wanted.to(dtype).float()), (
+            operation.form.name,
+            operation.x.shape,
+        )
         assert operation.clipped is None or torch.equal(found.clipped, bits)
 
 
@@ -49,7 +59,10 @@ def test_values_are_those_of_the_format(name, shape, special):
 
 @pytest.mark.parametrize("name", ["int6/row", "nvfp4", "fp8-e4m3/tensor"])
 def test_values_in_bfloat16(name):
-    compare_bits(fake(values((33, 48), True), torch.tensor([1.7]), scaled_format(name), bits=True), torch.bfloat16)
+    compare_bits(
+        fake(values((33, 48), True), torch.tensor([1.7]), scaled_format(name), bits=True),
+        torch.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("name", MULTIPLES)
@@ -59,7 +72,9 @@ def test_multiples_of_scales_over_several_blocks_of_threads(name):
         compare_bits(fake(x, clip, scaled_format(name)))
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-45, 2.0**-127, 2.0**-126, 1.5 * 2.0**-127, 1.0, 1.0001, 2.0**127, 3e38])
+@pytest.mark.parametrize(
+    "scale", [0.0, 1e-45, 2.0**-127, 2.0**-126, 1.5 * 2.0**-127, 1.0, 1.0001, 2.0**127, 3e38]
+)
 def test_powers_of_two_of_scales_of_any_size(scale):
     x = torch.tensor([[scale] * 8]) * 127
     compare_bits(fake(x, None, scaled_format("mxint8")))
@@ -69,14 +84,24 @@ def test_nothing_is_done_to_no_rows():
     assert not fake(torch.randn(0, 48), torch.ones(1), scaled_format("nvfp4")).cuda()
 
 
-def gradient_of(rows: int, columns: int, activation: Activation | None = None) -> FakeQuantizeGradient:
+def gradient_of(
+    rows: int, columns: int, activation: Activation | None = None
+) -> FakeQuantizeGradient:
     x, end = torch.randn(rows, columns), None
     if activation is not None:
         kept = {"positive": pack_bits(x > 0)} if activation is Activation.relu else {"before": x}
-        end = Nonlinearity(activation=activation, dropout=Dropout(key=KEY, subsequence=3, probability=0.2), **kept)
+        end = Nonlinearity(
+            activation=activation, dropout=Dropout(key=KEY, subsequence=3, probability=0.2), **kept
+        )
     return FakeQuantizeGradient(
-        gradient=torch.randn(rows, columns), out=x.round(), clipped=pack_bits(x.abs() > 1.5), nonlinearity=end,
-        added=torch.randn(rows, columns), dx=empty(rows, columns), sum=empty(columns), dclip=empty(1),
+        gradient=torch.randn(rows, columns),
+        out=x.round(),
+        clipped=pack_bits(x.abs() > 1.5),
+        nonlinearity=end,
+        added=torch.randn(rows, columns),
+        dx=empty(rows, columns),
+        sum=empty(columns),
+        dclip=empty(1),
     )
 
 
@@ -111,7 +136,9 @@ def test_gradients_are_rounded_at_random(shape, dtype):
     operation = in_dtype(at_random(*shape), dtype)
     (wanted,) = in_dtype(operation, torch.float32).reference()
     for order in ORDERS:
-        assert same_bits(run(operation, order=order).out.float() + 0.0, wanted.to(dtype).float() + 0.0)
+        assert same_bits(
+            run(operation, order=order).out.float() + 0.0, wanted.to(dtype).float() + 0.0
+        )
 
 
 def turns():
@@ -128,11 +155,16 @@ def gradient_turns():
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_nothing_spills(target):
-    sources = [("fake_quantize.cu", {"WHOLE": whole, "FLOAT": dtype}) for whole in (0, 1) for dtype in (0, 1)]
+    sources = [
+        ("fake_quantize.cu", {"WHOLE": whole, "FLOAT": dtype})
+        for whole in (0, 1)
+        for dtype in (0, 1)
+    ]
     sources += [
         ("fake_quantize_gradient.cu", {"ACTIVATION": 2, "FLOAT": dtype, **row_defines(columns)})
-        for columns in (512, 4096, WIDEST) for dtype in (0, 1)
-    ]  # fmt: skip
+        for columns in (512, 4096, WIDEST)
+        for dtype in (0, 1)
+    ]
     for source, defines in sources:
         found = compile_kernels(source, tuple(sorted(defines.items())), target).resources
         assert not any(taken.spill_bytes for taken in found.values()), (source, defines)

@@ -11,7 +11,16 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.summed_gradient import SummedGradient
 from lsq.program.values import Rows, dropped
 from lsq.quant import arithmetic
-from tests.ops.compare import by_row, compare, dropout_of, empty, gradient_to_round, on_cpu, rounded, to_round
+from tests.ops.compare import (
+    by_row,
+    compare,
+    dropout_of,
+    empty,
+    gradient_to_round,
+    on_cpu,
+    rounded,
+    to_round,
+)
 from tests.ops.test_project import PLAIN
 
 KINDS = list(Activation)[1:]
@@ -26,23 +35,44 @@ def operands(rows, columns, *, coded=True, **options):
 
 def gated(rows, columns=48, kind=Activation.silu, dropout=0.0, *, coded=True, error=False):
     """What a training step computes."""
-    end = {"rounded": to_round(rows, columns, 0.7, error=error)} if coded else {"out": empty(rows, columns)}
-    return Gated(**operands(rows, columns, coded=coded), activation=kind, dropout=dropout_of(dropout), **end)
+    end = (
+        {"rounded": to_round(rows, columns, 0.7, error=error)}
+        if coded
+        else {"out": empty(rows, columns)}
+    )
+    return Gated(
+        **operands(rows, columns, coded=coded), activation=kind, dropout=dropout_of(dropout), **end
+    )
 
 
 def side(rows, columns, *, to_codes, coded):
     """Everything that is wanted of one gradient."""
-    end = {"rounded": gradient_to_round(rows, columns)} if to_codes else {"floats": empty(rows, columns)}
+    end = (
+        {"rounded": gradient_to_round(rows, columns)}
+        if to_codes
+        else {"floats": empty(rows, columns)}
+    )
     return SummedGradient(**end, sum=empty(columns), clip=empty(1) if coded else None)
 
 
 def gated_gradient(
-    rows, columns=48, kind=Activation.silu, dropout=0.0, *, coded=True, to_codes=True, lsq=False, bits=8
-):  # fmt: skip
+    rows,
+    columns=48,
+    kind=Activation.silu,
+    dropout=0.0,
+    *,
+    coded=True,
+    to_codes=True,
+    lsq=False,
+    bits=8,
+):
     """Its gradient."""
     both = operands(rows, columns, **({"error": lsq, "bits": bits} if coded else {}), coded=coded)
     return GatedGradient(
-        gradient=torch.randn(rows, columns), **both, activation=kind, dropout=dropout_of(dropout),
+        gradient=torch.randn(rows, columns),
+        **both,
+        activation=kind,
+        dropout=dropout_of(dropout),
         dgate=side(rows, columns, to_codes=to_codes, coded=coded),
         dup=side(rows, columns, to_codes=to_codes, coded=coded),
     )
@@ -58,8 +88,12 @@ def values_of(rows):
 def test_codes(kind, rows, columns, dropout):
     found = compare(gated(rows, columns, kind, dropout, error=rows == 7))
     y = dropped(PLAIN[kind](values_of(found.gate)) * values_of(found.up), dropout_of(dropout))
-    codes, scale, clipped, _ = arithmetic.round_activation(y, torch.tensor([0.7]), bits=8, error=False)
-    assert (found.rounded.codes != codes).sum() <= codes.numel() / 1000 and torch.equal(found.rounded.scale, scale)
+    codes, scale, clipped, _ = arithmetic.round_activation(
+        y, torch.tensor([0.7]), bits=8, error=False
+    )
+    assert (found.rounded.codes != codes).sum() <= codes.numel() / 1000 and torch.equal(
+        found.rounded.scale, scale
+    )
     assert (found.rounded.clipped != clipped).sum() <= 1 and (rows < 7 or clipped.any())
 
 
@@ -76,7 +110,9 @@ def gated_by_row(*arguments, **options):
 def test_codes_by_row(kind, rows, columns, dropout):
     found = compare(gated_by_row(rows, columns, kind, dropout)).rounded
     assert rows or found.seen == 0.25
-    assert all(max(row.abs()) == 127 for row, scale in zip(found.codes, found.scale, strict=True) if scale)
+    assert all(
+        max(row.abs()) == 127 for row, scale in zip(found.codes, found.scale, strict=True) if scale
+    )
     assert not found.scale[1:2].any() and not found.codes[1:2].any()
 
 
@@ -101,21 +137,37 @@ def test_floats(kind, rows, columns):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("coded, to_codes", [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("rows, columns, dropout, lsq", [
-    (0, 16, 0.0, False), (1, 16, 0.0, False), (41, 48, 0.3, True), (341, 88, 0.1, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, columns, dropout, lsq",
+    [
+        (0, 16, 0.0, False),
+        (1, 16, 0.0, False),
+        (41, 48, 0.3, True),
+        (341, 88, 0.1, False),
+    ],
+)
 def test_gradients_are_the_references(kind, coded, to_codes, rows, columns, dropout, lsq):
-    compare(gated_gradient(rows, columns, kind, dropout, coded=coded, to_codes=to_codes, lsq=lsq, bits=8 - lsq))
+    compare(
+        gated_gradient(
+            rows, columns, kind, dropout, coded=coded, to_codes=to_codes, lsq=lsq, bits=8 - lsq
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("coded", [True, False])
 def test_gradients_are_autograds(kind, coded):
-    found = on_cpu(gated_gradient(41, 33 if not coded else 48, kind, 0.2, coded=coded, to_codes=False))
+    found = on_cpu(
+        gated_gradient(41, 33 if not coded else 48, kind, 0.2, coded=coded, to_codes=False)
+    )
     leaves = [values_of(rows).double().requires_grad_() for rows in (found.gate, found.up)]
     kept = found.dropout.apply(torch.ones(found.gradient.shape)).double()
-    exact = torch.autograd.grad(PLAIN[kind](leaves[0]) * leaves[1] * kept, leaves, found.gradient.double())
-    for rows, end, expected in zip((found.gate, found.up), (found.dgate, found.dup), exact, strict=True):
+    exact = torch.autograd.grad(
+        PLAIN[kind](leaves[0]) * leaves[1] * kept, leaves, found.gradient.double()
+    )
+    for rows, end, expected in zip(
+        (found.gate, found.up), (found.dgate, found.dup), exact, strict=True
+    ):
         if coded:
             sign = rows.coded.codes.double().sign()
             inside, _ = rows.coded.straight_through(torch.ones(expected.shape))
@@ -143,7 +195,10 @@ def test_one_of_two_rounded_is_refused():
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
-    operations, threads = (gated(341, 88, dropout=0.3), gated_gradient(341, 88, dropout=0.3)), torch.get_num_threads()
+    operations, threads = (
+        (gated(341, 88, dropout=0.3), gated_gradient(341, 88, dropout=0.3)),
+        torch.get_num_threads(),
+    )
     found = []
     for number in (1, 2):
         torch.set_num_threads(number)
@@ -152,10 +207,14 @@ def test_results_do_not_depend_on_the_number_of_threads():
     (forward, backward), (again, gradient) = found
     assert torch.equal(forward.rounded.codes, again.rounded.codes)
     assert torch.equal(backward.dgate.rounded.codes, gradient.dgate.rounded.codes)
-    assert torch.equal(backward.dup.sum, gradient.dup.sum) and torch.equal(backward.dgate.clip, gradient.dgate.clip)
+    assert torch.equal(backward.dup.sum, gradient.dup.sum) and torch.equal(
+        backward.dgate.clip, gradient.dgate.clip
+    )
 
 
-@pytest.mark.parametrize("rows, dropout, lsq", [(41, 0.3, True), (41, 0.3, False), (341, 0.0, False)])
+@pytest.mark.parametrize(
+    "rows, dropout, lsq", [(41, 0.3, True), (41, 0.3, False), (341, 0.0, False)]
+)
 def test_a_gradient_in_bfloat16_counts_as_its_values(rows, dropout, lsq):
     wide = gated_gradient(rows, dropout=dropout, lsq=lsq)
     narrow = dataclasses.replace(wide, gradient=wide.gradient.bfloat16())

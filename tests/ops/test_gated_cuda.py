@@ -15,7 +15,9 @@ def test_codes_are_exact(kind, rows, columns, dropout):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, columns, dropout", [(0, 16, 0.0), (1, 16, 0.0), (41, 48, 0.3), (3, 4104, 0.0)])
+@pytest.mark.parametrize(
+    "rows, columns, dropout", [(0, 16, 0.0), (1, 16, 0.0), (41, 48, 0.3), (3, 4104, 0.0)]
+)
 def test_codes_by_row_are_exact(kind, rows, columns, dropout):
     compare_cuda(gated_by_row(rows, columns, kind, dropout), exact=True)
 
@@ -33,9 +35,14 @@ def test_floats(dtype, kind, rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, columns, dropout, lsq", [
-    (0, 16, 0.0, False), (41, 48, 0.3, True), (7, 1040, 0.1, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, columns, dropout, lsq",
+    [
+        (0, 16, 0.0, False),
+        (41, 48, 0.3, True),
+        (7, 1040, 0.1, False),
+    ],
+)
 def test_rounded_gradients_are_exact(kind, rows, columns, dropout, lsq):
     compare_cuda(gated_gradient(rows, columns, kind, dropout, lsq=lsq), exact=True)
 

@@ -6,21 +6,41 @@ import torch
 from lsq.ops.gradient_layout import BLOCKS, MessageLayout
 
 
-@pytest.mark.parametrize("values, shards, length", [
-    (1, 1, 32), (32, 1, 32), (33, 1, 64), (1, 8, 32), (257, 8, 64), (1000, 3, 352), (25 * 2**18, 8, 819200),
-])
+@pytest.mark.parametrize(
+    "values, shards, length",
+    [
+        (1, 1, 32),
+        (32, 1, 32),
+        (33, 1, 64),
+        (1, 8, 32),
+        (257, 8, 64),
+        (1000, 3, 352),
+        (25 * 2**18, 8, 819200),
+    ],
+)
 def test_shards_are_the_shortest_that_hold_the_values(values, shards, length):
     layout = MessageLayout.for_values(values, shards)
     assert (layout.values, layout.shards, layout.length) == (values, shards, length)
     assert shards * length >= values
 
 
-@pytest.mark.parametrize("bits, block, code_bytes, blocks, message_bytes", [
-    (8, 256, 352, 2, 368), (4, 256, 176, 2, 192), (8, 32, 352, 11, 384), (4, 32, 176, 11, 208), (8, 1024, 352, 1, 368),
-])
+@pytest.mark.parametrize(
+    "bits, block, code_bytes, blocks, message_bytes",
+    [
+        (8, 256, 352, 2, 368),
+        (4, 256, 176, 2, 192),
+        (8, 32, 352, 11, 384),
+        (4, 32, 176, 11, 208),
+        (8, 1024, 352, 1, 368),
+    ],
+)
 def test_sizes(bits, block, code_bytes, blocks, message_bytes):
     layout = MessageLayout.for_values(1000, 3, block=block, bits=bits)
-    assert (layout.code_bytes, layout.blocks, layout.message_bytes) == (code_bytes, blocks, message_bytes)
+    assert (layout.code_bytes, layout.blocks, layout.message_bytes) == (
+        code_bytes,
+        blocks,
+        message_bytes,
+    )
     assert layout.largest_code == {8: 127, 4: 7}[bits]
     assert MessageLayout.of_shard(352, block=block, bits=bits).message_bytes == message_bytes
 
@@ -35,19 +55,27 @@ def test_views_cover_a_message(block, bits):
     padding = messages[..., layout.code_bytes + 2 * layout.blocks :]
     padding.fill_(3)
     parts = [layout.code_bytes, 2 * layout.blocks, padding.shape[-1]]
-    expected = torch.cat([torch.full((count,), 1 + number) for number, count in enumerate(parts)]).to(torch.uint8)
+    expected = torch.cat(
+        [torch.full((count,), 1 + number) for number, count in enumerate(parts)]
+    ).to(torch.uint8)
     assert torch.equal(messages, expected.expand(2, 3, -1))
     assert parts[-1] < 16 and layout.scales(messages).shape == (2, 3, layout.blocks)
 
 
-@pytest.mark.parametrize("fields, said", [
-    ({"values": 0, "length": 32}, "values of a message layout is 0"),
-    ({"values": 9, "length": 32, "shards": 0}, "shards of a message layout is 0"),
-    ({"values": 9, "length": 40}, "length of a shard is 40"),
-    ({"values": 9, "length": 32, "block": 48}, "block is 48"),
-    ({"values": 9, "length": 32, "bits": 2}, "codes are 2"),
-    ({"values": 65, "length": 32, "shards": 2}, "2 shards of 32 do not hold 65 values; choose a length of at least 33"),
-])
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"values": 0, "length": 32}, "values of a message layout is 0"),
+        ({"values": 9, "length": 32, "shards": 0}, "shards of a message layout is 0"),
+        ({"values": 9, "length": 40}, "length of a shard is 40"),
+        ({"values": 9, "length": 32, "block": 48}, "block is 48"),
+        ({"values": 9, "length": 32, "bits": 2}, "codes are 2"),
+        (
+            {"values": 65, "length": 32, "shards": 2},
+            "2 shards of 32 do not hold 65 values; choose a length of at least 33",
+        ),
+    ],
+)
 def test_what_is_refused(fields, said):
     with pytest.raises(ValueError, match=said):
         MessageLayout(**fields)

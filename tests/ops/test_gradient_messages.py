@@ -1,5 +1,6 @@
-"""PackGradients, SumMessages and UnpackGradients: the references against numpy, value by value, and the CPU's loops
-against the references, bit by bit."""
+"""PackGradients, SumMessages and UnpackGradients: the references against numpy, value by value, and
+the CPU's loops against the references, bit by bit.
+"""
 
 import math
 
@@ -38,10 +39,15 @@ def numpy_block(x: numpy.ndarray, largest_code: int, uniform: numpy.ndarray | No
     """(codes, scale, error) of one block float32, written down again from the definition."""
     largest = numpy.float32(numpy.abs(x).max())
     if not numpy.isfinite(x).all():
-        return numpy.zeros(len(x), numpy.int8), numpy.float32(numpy.nan), numpy.zeros(len(x), numpy.float32)
+        return (
+            numpy.zeros(len(x), numpy.int8),
+            numpy.float32(numpy.nan),
+            numpy.zeros(len(x), numpy.float32),
+        )
     if largest < numpy.float32(1e-35):
         return numpy.zeros(len(x), numpy.int8), numpy.float32(0), x
-    bits = -(-(largest / numpy.float32(largest_code)).view(numpy.uint32).item() // 65536)  # a bfloat16's, rounded up
+    # a bfloat16's, rounded up
+    bits = -(-(largest / numpy.float32(largest_code)).view(numpy.uint32).item() // 65536)
     scale = numpy.uint32(65536 * bits).view(numpy.float32)
     reciprocal = numpy.float32(1) / scale
     codes = numpy.rint(x * reciprocal) if uniform is None else numpy.floor(x * reciprocal + uniform)
@@ -53,14 +59,18 @@ def numpy_message(x: numpy.ndarray, layout: MessageLayout, uniform: numpy.ndarra
     """(message, error) of one shard float32 [L]."""
     starts = range(0, layout.length, layout.block)
     cut = [slice(start, min(start + layout.block, layout.length)) for start in starts]
-    blocks = [numpy_block(x[s], layout.largest_code, None if uniform is None else uniform[s]) for s in cut]
+    blocks = [
+        numpy_block(x[s], layout.largest_code, None if uniform is None else uniform[s]) for s in cut
+    ]
     codes = numpy.concatenate([block[0] for block in blocks])
     if layout.bits == 4:
         nibbles = codes.astype(numpy.int64) % 16
         codes = (nibbles[0::2] + 16 * nibbles[1::2]).astype(numpy.uint8)
     written = codes.tobytes() + b"".join(block[1].tobytes()[2:] for block in blocks)
     padded = written + bytes(-len(written) % 16)
-    return numpy.frombuffer(padded, numpy.uint8).copy(), numpy.concatenate([block[2] for block in blocks])
+    return numpy.frombuffer(padded, numpy.uint8).copy(), numpy.concatenate(
+        [block[2] for block in blocks]
+    )
 
 
 def numpy_values(message: numpy.ndarray, layout: MessageLayout) -> numpy.ndarray:
@@ -68,16 +78,23 @@ def numpy_values(message: numpy.ndarray, layout: MessageLayout) -> numpy.ndarray
     raw = message.tobytes()
     codes = numpy.frombuffer(raw[: layout.code_bytes], numpy.int8)
     if layout.bits == 4:
-        halves = [[(byte + 8) % 16 - 8, ((byte >> 4) + 8) % 16 - 8] for byte in codes.astype(numpy.int64) % 256]
+        halves = [
+            [(byte + 8) % 16 - 8, ((byte >> 4) + 8) % 16 - 8]
+            for byte in codes.astype(numpy.int64) % 256
+        ]
         codes = numpy.array(halves).flatten()
-    halves = numpy.frombuffer(raw[layout.code_bytes : layout.code_bytes + 2 * layout.blocks], numpy.uint16)
+    halves = numpy.frombuffer(
+        raw[layout.code_bytes : layout.code_bytes + 2 * layout.blocks], numpy.uint16
+    )
     scales = (halves.astype(numpy.uint32) << 16).view(numpy.float32)
     return codes.astype(numpy.float32) * numpy.repeat(scales, layout.block)[: layout.length]
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("values, shards, block", [(1, 1, 256), (1, 3, 32), (333, 1, 64), (1000, 3, 256), (70, 8, 32)])
+@pytest.mark.parametrize(
+    "values, shards, block", [(1, 1, 256), (1, 3, 32), (333, 1, 64), (1000, 3, 256), (70, 8, 32)]
+)
 def test_references_against_numpy(values, shards, block, bits, stochastic):
     layout = MessageLayout.for_values(values, shards, block=block, bits=bits)
     x = gradients(2, values)
@@ -86,13 +103,22 @@ def test_references_against_numpy(values, shards, block, bits, stochastic):
     found = on_reference(pack(x, layout, stochastic=stochastic, subsequence=3, error=True))
     whole = numpy.zeros(shards * layout.length, numpy.float32)
     whole[:values] = (x[0] + x[1]).numpy()
-    uniform = random.uniform(KEY, 3, (shards, layout.length)).numpy() if stochastic else [None] * shards
-    made = [numpy_message(part, layout, u) for part, u in zip(whole.reshape(shards, -1), uniform, strict=True)]
+    uniform = (
+        random.uniform(KEY, 3, (shards, layout.length)).numpy() if stochastic else [None] * shards
+    )
+    made = [
+        numpy_message(part, layout, u)
+        for part, u in zip(whole.reshape(shards, -1), uniform, strict=True)
+    ]
     messages = found.messages.data
     assert_same_tensor(messages, torch.from_numpy(numpy.stack([message for message, _ in made])))
-    assert_same_tensor(found.error, torch.from_numpy(numpy.concatenate([rest for _, rest in made])[:values]))
+    assert_same_tensor(
+        found.error, torch.from_numpy(numpy.concatenate([rest for _, rest in made])[:values])
+    )
     back = on_reference(unpack(messages[None], layout, factor=0.3)).x
-    expected = numpy.concatenate([numpy_values(message, layout) for message, _ in made])[:values] * numpy.float32(0.3)
+    expected = numpy.concatenate([numpy_values(message, layout) for message, _ in made])[
+        :values
+    ] * numpy.float32(0.3)
     assert_same_tensor(back, torch.from_numpy(expected))
 
 
@@ -127,7 +153,9 @@ def test_pack(values, shards, bits, dtype, rows):
 def test_blocks(block, bits):
     layout = MessageLayout.for_values(5000, 2, block=block, bits=bits)
     for stochastic in (False, True):
-        made = check(pack(gradients(1, 5000), layout, error=True, stochastic=stochastic)).messages.data
+        made = check(
+            pack(gradients(1, 5000), layout, error=True, stochastic=stochastic)
+        ).messages.data
         for out_bits in (8, 4):
             check(add_up(made, layout, out_bits=out_bits, stochastic=stochastic))
         check(unpack(made[None], layout))
@@ -191,7 +219,10 @@ def test_a_sum_that_overflows_is_not_finite():
     total = check(add_up(messages.expand(2, -1).contiguous(), layout)).sum.data
     assert layout.scales(total).isnan().tolist() == [True, False]
     made = check(pack(x.expand(2, -1).contiguous(), layout, error=True))
-    assert layout.scales(made.messages.data).isnan().tolist() == [[True, False]] and not made.error[:32].any()
+    assert (
+        layout.scales(made.messages.data).isnan().tolist() == [[True, False]]
+        and not made.error[:32].any()
+    )
 
 
 @pytest.mark.parametrize("largest", [0.0, -0.0, 1e-40, 9e-36])
@@ -211,7 +242,9 @@ def test_vanishing_blocks_become_zero(largest):
 def test_the_ends_of_the_range(largest):
     for bits in (8, 4):
         layout = MessageLayout.for_values(64, 1, bits=bits)
-        messages = check(pack(largest * torch.linspace(-1, 1, 64)[None], layout, error=True)).messages.data
+        messages = check(
+            pack(largest * torch.linspace(-1, 1, 64)[None], layout, error=True)
+        ).messages.data
         assert layout.scales(messages).isfinite().all()
         check(add_up(messages, layout))
 
@@ -229,7 +262,10 @@ def test_rounding_at_random_has_no_bias():
     x[0, ::128] = 7.0
     messages = check(pack(x, layout, stochastic=True)).messages.data
     up = check(unpack(messages[None], layout)).x.view(32, 128)[:, 1:]
-    assert set(up.unique().tolist()) == {0.0, 1.0} and abs(up.mean() - 0.3) < 5 * (0.21 / up.numel()) ** 0.5
+    assert (
+        set(up.unique().tolist()) == {0.0, 1.0}
+        and abs(up.mean() - 0.3) < 5 * (0.21 / up.numel()) ** 0.5
+    )
 
 
 @pytest.mark.parametrize("run", [on_cpu, on_reference])
@@ -240,7 +276,9 @@ def test_the_error_may_take_the_place_of_the_values(values, run):
     wanted = on_reference(operation)
     operation.error = operation.x.view(-1)
     found = run(operation)
-    assert torch.equal(found.messages.data, wanted.messages.data) and torch.equal(operation.x[0], wanted.error)
+    assert torch.equal(found.messages.data, wanted.messages.data) and torch.equal(
+        operation.x[0], wanted.error
+    )
 
 
 def test_two_hops_are_close_to_the_mean():
@@ -268,25 +306,57 @@ LAYOUT = MessageLayout.for_values(1000, 2)
 MESSAGES = torch.zeros(2, LAYOUT.message_bytes, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("made, said", [
-    (lambda: pack(torch.zeros(1000), LAYOUT), r"\[1000\]; the layout wants \[at least one row, 1000\]"),
-    (lambda: pack(torch.zeros(1, 999), LAYOUT), r"pack are torch.float32 \[1, 999\]"),
-    (lambda: pack(torch.zeros(0, 1000), LAYOUT), r"\[0, 1000\]; the layout wants \[at least one"),
-    (lambda: pack(torch.zeros(1, 1000).double(), LAYOUT), "pack are torch.float64"),
-    (lambda: PackGradients(x=torch.zeros(1, 1000), messages=to_write(LAYOUT)), r"messages are torch.uint8 \[528\]"),
-    (lambda: PackGradients(
-        x=torch.zeros(1, 1000), messages=to_write(LAYOUT, 2), error=empty(1000, dtype=torch.bfloat16)),
-     "error are torch.bfloat16"),
-    (lambda: add_up(torch.zeros(2, 48, dtype=torch.uint8), LAYOUT), r"\[2, 48\]; the layout wants"),
-    (lambda: add_up(MESSAGES.float(), LAYOUT), "add up are torch.float32"),
-    (lambda: SumMessages(
-        messages=Messages(layout=LAYOUT, data=MESSAGES), sum=to_write(MessageLayout.of_shard(512, block=32))),
-     "only the bits may differ"),
-    (lambda: unpack(MESSAGES, LAYOUT), r"\[2, 528\]; the layout wants \[at least one copy, 2"),
-    (lambda: UnpackGradients(messages=Messages(layout=LAYOUT, data=MESSAGES[None]), x=empty(999)), r"\[999\]"),
-    (lambda: unpack(MESSAGES[None], LAYOUT, dtype=torch.int32), "values are torch.int32"),
-    (lambda: on_cpu(pack(torch.zeros(1000, 1).t().expand(2, -1), LAYOUT)), "must be a contiguous tensor"),
-])
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        (
+            lambda: pack(torch.zeros(1000), LAYOUT),
+            r"\[1000\]; the layout wants \[at least one row, 1000\]",
+        ),
+        (lambda: pack(torch.zeros(1, 999), LAYOUT), r"pack are torch.float32 \[1, 999\]"),
+        (
+            lambda: pack(torch.zeros(0, 1000), LAYOUT),
+            r"\[0, 1000\]; the layout wants \[at least one",
+        ),
+        (lambda: pack(torch.zeros(1, 1000).double(), LAYOUT), "pack are torch.float64"),
+        (
+            lambda: PackGradients(x=torch.zeros(1, 1000), messages=to_write(LAYOUT)),
+            r"messages are torch.uint8 \[528\]",
+        ),
+        (
+            lambda: PackGradients(
+                x=torch.zeros(1, 1000),
+                messages=to_write(LAYOUT, 2),
+                error=empty(1000, dtype=torch.bfloat16),
+            ),
+            "error are torch.bfloat16",
+        ),
+        (
+            lambda: add_up(torch.zeros(2, 48, dtype=torch.uint8), LAYOUT),
+            r"\[2, 48\]; the layout wants",
+        ),
+        (lambda: add_up(MESSAGES.float(), LAYOUT), "add up are torch.float32"),
+        (
+            lambda: SumMessages(
+                messages=Messages(layout=LAYOUT, data=MESSAGES),
+                sum=to_write(MessageLayout.of_shard(512, block=32)),
+            ),
+            "only the bits may differ",
+        ),
+        (lambda: unpack(MESSAGES, LAYOUT), r"\[2, 528\]; the layout wants \[at least one copy, 2"),
+        (
+            lambda: UnpackGradients(
+                messages=Messages(layout=LAYOUT, data=MESSAGES[None]), x=empty(999)
+            ),
+            r"\[999\]",
+        ),
+        (lambda: unpack(MESSAGES[None], LAYOUT, dtype=torch.int32), "values are torch.int32"),
+        (
+            lambda: on_cpu(pack(torch.zeros(1000, 1).t().expand(2, -1), LAYOUT)),
+            "must be a contiguous tensor",
+        ),
+    ],
+)
 def test_what_is_refused(made, said):
     with pytest.raises(ValueError, match=said):
         made()

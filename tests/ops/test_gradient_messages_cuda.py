@@ -23,7 +23,8 @@ from tests.ops.gradient_checks import (
 
 
 def check(operation):
-    """Compare the CUDA implementation with the reference, forwards and backwards; what the reference made."""
+    """Compare the CUDA implementation with the reference, forwards and backwards; what the
+    reference made."""
     expected = on_reference(operation)
     for order in cuda.ORDERS:
         assert_same_bits(cuda.run(operation, order=order), expected)
@@ -43,13 +44,19 @@ def test_pack(values, shards, dtype, rows):
 
 
 @pytest.mark.parametrize("bits, stochastic", [(8, False), (4, True)])
-@pytest.mark.parametrize("block", [
-    pytest.param(block, marks=[] if block in (32, 1024) else pytest.mark.thorough) for block in BLOCKS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[] if block in (32, 1024) else pytest.mark.thorough)
+        for block in BLOCKS
+    ],
+)
 def test_blocks(block, bits, stochastic):
     layout = MessageLayout.for_values(5000, 2, block=block, bits=bits)
     for rows in (1, 3):
-        messages = check(pack(gradients(rows, 5000), layout, error=True, stochastic=stochastic)).messages.data
+        messages = check(
+            pack(gradients(rows, 5000), layout, error=True, stochastic=stochastic)
+        ).messages.data
     check(add_up(messages, layout, stochastic=stochastic, out_bits=12 - bits))
     check(unpack(messages[None], layout))
 
@@ -113,14 +120,20 @@ def test_the_error_may_take_the_place_of_the_values():
         wanted, target = on_reference(operation), cuda.current_device()
         x = operation.x.to(target.place)
         messages = torch.empty(3, layout.message_bytes, dtype=torch.uint8, device=target.place)
-        placed = PackGradients(x=x, messages=Messages(layout=layout, data=messages), error=x.view(-1))
+        placed = PackGradients(
+            x=x, messages=Messages(layout=layout, data=messages), error=x.view(-1)
+        )
         target.run(placed.cuda())
-        assert torch.equal(messages.cpu(), wanted.messages.data) and torch.equal(x[0].cpu(), wanted.error)
+        assert torch.equal(messages.cpu(), wanted.messages.data) and torch.equal(
+            x[0].cpu(), wanted.error
+        )
 
 
 def on_meta(values: int, layout: MessageLayout) -> PackGradients:
     messages = torch.empty(layout.shards, layout.message_bytes, dtype=torch.uint8, device="meta")
-    return PackGradients(x=torch.empty(1, values, device="meta"), messages=Messages(layout=layout, data=messages))
+    return PackGradients(
+        x=torch.empty(1, values, device="meta"), messages=Messages(layout=layout, data=messages)
+    )
 
 
 def test_a_shard_for_each_block_of_threads_in_the_second_dimension():

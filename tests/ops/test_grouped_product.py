@@ -13,7 +13,9 @@ from tests.ops.compare import compare, empty
 
 def codes_of(rows, inner, group, scale_rows, scale_columns) -> GroupedCodes:
     codes = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
-    return GroupedCodes(codes=codes, scale=0.01 + torch.rand(scale_rows, scale_columns), group=group)
+    return GroupedCodes(
+        codes=codes, scale=0.01 + torch.rand(scale_rows, scale_columns), group=group
+    )
 
 
 def product_of(rows, columns, inner, group, *, of_rows=False) -> GroupedProduct:
@@ -33,7 +35,9 @@ def assert_exact(found: GroupedProduct, out: torch.Tensor) -> None:
 
 def by(product: GroupedProduct, instructions: str) -> torch.Tensor:
     """out [M, N], of b that was packed before."""
-    product = product.bind(lambda one: one if isinstance(one, torch.Tensor) else torch.full(one.shape, math.nan))
+    product = product.bind(
+        lambda one: one if isinstance(one, torch.Tensor) else torch.full(one.shape, math.nan)
+    )
     packed, rows = (torch.full(shape, 85, dtype=dtype) for shape, dtype in product.cpu_scratch())
     packed = packed[-packed.data_ptr() % 64 :][: packed_bytes(product)]
     loader.call("lsq_pack_grouped", product, packed)
@@ -42,9 +46,16 @@ def by(product: GroupedProduct, instructions: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 128])
-@pytest.mark.parametrize("rows, columns, inner", [
-    (1, 1, 1), (7, 33, 100), (41, 64, 130), (70, 97, 256), (9, 16, 515),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, columns, inner",
+    [
+        (1, 1, 1),
+        (7, 33, 100),
+        (41, 64, 130),
+        (70, 97, 256),
+        (9, 16, 515),
+    ],
+)
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_products(group, rows, columns, inner, of_rows):
     product = product_of(rows, columns, inner, group, of_rows=of_rows)
@@ -56,7 +67,9 @@ def test_products(group, rows, columns, inner, of_rows):
         assert_exact(product, one)
 
 
-@pytest.mark.parametrize("shape_a, shape_b", [((1, 1), (1, 1)), ((5, 1), (40, 1)), ((1, 1), (40, 3)), ((5, 3), (1, 1))])
+@pytest.mark.parametrize(
+    "shape_a, shape_b", [((1, 1), (1, 1)), ((5, 1), (40, 1)), ((1, 1), (40, 3)), ((5, 3), (1, 1))]
+)
 def test_scales_that_rows_and_groups_share(shape_a, shape_b):
     a, b = codes_of(5, 80, 32, *shape_a), codes_of(40, 80, 32, *shape_b)
     product = GroupedProduct(a=a, b=b, out=empty(5, 40))
@@ -83,8 +96,19 @@ def test_nan_stays_in_its_row_and_column():
     assert missing[3].all() and missing[:, 7].all() and missing.sum() == 44
 
 
-@pytest.mark.parametrize("name", ["int8/group32", "mxint8", "int4/group16", "vsquant4", "nvfp4", "mxfp4", "int8/row",
-                                  "ternary/tensor"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int8/group32",
+        "mxint8",
+        "int4/group16",
+        "vsquant4",
+        "nvfp4",
+        "mxfp4",
+        "int8/row",
+        "ternary/tensor",
+    ],
+)
 def test_formats_whose_products_are_those_of_their_values(name):
     form, x, weight = scaled_format(name), torch.randn(7, 100), torch.randn(33, 100)
     a, b = GroupedCodes.of(x, form), GroupedCodes.of(weight, form, "mse")
@@ -103,7 +127,9 @@ def test_rows_meet_groups():
         b.regrouped(64)
 
 
-@pytest.mark.parametrize("name", ["fp8-e4m3/row", "log4.3/row", "nf4-64", "int8/channel", "int8/block4x16"])
+@pytest.mark.parametrize(
+    "name", ["fp8-e4m3/row", "log4.3/row", "nf4-64", "int8/channel", "int8/block4x16"]
+)
 def test_formats_that_have_no_int8_product_are_refused(name):
     with pytest.raises(ValueError, match=f"{name} has no product of int8 codes: choose"):
         GroupedCodes.of(torch.randn(8, 64), scaled_format(name))
@@ -115,7 +141,11 @@ def test_operands_that_do_not_fit_are_refused():
 
     with pytest.raises(ValueError, match="groups have 24 values; a product takes multiples of 16"):
         product(codes_of(5, 48, 24, 5, 2), codes_of(40, 48, 24, 40, 2))
-    with pytest.raises(ValueError, match="a has rows of 64 values in groups of 32, b of 48 in groups of 32"):
+    with pytest.raises(
+        ValueError, match="a has rows of 64 values in groups of 32, b of 48 in groups of 32"
+    ):
         product(codes_of(5, 64, 32, 5, 2), codes_of(40, 48, 32, 40, 2))
-    with pytest.raises(ValueError, match=r"of b have the shape \[2, 40\].*take \[40, 2\] or \[40, 1\] or \[1, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"of b have the shape \[2, 40\].*take \[40, 2\] or \[40, 1\] or \[1, 1\]"
+    ):
         product(codes_of(5, 64, 32, 5, 2), codes_of(40, 64, 32, 2, 40))

@@ -11,7 +11,9 @@ from tests.sampling import first
 
 
 @pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 128])
-@pytest.mark.parametrize("rows, columns, inner", first([(41, 80, 272), (1, 16, 16), (130, 48, 144)], 1))
+@pytest.mark.parametrize(
+    "rows, columns, inner", first([(41, 80, 272), (1, 16, 16), (130, 48, 144)], 1)
+)
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_products(group, rows, columns, inner, of_rows):
     compare_cuda(product_of(rows, columns, inner, group, of_rows=of_rows))
@@ -23,7 +25,9 @@ def turns():
         compare_cuda(product_of(150, 144, 528, group))
 
 
-@pytest.mark.skipif(len(tiles.usable()) < 2, reason="plain C++ without fused multiply-adds adds up otherwise")
+@pytest.mark.skipif(
+    len(tiles.usable()) < 2, reason="plain C++ without fused multiply-adds adds up otherwise"
+)
 @pytest.mark.parametrize("group", [16, 32, 128])
 def test_bits_are_those_of_the_cpu(group):
     operation = product_of(41, 80, 272, group)
@@ -48,6 +52,12 @@ def test_widths_that_tiles_do_not_take_are_refused():
 @pytest.mark.parametrize("rows", [64, 128])
 def test_nothing_spills(target, rows):
     for group in (16, 32, 128):
-        (entry,) = product_of(rows, 64, 64, group).bind(lambda one: torch.empty(one.shape, dtype=one.dtype)).cuda()
-        (taken,) = compile_kernels(entry.kernel.source, entry.kernel.defines, target).resources.values()
+        (entry,) = (
+            product_of(rows, 64, 64, group)
+            .bind(lambda one: torch.empty(one.shape, dtype=one.dtype))
+            .cuda()
+        )
+        (taken,) = compile_kernels(
+            entry.kernel.source, entry.kernel.defines, target
+        ).resources.values()
         assert not taken.spill_bytes

@@ -36,25 +36,38 @@ def weight_of(outputs=OUTPUTS, columns=COLUMNS, *, clips=None, bits=8, padded=PA
     codes, scale, _ = quantize(values, clip, bits)
     below = padded - outputs
     return Weight(
-        format=weight_format_of(bits), codes=torch.cat([codes, torch.zeros(below, columns, dtype=torch.int8)]),
-        scale=torch.cat([scale.expand(outputs), torch.ones(below)]), values=values, clip=clip,
+        format=weight_format_of(bits),
+        codes=torch.cat([codes, torch.zeros(below, columns, dtype=torch.int8)]),
+        scale=torch.cat([scale.expand(outputs), torch.ones(below)]),
+        values=values,
+        clip=clip,
     )
 
 
 def coded(x, clip=1.2, *, bits=8, lsq=False):
     """x [M, K] after rounding."""
-    codes, scale, clipped, error = arithmetic.round_activation(x, torch.tensor([clip]), bits=bits, error=lsq)
+    codes, scale, clipped, error = arithmetic.round_activation(
+        x, torch.tensor([clip]), bits=bits, error=lsq
+    )
     return Coded(
-        format=format_of(bits), codes=codes, scale=scale, clipped=clipped, error=error, clip=torch.tensor([clip])
+        format=format_of(bits),
+        codes=codes,
+        scale=scale,
+        clipped=clipped,
+        error=error,
+        clip=torch.tensor([clip]),
     )
 
 
 def upstream(mode, weight, rows):
-    """The fields that hold the gradient of the product: rounded, or floats [M, P], or [M, N] in float mode."""
+    """The fields that hold the gradient of the product: rounded, or floats [M, P], or [M, N] in
+    float mode."""
     if mode == "float mode":
         return {"floats": torch.randn(rows, len(weight.values))}
     floats = torch.randn(rows, len(weight.codes))
-    floats[:, len(weight.values) :] *= 0.01  # what belongs to no row of the weight does not count, whatever it is
+    floats[:, len(weight.values) :] *= (
+        0.01  # what belongs to no row of the weight does not count, whatever it is
+    )
     if mode == "float":
         return {"floats": floats}
     codes, scale = arithmetic.round_rows(floats, weight.scale, KEY, 1)
@@ -77,10 +90,23 @@ def end_of(kind, mask, y, mode):
 
 
 def case(
-    rows, mode="int8", *, kind=Activation.none, dropout=0.0, lsq=False, joined=False, added=False, rounded=False,
-    clips=None, columns=COLUMNS, dtype="float32", rest=True, padded=PADDED,
-):  # fmt: skip
-    """(operation, y before the activation); `rest`: sums are wanted as well; of a weight [padded - 3, columns]."""
+    rows,
+    mode="int8",
+    *,
+    kind=Activation.none,
+    dropout=0.0,
+    lsq=False,
+    joined=False,
+    added=False,
+    rounded=False,
+    clips=None,
+    columns=COLUMNS,
+    dtype="float32",
+    rest=True,
+    padded=PADDED,
+):
+    """(operation, y before the activation); `rest`: sums are wanted as well; of a weight [padded -
+    3, columns]."""
     bits = 4 if lsq else 8
     weight = weight_of(padded - 3, columns, clips=clips, bits=bits, padded=padded)
     y, mask = torch.randn(rows, columns), dropout_of(dropout)
@@ -89,12 +115,18 @@ def case(
     float_mode = mode == "float mode"
     operation = ProjectInputGradient(
         **upstream(mode, weight, rows),
-        weight=Weight(format=weight_format_of(), values=weight.values) if float_mode else weight.bare(),
-        x=None if float_mode else coded(x, bits=bits, lsq=lsq), nonlinearity=end_of(kind, mask, y, mode),
+        weight=Weight(format=weight_format_of(), values=weight.values)
+        if float_mode
+        else weight.bare(),
+        x=None if float_mode else coded(x, bits=bits, lsq=lsq),
+        nonlinearity=end_of(kind, mask, y, mode),
         joined=torch.randn(rows, columns) if joined else None,
-        added=torch.randn(rows, columns) if added else None, dx=None if rounded else empty(rows, columns),
-        rounded=gradient_to_round(rows, columns) if rounded else None, sum=empty(columns) if rest else None,
-        dclip=empty(1) if rest else None, dtype=dtype,
+        added=torch.randn(rows, columns) if added else None,
+        dx=None if rounded else empty(rows, columns),
+        rounded=gradient_to_round(rows, columns) if rounded else None,
+        sum=empty(columns) if rest else None,
+        dclip=empty(1) if rest else None,
+        dtype=dtype,
     )
     return operation, y
 
@@ -141,24 +173,38 @@ def assert_is_autograds(found, y):
 def plain_of(operation):
     """The same without an activation and what is added."""
     return ProjectInputGradient(
-        gradient=operation.gradient, floats=operation.floats, weight=operation.weight, x=operation.x,
-        nonlinearity=Nonlinearity(dropout=operation.nonlinearity.dropout), dx=empty(*operation.dx.shape),
-        joined=operation.joined, sum=empty(COLUMNS), dclip=empty(1),
+        gradient=operation.gradient,
+        floats=operation.floats,
+        weight=operation.weight,
+        x=operation.x,
+        nonlinearity=Nonlinearity(dropout=operation.nonlinearity.dropout),
+        dx=empty(*operation.dx.shape),
+        joined=operation.joined,
+        sum=empty(COLUMNS),
+        dclip=empty(1),
     )
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", list(Activation))
-@pytest.mark.parametrize("rows, dropout, lsq, added, clips", [
-    (1, 0.0, False, False, None), (7, 0.3, True, True, 1), (341, 0.1, False, True, None), (41, 0.0, True, False, 1)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, dropout, lsq, added, clips",
+    [
+        (1, 0.0, False, False, None),
+        (7, 0.3, True, True, 1),
+        (341, 0.1, False, True, None),
+        (41, 0.0, True, False, 1),
+    ],
+)
 def test_gradients_are_autograds(mode, kind, rows, dropout, lsq, added, clips):
     operation, y = case(rows, mode, kind=kind, dropout=dropout, lsq=lsq, added=added, clips=clips)
     assert_is_autograds(compare(operation), y)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind, lsq", [(Activation.none, False), (Activation.relu, True), (Activation.silu, False)])
+@pytest.mark.parametrize(
+    "kind, lsq", [(Activation.none, False), (Activation.relu, True), (Activation.silu, False)]
+)
 def test_another_product_joins_before_the_mask(mode, kind, lsq):
     operation, y = case(41, mode, kind=kind, dropout=0.2, lsq=lsq, joined=True, added=True)
     assert_is_autograds(compare(operation), y)
@@ -196,7 +242,9 @@ def test_narrow_products():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rounded", [False, True])
 def test_an_empty_batch(mode, rounded):
-    operation, _ = case(0, mode, kind=Activation.relu, dropout=0.1, lsq=True, added=True, rounded=rounded)
+    operation, _ = case(
+        0, mode, kind=Activation.relu, dropout=0.1, lsq=True, added=True, rounded=rounded
+    )
     found = compare(operation)
     assert not found.sum.any() and not found.dclip.any()
 
@@ -207,7 +255,10 @@ def test_a_row_that_is_not_finite_stays_alone(rounded):
     operation.gradient.scale[3] = math.nan
     found = compare(operation)
     if rounded:
-        assert found.rounded.scale.isnan().nonzero().tolist() == [[3]] and not found.rounded.codes[3].any()
+        assert (
+            found.rounded.scale.isnan().nonzero().tolist() == [[3]]
+            and not found.rounded.codes[3].any()
+        )
     else:
         assert found.dx.isnan().any(1).nonzero().tolist() == [[3]]
     assert found.sum.isnan().any() and found.dclip.isnan()

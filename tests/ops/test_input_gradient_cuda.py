@@ -1,4 +1,5 @@
-"""ProjectInputGradient on CUDA: one product and one kernel on its rows, in the emulator or on a GPU."""
+"""ProjectInputGradient on CUDA: one product and one kernel on its rows, in the emulator or on a
+GPU."""
 
 import math
 
@@ -24,10 +25,14 @@ def products_by_themselves():
 
 
 ENDS = [
-    {"kind": Activation.none, "lsq": True}, {"kind": Activation.relu, "dropout": 0.3, "added": True},
-    {"kind": Activation.gelu, "dropout": 0.1, "clips": 1}, {"kind": Activation.gelu_tanh}, {"kind": Activation.silu},
-    {"kind": Activation.squared_relu, "dropout": 0.1}, {"dropout": 0.3, "joined": True, "added": True},
-]  # fmt: skip
+    {"kind": Activation.none, "lsq": True},
+    {"kind": Activation.relu, "dropout": 0.3, "added": True},
+    {"kind": Activation.gelu, "dropout": 0.1, "clips": 1},
+    {"kind": Activation.gelu_tanh},
+    {"kind": Activation.silu},
+    {"kind": Activation.squared_relu, "dropout": 0.1},
+    {"dropout": 0.3, "joined": True, "added": True},
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,7 +66,10 @@ def test_gradients_in_half_precision(mode, end):
 def test_products_in_half_precision(mode, end, activations):
     """Operands are rounded, and so is the product where activations have its dtype."""
     operation, _ = case(41, mode, dtype="bfloat16", **end)
-    exact_of, found = on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)), run(in_dtype(operation, activations))
+    exact_of, found = (
+        on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)),
+        run(in_dtype(operation, activations)),
+    )
     assert found.dx.dtype == activations
     for name in ("dx", "sum"):
         one, exact = getattr(found, name).float(), getattr(exact_of, name)
@@ -94,7 +102,9 @@ def test_wide_rows(rounded):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rounded", [False, True])
 def test_an_empty_batch(mode, rounded):
-    operation, _ = case(0, mode, kind=Activation.relu, dropout=0.1, lsq=True, added=True, rounded=rounded)
+    operation, _ = case(
+        0, mode, kind=Activation.relu, dropout=0.1, lsq=True, added=True, rounded=rounded
+    )
     found = compare_cuda(operation)
     assert not found.sum.any() and not found.dclip.any()
 
@@ -128,7 +138,9 @@ def test_three_turns(rows, columns, rounded, monkeypatch):
 
 
 def turns(rows, columns, rounded):
-    operation, _ = case(rows, kind=Activation.relu, dropout=0.1, lsq=True, rounded=rounded, columns=columns)
+    operation, _ = case(
+        rows, kind=Activation.relu, dropout=0.1, lsq=True, rounded=rounded, columns=columns
+    )
     in_one(operation, None)
 
 

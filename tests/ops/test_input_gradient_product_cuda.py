@@ -1,4 +1,5 @@
-"""The kernel that makes the gradient of an input in one: exact against the CPU, and what it takes of a GPU."""
+"""The kernel that makes the gradient of an input in one: exact against the CPU, and what it takes
+of a GPU."""
 
 import math
 import shutil
@@ -47,7 +48,9 @@ def compare(rows, tile, **given):
     return found
 
 
-@pytest.mark.parametrize("tile, rows, columns, padded", with_tiles([(1, 16, 16), (41, 80, 48), (130, 144, 336)]))
+@pytest.mark.parametrize(
+    "tile, rows, columns, padded", with_tiles([(1, 16, 16), (41, 80, 48), (130, 144, 336)])
+)
 def test_gradients_are_exact(tile, rows, columns, padded):
     found = compare(rows, tile, kind=Activation.relu, added=True, columns=columns, padded=padded)
     assert rows == 1 or (found.sum.any() and found.dclip.any())
@@ -82,9 +85,14 @@ def test_sums_that_are_left_are_finished_alike():
 
 
 def test_launches():
-    """A weight that does not come transposed, the product, the sums; codes of rows have a product by itself."""
+    """A weight that does not come transposed, the product, the sums; codes of rows have a product
+    by itself."""
     operation, _ = case(41)
-    assert names(launches(operation, SMALL)) == ["lsq_transpose_codes", KERNEL, "lsq_finish_own_sums"]
+    assert names(launches(operation, SMALL)) == [
+        "lsq_transpose_codes",
+        KERNEL,
+        "lsq_finish_own_sums",
+    ]
     operation.weight.transposed = operation.weight.codes.t().contiguous()
     operation.sum = operation.dclip = None
     assert names(launches(operation, SMALL)) == [KERNEL]
@@ -96,7 +104,9 @@ def test_parts_of_another_way():
     operation, _ = case(41)
     with gemm.ended_by(None):
         operation.leave_sums(lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
-    with pytest.raises(ValueError, match=r"are \[6, 52\], and products as they are tuned now leave \[2, 52\]"):
+    with pytest.raises(
+        ValueError, match=r"are \[6, 52\], and products as they are tuned now leave \[2, 52\]"
+    ):
         launches(operation, SMALL)
 
 
@@ -112,9 +122,15 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [
-    SMALL, WARPGROUPS[1], *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0], WARPGROUPS[-1])),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tile",
+    [
+        SMALL,
+        WARPGROUPS[1],
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0], WARPGROUPS[-1])),
+    ],
+    ids=str,
+)
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     operation, _ = case(128, rest=False, columns=128, padded=128)
     (entry,) = of_kernel(in_dtype(operation, torch.bfloat16), tile)
@@ -130,7 +146,11 @@ def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile
 
 
 def of_kernel(operation, tile) -> list[Launch]:
-    return [entry for entry in launches(operation, tile) if isinstance(entry, Launch) and entry.kernel.name == KERNEL]
+    return [
+        entry
+        for entry in launches(operation, tile)
+        if isinstance(entry, Launch) and entry.kernel.name == KERNEL
+    ]
 
 
 @pytest.mark.parametrize("target", TARGETS)

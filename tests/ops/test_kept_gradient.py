@@ -1,4 +1,5 @@
-"""What kept words add to both gradients of a vocabulary's loss, and what rounding then leaves of these gradients."""
+"""What kept words add to both gradients of a vocabulary's loss, and what rounding then leaves of
+these gradients."""
 
 import dataclasses
 
@@ -23,7 +24,9 @@ def losses(rows: int, vocabulary: int, padded: int, inner: int = 48, **options):
 
 def keeping(loss):
     rows = loss.prediction.rows
-    return dataclasses.replace(loss, kept=KeptWords(likeliest=empty(rows, dtype=torch.int64), gradient=empty(2, rows)))
+    return dataclasses.replace(
+        loss, kept=KeptWords(likeliest=empty(rows, dtype=torch.int64), gradient=empty(2, rows))
+    )
 
 
 def rounded_rest(loss, dloss: float = 2.0):
@@ -34,24 +37,35 @@ def rounded_rest(loss, dloss: float = 2.0):
 def input_gradient(loss) -> KeptInputGradient:
     given = loss.prediction
     return KeptInputGradient(
-        prediction=given, kept=loss.kept, dloss=DLOSS,
+        prediction=given,
+        kept=loss.kept,
+        dloss=DLOSS,
         dx=empty(*given.x.tensor.shape),
-    )  # fmt: skip
+    )
 
 
-def weight_gradient(loss, *, clips: int | None = None, dtype: torch.dtype = torch.float32) -> KeptWeightGradient:
+def weight_gradient(
+    loss, *, clips: int | None = None, dtype: torch.dtype = torch.float32
+) -> KeptWeightGradient:
     """Of a weight some of which lies beyond its clip. `clips`: of it; None: one for each word."""
     given, words = loss.prediction, loss.prediction.vocabulary
     values = torch.randn(words, given.x.tensor.shape[1])
     clip = torch.full((clips or words,), 1.5) + 0.2 * torch.rand(clips or words)
     weight = Weight(
-        format=given.weight.format, codes=given.weight.codes, scale=given.weight.scale, values=values.to(dtype),
+        format=given.weight.format,
+        codes=given.weight.codes,
+        scale=given.weight.scale,
+        values=values.to(dtype),
         clip=clip,
-    )  # fmt: skip
+    )
     return KeptWeightGradient(
-        prediction=given, kept=loss.kept, dloss=DLOSS, weight=weight,
-        others=torch.randn(values.shape).to(dtype), dweight=empty(*values.shape, dtype=dtype),
-    )  # fmt: skip
+        prediction=given,
+        kept=loss.kept,
+        dloss=DLOSS,
+        weight=weight,
+        others=torch.randn(values.shape).to(dtype),
+        dweight=empty(*values.shape, dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 41, 341])
@@ -85,13 +99,17 @@ def test_two_words_of_a_row_are_no_codes(vocabulary, padded, smoothing):
     scale = given.weight.scale[:vocabulary].double()
     x, weight = given.x.coded.decode().double(), given.weight.codes[:vocabulary] * scale[:, None]
     _, _, exact = by_fairseq(x, weight, given.target, smoothing, torch.float64)
-    for word, gradient in zip((given.target, found.kept.likeliest), found.kept.gradient, strict=True):
+    for word, gradient in zip(
+        (given.target, found.kept.likeliest), found.kept.gradient, strict=True
+    ):
         torch.testing.assert_close(gradient.double(), exact[rows, word], rtol=1e-5, atol=1e-6)
     counted = given.target != PADDING
     assert (found.kept.likeliest != given.target)[counted].all()
     rest = (exact * scale).scatter(1, given.target[:, None], 0.0)
     # Where all are below what smoothing takes from a word, any of them may be kept.
-    likeliest = (((x @ weight.t()).softmax(dim=1) * scale).scatter(1, given.target[:, None], 0.0)).argmax(dim=1)
+    likeliest = (
+        ((x @ weight.t()).softmax(dim=1) * scale).scatter(1, given.target[:, None], 0.0)
+    ).argmax(dim=1)
     assert torch.equal(found.kept.likeliest[counted], likeliest[counted])
     rest.scatter_(1, found.kept.likeliest[:, None], 0.0)
     largest = rest.abs().amax(dim=1)
@@ -112,7 +130,8 @@ def test_padding_has_no_gradient():
 
 
 def gradients(loss, split: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dweight of codes by all operations of a backward pass; `split`: the target is no code."""
+    """dx and dweight of codes by all operations of a backward pass; `split`: the target is no
+    code."""
     given = loss.prediction
     found = on_cpu(loss if split else dataclasses.replace(loss, kept=None))
     rounded = on_cpu(rounded_rest(found, 0.5)).rounded
@@ -121,16 +140,21 @@ def gradients(loss, split: bool) -> tuple[torch.Tensor, torch.Tensor]:
         ProjectInputGradient(
             gradient=rounded, weight=given.weight, joined=joined, dx=empty(*given.x.tensor.shape)
         )
-    ).dx  # fmt: skip
+    ).dx
     whole = weight_gradient(found) if split else None
     values = torch.zeros(given.vocabulary, given.x.tensor.shape[1])
     weight = dataclasses.replace(given.weight, values=values, clip=torch.ones(len(values)))
     dweight = on_cpu(
         ProjectWeightGradient(
-            gradient=rounded, x=given.x, weight=weight, key=KEY, subsequence=9, dweight=empty(*values.shape),
+            gradient=rounded,
+            x=given.x,
+            weight=weight,
+            key=KEY,
+            subsequence=9,
+            dweight=empty(*values.shape),
             dclip=empty(len(values)),
         )
-    ).dweight  # fmt: skip
+    ).dweight
     if split:
         whole.others, whole.weight = dweight, weight
         dweight = on_cpu(whole).dweight
@@ -155,9 +179,17 @@ def wavering(given) -> None:
     given.x.coded.scale.fill_(5 * x.abs().max() / 127)
 
 
-@pytest.mark.parametrize("vocabulary, model", [
-    (2, None), (300, None), (4000, None), (300, sure_of_the_target), (300, wavering), (4000, wavering),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "vocabulary, model",
+    [
+        (2, None),
+        (300, None),
+        (4000, None),
+        (300, sure_of_the_target),
+        (300, wavering),
+        (4000, wavering),
+    ],
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_noise(vocabulary, model, smoothing):
     """Both gradients against float64: no worse than 38 dB."""
@@ -168,7 +200,10 @@ def test_noise(vocabulary, model, smoothing):
     given.x.coded.scale *= 0.3
     if model is not None:
         model(given)
-    x, weight = given.x.coded.decode().double(), given.weight.codes * given.weight.scale[:, None].double()
+    x, weight = (
+        given.x.coded.decode().double(),
+        given.weight.codes * given.weight.scale[:, None].double(),
+    )
     weight = weight[:vocabulary]
     _, _, exact = by_fairseq(x, weight, given.target, smoothing, torch.float64)
     wanted = 0.5 * (exact @ weight), 0.5 * (exact.t() @ x)

@@ -49,9 +49,16 @@ def test_sums_are_added_to_what_is_there():
 def test_launches():
     """In a program the sums are added where the others' gradient is."""
     operation = weight_gradient(on_cpu(losses(41, 33, 48)))
-    kernels = ["lsq_rank_occurrences", "lsq_sort_occurrences", "lsq_sum_occurrences", "lsq_join_occurrences"]
+    kernels = [
+        "lsq_rank_occurrences",
+        "lsq_sort_occurrences",
+        "lsq_sum_occurrences",
+        "lsq_join_occurrences",
+    ]
     assert names(launches(operation, None)) == ["lsq_float_operand", *kernels]
-    assert names(launches(dataclasses.replace(operation, dweight=operation.others), None)) == kernels
+    assert (
+        names(launches(dataclasses.replace(operation, dweight=operation.others), None)) == kernels
+    )
 
 
 @pytest.mark.parametrize("word", [-7, 33, 10**12])
@@ -61,7 +68,9 @@ def test_a_target_outside_the_vocabulary_makes_its_row_nan(word):
     loss.prediction.target[2] = word
     found = run(loss)
     assert found.bound.isnan().tolist() == [row == 2 for row in range(7)]
-    assert run(input_gradient(found)).dx.isnan().any(dim=1).tolist() == [row == 2 for row in range(7)]
+    assert run(input_gradient(found)).dx.isnan().any(dim=1).tolist() == [
+        row == 2 for row in range(7)
+    ]
     assert run(weight_gradient(found)).dweight.isfinite().all()
 
 
@@ -76,9 +85,13 @@ def test_padding_has_no_gradient():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
-@pytest.mark.parametrize("source, defines", [
-    ("embedding.cu", (("FLOAT", 0), ("KEPT", 1), ("WINDOW", 16))), ("kept_gradient.cu", (("FLOAT", 1),)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source, defines",
+    [
+        ("embedding.cu", (("FLOAT", 0), ("KEPT", 1), ("WINDOW", 16))),
+        ("kept_gradient.cu", (("FLOAT", 1),)),
+    ],
+)
 def test_kernels_compile_without_spills(target, source, defines):
     for columns, lanes in ((512, 32), (1024, 64)):
         sizes = tuple(sorted((*defines, ("COLUMNS", columns), ("LANES", lanes))))

@@ -11,7 +11,12 @@ from tests.ops.products import multiplied
 
 EXACT = 1e-6
 """What float32 loses: a relative error of the sums and of their scales."""
-WAYS = [(ONEDNN, 0), (ONEDNN, 2), ("plain", 0), *((kernel, 32) for kernel in tiles.INSTRUCTIONS if kernel != "plain")]
+WAYS = [
+    (ONEDNN, 0),
+    (ONEDNN, 2),
+    ("plain", 0),
+    *((kernel, 32) for kernel in tiles.INSTRUCTIONS if kernel != "plain"),
+]
 
 
 @pytest.fixture(params=WAYS, ids=str)

@@ -1,4 +1,5 @@
-"""The kernels of NextWords: every tile, ties, more best words than a tile has, padding, and what they ask of a GPU."""
+"""The kernels of NextWords: every tile, ties, more best words than a tile has, padding, and what
+they ask of a GPU."""
 
 import math
 import shutil
@@ -29,7 +30,8 @@ from tests.sampling import in_turn
 
 
 def example(rows, words, best, asked, *, every=False, inner=64, spread=127):
-    """With few different codes, and scales that are all the same, where `spread` is small: many logits are equal."""
+    """With few different codes, and scales that are all the same, where `spread` is small: many
+    logits are equal."""
     torch.manual_seed(rows + words)
     padded = -(-words // 16) * 16
     codes = torch.randint(-spread, spread + 1, (padded, inner), dtype=torch.int8)
@@ -38,16 +40,20 @@ def example(rows, words, best, asked, *, every=False, inner=64, spread=127):
     x = rounded(rows, inner).bare()
     x.codes.clamp_(-spread, spread)
     return NextWords(
-        x=x, weight=Weight(format=weight_format_of(), codes=codes, scale=scale), vocabulary=words,
+        x=x,
+        weight=Weight(format=weight_format_of(), codes=codes, scale=scale),
+        vocabulary=words,
         wanted=torch.randint(0, words, (rows, asked)) if asked else None,
         wanted_scores=empty(rows, asked) if asked else None,
-        words=empty(rows, best, dtype=torch.int64) if best else None, scores=empty(rows, best) if best else None,
+        words=empty(rows, best, dtype=torch.int64) if best else None,
+        scores=empty(rows, best) if best else None,
         every=empty(rows, words) if every else None,
-    )  # fmt: skip
+    )
 
 
 def turns():
-    """Three steps along the inner dimension and more, all rows of a tile's quarter, many parts, groups and words."""
+    """Three steps along the inner dimension and more, all rows of a tile's quarter, many parts,
+    groups and words."""
     for tile in (*TILES, *WARPGROUPS):
         in_one(example(150, 290, 3, 1, inner=272), tile, exact=False)
     in_one(example(3, 16440, 100, 20, every=True, inner=16), SMALL, exact=False)
@@ -60,15 +66,25 @@ def assert_found(operation, found):
         assert torch.equal(found.words, on_reference(operation).words)
 
 
-@pytest.mark.parametrize("tile, rows, words, best, asked, every", with_tiles([
-    (1, 60, 8, 1, False), (41, 271, 5, 0, True), (130, 1100, 16, 2, False), (3, 2064, 0, 3, True),
-]))  # fmt: skip
+@pytest.mark.parametrize(
+    "tile, rows, words, best, asked, every",
+    with_tiles(
+        [
+            (1, 60, 8, 1, False),
+            (41, 271, 5, 0, True),
+            (130, 1100, 16, 2, False),
+            (3, 2064, 0, 3, True),
+        ]
+    ),
+)
 def test_every_tile(tile, rows, words, best, asked, every):
     operation = example(rows, words, best, asked, every=every)
     assert_found(operation, in_one(operation, tile, exact=False))
 
 
-@pytest.mark.parametrize("words, best", [(60, 60), (61, 61), (700, 64), (700, 65), (1003, 500), (9, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "words, best", [(60, 60), (61, 61), (700, 64), (700, 65), (1003, 500), (9, 1), (2, 2)]
+)
 def test_any_number_of_best_words(words, best):
     operation = example(3, words, best, 1)
     assert_found(operation, in_one(operation, SMALL, exact=False))
@@ -82,9 +98,14 @@ def test_of_equal_words_the_lower_number_comes_first(best, spread):
     assert spread or found.words.tolist() == [list(range(best))] * 5
 
 
-@pytest.mark.parametrize("inner", [
-    16, 80, *(pytest.param(more, marks=pytest.mark.thorough) for more in (512, 1040)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "inner",
+    [
+        16,
+        80,
+        *(pytest.param(more, marks=pytest.mark.thorough) for more in (512, 1040)),
+    ],
+)
 def test_any_inner_width(inner):
     operation = example(7, 333, 6, 2, every=True, inner=inner)
     assert_found(operation, in_one(operation, SMALL, exact=False))
@@ -114,7 +135,11 @@ def test_nan_reaches_the_scores():
     operation = example(2, 300, 4, 1, every=True)
     operation.x.scale.fill_(math.nan)
     found = run(operation)
-    assert found.scores.isnan().all() and found.wanted_scores.isnan().all() and found.every.isnan().all()
+    assert (
+        found.scores.isnan().all()
+        and found.wanted_scores.isnan().all()
+        and found.every.isnan().all()
+    )
     assert found.words.ge(0).all() and found.words.lt(300).all()
 
 
@@ -166,7 +191,9 @@ def test_no_conflicts_whole_sectors_and_no_logits():
     assert found.shared_passes == found.shared_least
     assert found.instructions["mma"] == rows * inner * words // (16 * 32 * 8)
     assert of[id(given.weight.codes)].reads.bytes == words * inner
-    assert of[id(groups)].writes.bytes == 4 * rows * words // 8 == of[id(groups)].writes.sectors * 32
+    assert (
+        of[id(groups)].writes.bytes == 4 * rows * words // 8 == of[id(groups)].writes.sectors * 32
+    )
     assert of[id(parts)].writes.bytes == 8 * rows * words // (tile.columns // 2)
     found, of = traffic(join)
     codes = of[id(given.weight.codes)].reads

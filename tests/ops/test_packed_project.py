@@ -1,4 +1,5 @@
-"""PackedProject and PackedWeight: the integers of Project, for every instruction, few rows and many, 8 bits and 4."""
+"""PackedProject and PackedWeight: the integers of Project, for every instruction, few rows and
+many, 8 bits and 4."""
 
 import ctypes
 from pathlib import Path
@@ -19,9 +20,10 @@ from lsq.sparsity import choose
 from tests.ops.compare import by_row, compare, empty, on_cpu, rounded, to_round, weight_format_of
 
 LEVELS = [
-    level for level, needed in loader._REQUIRED.items()
+    level
+    for level, needed in loader._REQUIRED.items()
     if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
-]  # fmt: skip
+]
 
 
 def sparse_codes(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +33,9 @@ def sparse_codes(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def codes_of(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(-127, 128, (columns, inner), dtype=torch.int8), 0.001 + 0.01 * torch.rand(columns)
+    return torch.randint(-127, 128, (columns, inner), dtype=torch.int8), 0.001 + 0.01 * torch.rand(
+        columns
+    )
 
 
 @pytest.mark.parametrize("instructions", tiles.usable())
@@ -59,9 +63,17 @@ def test_three_of_four_are_refused():
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("instructions", tiles.usable())
-@pytest.mark.parametrize("rows, columns, inner", [
-    (0, 32, 64), (1, 16, 16), (3, 48, 80), (8, 64, 4224), (17, 544, 208), (161, 96, 576),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, columns, inner",
+    [
+        (0, 32, 64),
+        (1, 16, 16),
+        (3, 48, 80),
+        (8, 64, 4224),
+        (17, 544, 208),
+        (161, 96, 576),
+    ],
+)
 def test_products_and_their_ends(instructions, rows, columns, inner, sparse):
     torch.manual_seed(rows)
     if sparse:
@@ -69,13 +81,17 @@ def test_products_and_their_ends(instructions, rows, columns, inner, sparse):
     else:
         weight = PackedWeight.of(*codes_of(columns, inner), instructions)
     for options in (
-        {"out": empty(rows, columns)}, {"out": empty(rows, columns), "bias": torch.randn(columns)},
+        {"out": empty(rows, columns)},
+        {"out": empty(rows, columns), "bias": torch.randn(columns)},
         {"rounded": to_round(rows, columns, 2.0, clipped=False), "bias": torch.randn(columns)},
         {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.relu},
-        {"rounded": to_round(rows, columns, 2.0, bits=5, clipped=False), "activation": Activation.gelu},
+        {
+            "rounded": to_round(rows, columns, 2.0, bits=5, clipped=False),
+            "activation": Activation.gelu,
+        },
         {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.silu},
         {"out": empty(rows, columns), "activation": Activation.squared_relu},
-    ):  # fmt: skip
+    ):
         compare(PackedProject(x=rounded(rows, inner).bare(), weight=weight, **options))
 
 
@@ -85,7 +101,9 @@ def int4_of(columns: int, inner: int) -> tuple[Int4, torch.Tensor, torch.Tensor]
     stored = torch.randint(-128, 128, (columns, groups, 1 + GROUP // 2), dtype=torch.int8)
     stored[..., 0] = torch.randint(-15, 16, (columns, groups))
     beyond = torch.arange(groups * GROUP).view(groups, 2, GROUP // 2) >= inner  # stored as zeros
-    stored[..., 1:] &= ~(torch.where(beyond[:, 0], 15, 0) | torch.where(beyond[:, 1], 240, 0)).to(torch.int8)
+    stored[..., 1:] &= ~(torch.where(beyond[:, 0], 15, 0) | torch.where(beyond[:, 1], 240, 0)).to(
+        torch.int8
+    )
     return form, stored.flatten(1), 0.001 + 0.01 * torch.rand(columns)
 
 
@@ -99,10 +117,26 @@ def test_int4_is_packed_as_it_is(instructions, columns, inner):
 
 
 @pytest.mark.parametrize("instructions", tiles.usable())
-@pytest.mark.parametrize("rows, columns, inner", [
-    (0, 32, 64), (1, 16, 16), (1, 100, 4160), (2, 32, 64), (3, 48, 80), (4, 33, 640), (5, 64, 100), (6, 16, 160),
-    (7, 97, 64), (8, 96, 64), (9, 33, 640), (13, 33, 40), (17, 544, 208), (32, 64, 640), (161, 96, 576),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, columns, inner",
+    [
+        (0, 32, 64),
+        (1, 16, 16),
+        (1, 100, 4160),
+        (2, 32, 64),
+        (3, 48, 80),
+        (4, 33, 640),
+        (5, 64, 100),
+        (6, 16, 160),
+        (7, 97, 64),
+        (8, 96, 64),
+        (9, 33, 640),
+        (13, 33, 40),
+        (17, 544, 208),
+        (32, 64, 640),
+        (161, 96, 576),
+    ],
+)
 def test_products_with_int4(instructions, rows, columns, inner):
     torch.manual_seed(rows)
     form, stored, scale = int4_of(columns, inner)
@@ -110,7 +144,9 @@ def test_products_with_int4(instructions, rows, columns, inner):
     unpacked = PackedWeight.of(form.unpack(stored, inner), scale, instructions)
     x, bias = rounded(rows, inner).bare(), torch.randn(columns)
     options = {"x": x, "bias": bias, "activation": Activation.gelu, "out": empty(rows, columns)}
-    found, wanted = (on_cpu(PackedProject(weight=weight, **options)).out for weight in (packed, unpacked))
+    found, wanted = (
+        on_cpu(PackedProject(weight=weight, **options)).out for weight in (packed, unpacked)
+    )
     assert torch.equal(found, wanted)
     compare(PackedProject(weight=packed, **options))
 
@@ -130,7 +166,8 @@ def test_rows_up_to_which_codes_stay_in_registers():
 def test_int4_of_the_largest_sums(instructions):
     columns, inner = 32, 128
     form = int4_of(1, 1)[0]
-    stored = torch.full((columns, inner // GROUP, 1 + GROUP // 2), -120, dtype=torch.int8)  # pairs of -8
+    # pairs of -8
+    stored = torch.full((columns, inner // GROUP, 1 + GROUP // 2), -120, dtype=torch.int8)
     stored[..., 0] = torch.where(torch.arange(columns) % 2 == 0, 15, -15)[:, None]
     x, scale = rounded(8, inner).bare(), torch.ones(columns)
     x.codes[:2] = torch.tensor([[127], [-127]])
@@ -152,16 +189,24 @@ def test_instructions_that_are_not_there():
 def test_integers_are_those_of_project(form):
     torch.manual_seed(0)
     rows, columns, inner = 37, 288, 128
-    (codes, scale), x, bias = codes_of(columns, inner), form(rounded(rows, inner)).bare(), torch.randn(columns)
+    (codes, scale), x, bias = (
+        codes_of(columns, inner),
+        form(rounded(rows, inner)).bare(),
+        torch.randn(columns),
+    )
     shared = {"bias": bias, "rounded": to_round(rows, columns, 2.0, clipped=False)}
     plain = on_cpu(
         Project(
-            x=Rows(coded=x), weight=Weight(format=weight_format_of(), codes=codes, scale=scale),
-            nonlinearity=Nonlinearity(activation=Activation.relu), **shared,
+            x=Rows(coded=x),
+            weight=Weight(format=weight_format_of(), codes=codes, scale=scale),
+            nonlinearity=Nonlinearity(activation=Activation.relu),
+            **shared,
         )
     )
     packed = on_cpu(
-        PackedProject(x=x, weight=PackedWeight.of(codes, scale), activation=Activation.relu, **shared)
+        PackedProject(
+            x=x, weight=PackedWeight.of(codes, scale), activation=Activation.relu, **shared
+        )
     )
     assert torch.equal(packed.rounded.codes, plain.rounded.codes)
 
@@ -169,7 +214,11 @@ def test_integers_are_those_of_project(form):
 def test_nan_poisons_the_scale():
     weight = PackedWeight.of(*codes_of(64, 64))
     weight.scale[40] = float("nan")
-    found = compare(PackedProject(x=rounded(2, 64).bare(), weight=weight, rounded=to_round(2, 64, 1.0, clipped=False)))
+    found = compare(
+        PackedProject(
+            x=rounded(2, 64).bare(), weight=weight, rounded=to_round(2, 64, 1.0, clipped=False)
+        )
+    )
     assert found.rounded.scale.isnan()
 
 
@@ -182,6 +231,8 @@ def test_every_library_expands_sparse_weights(level, monkeypatch):
         for instructions in tiles.usable():
             weight = PackedWeight.of_sparse(*sparse_codes(80, 144), instructions)
             for rows in (2, 40):
-                compare(PackedProject(x=rounded(rows, 144).bare(), weight=weight, out=empty(rows, 80)))
+                compare(
+                    PackedProject(x=rounded(rows, 144).bare(), weight=weight, out=empty(rows, 80))
+                )
     finally:
         tiles.usable.cache_clear()

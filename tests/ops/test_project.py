@@ -1,4 +1,5 @@
-"""Project: exact integers, every end, blocks of rows, accuracy of activations, NaN, and what its gradient asks for."""
+"""Project: exact integers, every end, blocks of rows, accuracy of activations, NaN, and what its
+gradient asks for."""
 
 import math
 
@@ -29,10 +30,13 @@ from tests.ops.products import WAYS, assert_same_bits
 
 BLOCK_ROWS = REQUESTS[GEMM].rows
 PLAIN = {
-    Activation.none: lambda x: x, Activation.relu: torch.relu, Activation.gelu: functional.gelu,
-    Activation.gelu_tanh: lambda x: functional.gelu(x, approximate="tanh"), Activation.silu: functional.silu,
+    Activation.none: lambda x: x,
+    Activation.relu: torch.relu,
+    Activation.gelu: functional.gelu,
+    Activation.gelu_tanh: lambda x: functional.gelu(x, approximate="tanh"),
+    Activation.silu: functional.silu,
     Activation.squared_relu: lambda x: torch.relu(x) ** 2,
-}  # fmt: skip
+}
 SMOOTH = [Activation.gelu, Activation.gelu_tanh, Activation.silu]
 """Whose slope is kept as an int8."""
 
@@ -43,7 +47,8 @@ def operands(rows, inner=48, outputs=32):
     scale = 2e-4 * (1 + torch.rand(outputs))
     return {
         "x": Rows(coded=Coded(format=format_of(), codes=x, scale=torch.tensor([0.1]))),
-        "weight": Weight(format=weight_format_of(), codes=weight, scale=scale), "bias": torch.randn(outputs),
+        "weight": Weight(format=weight_format_of(), codes=weight, scale=scale),
+        "bias": torch.randn(outputs),
     }
 
 
@@ -72,10 +77,13 @@ def nonlinearity(activation, dropout, rows, columns, *, coded):
     return found if dropout or activation is not Activation.none else None
 
 
-def rounded_project(rows, outputs=32, activation=Activation.none, dropout=0.0, *, bits=8, error=True, **given):
+def rounded_project(
+    rows, outputs=32, activation=Activation.none, dropout=0.0, *, bits=8, error=True, **given
+):
     """A product of codes whose result is rounded."""
     return Project(
-        **operands(rows, outputs=outputs) | given, rounded=to_round(rows, outputs, 0.7, bits=bits, error=error),
+        **operands(rows, outputs=outputs) | given,
+        rounded=to_round(rows, outputs, 0.7, bits=bits, error=error),
         nonlinearity=nonlinearity(activation, dropout, rows, outputs, coded=True),
     )
 
@@ -83,7 +91,8 @@ def rounded_project(rows, outputs=32, activation=Activation.none, dropout=0.0, *
 def float_project(rows, outputs=33, activation=Activation.none, dropout=0.0, **given):
     """A product of floats."""
     return Project(
-        **float_operands(rows, outputs=outputs) | given, out=empty(rows, outputs),
+        **float_operands(rows, outputs=outputs) | given,
+        out=empty(rows, outputs),
         nonlinearity=nonlinearity(activation, dropout, rows, outputs, coded=False),
     )
 
@@ -100,7 +109,9 @@ def values_of(operation):
 def test_codes_are_exact(rows, bits):
     found = compare(rounded_project(rows, bits=bits))
     clip = torch.tensor([0.7])
-    codes, scale, clipped, error = arithmetic.round_activation(values_of(found), clip, bits=bits, error=True)
+    codes, scale, clipped, error = arithmetic.round_activation(
+        values_of(found), clip, bits=bits, error=True
+    )
     assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
     assert torch.equal(found.rounded.clipped, clipped) and torch.equal(found.rounded.error, error)
     assert rows < 7 or clipped.any()
@@ -110,9 +121,13 @@ def test_codes_are_exact(rows, bits):
 @pytest.mark.parametrize("activation", [Activation.none, Activation.relu, Activation.squared_relu])
 @pytest.mark.parametrize("error", [False, True])
 def test_a_scale_for_each_row(rows, activation, error):
-    found = compare(rounded_project(rows, activation=activation, error=error, **operands_by_row(rows)))
+    found = compare(
+        rounded_project(rows, activation=activation, error=error, **operands_by_row(rows))
+    )
     scale = found.x.coded.scale.double()[:, None] * found.weight.scale.double()
-    exact = PLAIN[activation]((found.x.tensor.double() @ found.weight.codes.double().t()) * scale + found.bias)
+    exact = PLAIN[activation](
+        (found.x.tensor.double() @ found.weight.codes.double().t()) * scale + found.bias
+    )
     torch.testing.assert_close(found.unrounded(run).double(), exact, rtol=1e-5, atol=1e-5)
     floats = compare(Project(**operands_by_row(rows), out=empty(rows, 32)))
     torch.testing.assert_close(floats.out, values_of(floats))
@@ -120,7 +135,9 @@ def test_a_scale_for_each_row(rows, activation, error):
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("bias, error", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    "bias, error", [(True, True), (False, True), (True, False), (False, False)]
+)
 def test_every_end_of_codes(activation, dropout, bias, error):
     given = {} if bias else {"bias": None}
     found = compare(rounded_project(41, 88, activation, dropout, error=error, **given))
@@ -128,7 +145,9 @@ def test_every_end_of_codes(activation, dropout, bias, error):
     result = dropped(PLAIN[activation](y), dropout_of(dropout))
     torch.testing.assert_close(found.unrounded(run), result)
     if activation not in SMOOTH:
-        codes, scale, clipped, _ = arithmetic.round_activation(result, torch.tensor([0.7]), bits=8, error=False)
+        codes, scale, clipped, _ = arithmetic.round_activation(
+            result, torch.tensor([0.7]), bits=8, error=False
+        )
         assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
         assert torch.equal(found.rounded.clipped, clipped) and clipped.any()
     if activation is Activation.relu:
@@ -156,7 +175,9 @@ def test_products_of_floats(activation, dropout, rows, outputs):
     """Rows of 33 do not begin at a byte of the packed bits."""
     found = compare(float_project(rows, outputs, activation, dropout))
     y = found.x.floats @ found.weight.values.t() + found.bias
-    torch.testing.assert_close(found.out, dropped(PLAIN[activation](y), dropout_of(dropout)), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found.out, dropped(PLAIN[activation](y), dropout_of(dropout)), atol=2e-6, rtol=1e-5
+    )
     if activation is Activation.relu:
         assert torch.equal(found.nonlinearity.positive, quant.pack_bits(y > 0))
     elif activation is not Activation.none:
@@ -171,28 +192,42 @@ def test_a_product_without_an_end():
 def through(x, activation):
     """The result of an activation of x [N]: the product of 1 and a weight."""
     weight = Weight(format=weight_format_of(), values=x[:, None].contiguous())
-    return float_project(1, len(x), activation, x=Rows(floats=torch.ones(1, 1)), weight=weight, bias=None)
+    return float_project(
+        1, len(x), activation, x=Rows(floats=torch.ones(1, 1)), weight=weight, bias=None
+    )
 
 
 @pytest.mark.parametrize("activation", list(Activation)[1:])
 def test_values_are_as_accurate_as_torchs(activation):
     """Around 0, where GELU bends, and far out on both sides."""
-    x = torch.cat([torch.linspace(-12, 12, 4801), torch.randn(4000), torch.tensor([-90.0, 90.0, -1e-6, 1e-20, 0.0])])
-    assert_accurate(on_cpu(through(x, activation)).out[0], PLAIN[activation](x.double()), PLAIN[activation](x))
+    x = torch.cat(
+        [
+            torch.linspace(-12, 12, 4801),
+            torch.randn(4000),
+            torch.tensor([-90.0, 90.0, -1e-6, 1e-20, 0.0]),
+        ]
+    )
+    assert_accurate(
+        on_cpu(through(x, activation)).out[0], PLAIN[activation](x.double()), PLAIN[activation](x)
+    )
 
 
 @pytest.mark.parametrize("activation", SMOOTH)
 def test_far_out(activation):
     x = torch.tensor([1e30, -1e30, 3e38, -3e38, math.inf, 100.0, -100.0])
     found = on_cpu(through(x, activation)).out[0]
-    assert torch.equal(found[[0, 2, 4, 5]], x[[0, 2, 4, 5]]) and found[[1, 3, 6]].abs().max() < 1e-35
+    assert (
+        torch.equal(found[[0, 2, 4, 5]], x[[0, 2, 4, 5]]) and found[[1, 3, 6]].abs().max() < 1e-35
+    )
 
 
 @pytest.mark.parametrize("poisoned", ["input", "weight", "bias"])
 @pytest.mark.parametrize("activation", Activation)
 def test_nan_poisons_the_result(poisoned, activation):
     operation = rounded_project(BLOCK_ROWS + 9, activation=activation, error=False)
-    place = {"input": operation.x.scale, "weight": operation.weight.scale, "bias": operation.bias}[poisoned]
+    place = {"input": operation.x.scale, "weight": operation.weight.scale, "bias": operation.bias}[
+        poisoned
+    ]
     place[0] = math.nan
     found = compare(operation)
     assert found.rounded.scale.isnan() and not found.rounded.codes[:, 0].any()
@@ -201,14 +236,19 @@ def test_nan_poisons_the_result(poisoned, activation):
 
 @pytest.mark.parametrize("row, error", [(0, True), (BLOCK_ROWS + 8, True), (BLOCK_ROWS + 8, False)])
 def test_nan_in_any_block_of_rows_poisons_the_scale(row, error):
-    """Of sums nothing is NaN by itself, so that the factor is infinite, which makes NaN of a sum of 0."""
+    """Of sums nothing is NaN by itself, so that the factor is infinite, which makes NaN of a sum of
+    0."""
     operation = rounded_project(BLOCK_ROWS + 9, bias=None, error=error)
     operation.x.tensor[:, 0] = operation.weight.codes[:, 0] = 1
     operation.x.tensor[:, 1:] = 0
     operation.x.tensor[row] = 0
     operation.weight.scale[3] = math.inf
     found = compare(operation)
-    assert found.rounded.scale.isnan() and found.rounded.codes[1, 3] == 127 and found.rounded.codes[row, 3] == 0
+    assert (
+        found.rounded.scale.isnan()
+        and found.rounded.codes[1, 3] == 127
+        and found.rounded.codes[row, 3] == 0
+    )
 
 
 def test_largest_sums_are_exact():
@@ -216,7 +256,9 @@ def test_largest_sums_are_exact():
     given["x"].tensor.fill_(127)
     given["weight"].codes.fill_(-127)
     found = compare(Project(**given | {"bias": None}, out=empty(41, 32)))
-    assert torch.equal(found.out, float(-2048 * 127**2) * (found.x.scale * found.weight.scale).expand(41, 32))
+    assert torch.equal(
+        found.out, float(-2048 * 127**2) * (found.x.scale * found.weight.scale).expand(41, 32)
+    )
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
@@ -233,4 +275,6 @@ def test_results_do_not_depend_on_the_number_of_threads():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("activation", list(Activation))
 def test_no_way_to_multiply_changes_a_bit(way, activation):
-    assert_same_bits(rounded_project(141, activation=activation, dropout=0.2, bias=torch.randn(32)), way)
+    assert_same_bits(
+        rounded_project(141, activation=activation, dropout=0.2, bias=torch.randn(32)), way
+    )

@@ -22,7 +22,9 @@ def way(request):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("rows, outputs, bits", [*((rows, 32, 8) for rows in (0, *ROWS)), (41, 272, 3)])
+@pytest.mark.parametrize(
+    "rows, outputs, bits", [*((rows, 32, 8) for rows in (0, *ROWS)), (41, 272, 3)]
+)
 def test_codes_are_exact(rows, outputs, bits):
     found = compare_cuda(rounded_project(rows, outputs, bits=bits), exact=True)
     assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
@@ -34,7 +36,9 @@ def test_codes_are_exact(rows, outputs, bits):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_end_of_codes(activation, dropout, bias):
-    compare_cuda(rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})), exact=True)
+    compare_cuda(
+        rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})), exact=True
+    )
 
 
 @pytest.mark.usefixtures("way")
@@ -84,7 +88,9 @@ def test_widths_that_no_product_takes_are_refused():
 
 def test_one_launch_without_scratch_or_a_product_and_its_end():
     operation = Project(**operands(41), out=empty(41, 32))
-    assert [entry.kernel.name for entry in operation.cuda()] == ["lsq_project_product"] and not operation.cuda_scratch()
+    assert [entry.kernel.name for entry in operation.cuda()] == [
+        "lsq_project_product"
+    ] and not operation.cuda_scratch()
     with gemm.ended_by(None):
         ((shape, dtype),) = operation.cuda_scratch()
         multiplied, end = operation.cuda(torch.empty(shape, dtype=dtype))

@@ -22,7 +22,9 @@ class StubBuilder:
     key = KEY
 
     def __init__(self, backward="int8"):
-        self.quant = SimpleNamespace(backward=backward, backward_dtype="bfloat16", clip_gradient="lsq")
+        self.quant = SimpleNamespace(
+            backward=backward, backward_dtype="bfloat16", clip_gradient="lsq"
+        )
         self.operations, self.filed, self.of_products, self.producers = [], {}, {}, {}
 
     def add(self, operation):
@@ -66,7 +68,12 @@ class StubBuilder:
     def rounded_gradient(self, name, shape, weight_scale):
         codes, scale = empty(*shape, dtype=torch.int8), empty(shape[0])
         return RoundedGradient(
-            format=GRADIENT, codes=codes, scale=scale, weight_scale=weight_scale, key=KEY, subsequence=5
+            format=GRADIENT,
+            codes=codes,
+            scale=scale,
+            weight_scale=weight_scale,
+            key=KEY,
+            subsequence=5,
         )
 
     def stored(self, weight):
@@ -79,7 +86,10 @@ class StubBuilder:
 def project(x=None, **ends):
     """A virtual product [7, 16] of 16 inputs."""
     weight = Weight(
-        format=QuantConfig().weights, codes=empty(16, 16, dtype=torch.int8), scale=empty(16), values=empty(16, 16),
+        format=QuantConfig().weights,
+        codes=empty(16, 16, dtype=torch.int8),
+        scale=empty(16),
+        values=empty(16, 16),
         clip=empty(16),
     )
     return Project(x=Rows(coded=x or to_round(7, 16, 1.0)), weight=weight, bias=empty(16), **ends)
@@ -134,7 +144,9 @@ def test_a_product_at_the_end_of_a_program(backward):
     assert isinstance(rounding, RoundGradient) and rounding.gradient is arrived
     assert rounding.sum == builder.parameter_gradient(operation.bias)
     assert dx.gradient is rounding.rounded and (dx.gradient is None) == (backward == "float")
-    assert (dx.floats, dx.dtype) == ((arrived, "bfloat16") if backward == "float" else (None, "float32"))
+    assert (dx.floats, dx.dtype) == (
+        (arrived, "bfloat16") if backward == "float" else (None, "float32")
+    )
 
 
 def test_an_end_that_nothing_undoes_is_refused():

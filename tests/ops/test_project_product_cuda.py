@@ -1,4 +1,5 @@
-"""The kernel that multiplies and ends in one: exact against the CPU, and what it makes of a GPU's memory and banks."""
+"""The kernel that multiplies and ends in one: exact against the CPU, and what it makes of a GPU's
+memory and banks."""
 
 import math
 import shutil
@@ -39,7 +40,8 @@ def turns():
 
 
 @pytest.mark.parametrize(
-    "tile, rows, inner, outputs", with_tiles([(0, 64, 32), (1, 16, 16), (41, 80, 48), (130, 336, 144)])
+    "tile, rows, inner, outputs",
+    with_tiles([(0, 64, 32), (1, 16, 16), (41, 80, 48), (130, 336, 144)]),
 )
 def test_codes_are_exact(tile, rows, inner, outputs):
     found = in_one(rounded(rows, inner, outputs), tile)
@@ -86,18 +88,30 @@ def test_what_the_kernel_does_not_take():
         project_product(rounded(7, 48, 40), SMALL)
     many = VirtualTensor(name="x", shape=(2**23, 16), dtype=torch.int8)
     operation = rounded(7, 16, 16).bind(lambda tensor: many if tensor.shape == (7, 16) else tensor)
-    with pytest.raises(ValueError, match="8388608 rows are more than 4194240: take smaller batches"):
+    with pytest.raises(
+        ValueError, match="8388608 rows are more than 4194240: take smaller batches"
+    ):
         project_product(operation, SMALL)
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [
-    SMALL, WARPGROUPS[1], *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0], WARPGROUPS[-1])),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tile",
+    [
+        SMALL,
+        WARPGROUPS[1],
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0], WARPGROUPS[-1])),
+    ],
+    ids=str,
+)
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     rows, inner, outputs = 128, 128, 128
     operation = rounded(rows, inner, outputs).bind(
-        lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, VirtualTensor) else tensor
+        lambda tensor: (
+            torch.zeros(tensor.shape, dtype=tensor.dtype)
+            if isinstance(tensor, VirtualTensor)
+            else tensor
+        )
     )
     entry = project_product(operation, tile)
     (found,) = profile.profile([entry])
@@ -106,7 +120,9 @@ def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile
     assert multiplications(found, tile) == rows * inner * outputs
     x, weight = traffic[id(operation.x.tensor)].reads, traffic[id(operation.weight.codes)].reads
     assert x.bytes == rows * inner * outputs // tile.columns and x.sectors * 32 == x.bytes
-    assert weight.bytes == outputs * inner * rows // tile.rows and weight.sectors * 32 == weight.bytes
+    assert (
+        weight.bytes == outputs * inner * rows // tile.rows and weight.sectors * 32 == weight.bytes
+    )
     codes = traffic[id(operation.rounded.codes)].writes
     assert codes.bytes == rows * outputs and codes.sectors * 32 == codes.bytes
 

@@ -25,7 +25,9 @@ def to_keep(rows: int, columns: int) -> NormalisedRows:
     return NormalisedRows(format=NORMALISED, codes=codes, scale=empty(rows))
 
 
-def norm(residual, update=None, *, normed=True, rounds=False, keeps=False, dropout=0.0, **rounding) -> ResidualNorm:
+def norm(
+    residual, update=None, *, normed=True, rounds=False, keeps=False, dropout=0.0, **rounding
+) -> ResidualNorm:
     """Of `residual` [M, H], with everything written that can be; rounding: see `to_round`."""
     rows, columns = residual.shape
     made = ResidualNorm(sum=sum_of(residual, update, dropout))
@@ -38,20 +40,29 @@ def norm(residual, update=None, *, normed=True, rounds=False, keeps=False, dropo
 
 
 def norm_gradient(forward: ResidualNorm, **options) -> ResidualNormGradient:
-    """Of a norm that was computed, for random gradients of its results; options: see `sum_gradient`."""
+    """Of a norm that was computed, for random gradients of its results; options: see
+    `sum_gradient`."""
     rows, columns = forward.sum.residual.shape
     normed = forward.weight is not None
     return ResidualNormGradient(
-        dout=torch.randn(rows, columns) if normed else None, **(kept_by(forward) if normed else {}),
-        rstd=forward.rstd, centred=forward.mean is not None, weight=forward.weight,
-        dweight=empty(columns) if normed else None, dbias=empty(columns) if normed else None,
+        dout=torch.randn(rows, columns) if normed else None,
+        **(kept_by(forward) if normed else {}),
+        rstd=forward.rstd,
+        centred=forward.mean is not None,
+        weight=forward.weight,
+        dweight=empty(columns) if normed else None,
+        dbias=empty(columns) if normed else None,
         sum=sum_gradient(forward.sum, normed=normed, **options),
-    )  # fmt: skip
+    )
 
 
 def kept_by(forward: ResidualNorm) -> dict:
     """What the backward pass reads of a norm that was computed."""
-    return {"normalised": forward.normalised} if forward.normalised else {"z": forward.sum.z, "mean": forward.mean}
+    return (
+        {"normalised": forward.normalised}
+        if forward.normalised
+        else {"z": forward.sum.z, "mean": forward.mean}
+    )
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 3), (41, 48), (341, 1040)])
@@ -82,14 +93,22 @@ def test_gradients_of_the_norm_are_as_accurate_as_torchs(rows, columns, direct):
     found = compare(operation)
 
     def by_autograd(dtype):
-        leaves = [one.to(dtype).requires_grad_() for one in (forward.sum.residual, forward.weight, forward.bias)]
-        total = (torch.nn.functional.layer_norm(leaves[0], (columns,), *leaves[1:]) * operation.dout.to(dtype)).sum()
+        leaves = [
+            one.to(dtype).requires_grad_()
+            for one in (forward.sum.residual, forward.weight, forward.bias)
+        ]
+        total = (
+            torch.nn.functional.layer_norm(leaves[0], (columns,), *leaves[1:])
+            * operation.dout.to(dtype)
+        ).sum()
         if direct:
             total = total + (leaves[0] * operation.sum.dz.to(dtype)).sum()
         return torch.autograd.grad(total, leaves)
 
     exact, single = by_autograd(torch.float64), by_autograd(torch.float32)
-    for one, *values in zip((found.sum.dresidual, found.dweight, found.dbias), exact, single, strict=True):
+    for one, *values in zip(
+        (found.sum.dresidual, found.dweight, found.dbias), exact, single, strict=True
+    ):
         assert_accurate(one, *values)
 
 
@@ -117,7 +136,9 @@ def test_gradients_from_codes_have_little_noise(outlier, of_row, of_weight):
     operation.normalised, operation.z, operation.mean = None, forward.sum.z, forward.mean
     exact = on_cpu(operation)
     assert decibels(found.sum.dresidual, exact.sum.dresidual) > of_row
-    assert decibels(found.dweight, exact.dweight) > of_weight and torch.equal(found.dbias, exact.dbias)
+    assert decibels(found.dweight, exact.dweight) > of_weight and torch.equal(
+        found.dbias, exact.dbias
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -160,7 +181,9 @@ def test_only_what_is_wanted_is_written():
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("rows", [7, 341])
 def test_gradients_with_an_update(normed, rounds, rows):
-    forward = on_cpu(norm(torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS), normed=normed, dropout=0.3))
+    forward = on_cpu(
+        norm(torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS), normed=normed, dropout=0.3)
+    )
     found = compare(norm_gradient(forward, rounds=rounds)).sum
     dupdate = random.dropout(found.dresidual if normed else found.dz, 0.3, KEY, 2)
     torch.testing.assert_close(found.dupdate_sum, dupdate.sum(0), atol=1e-4, rtol=1e-4)
@@ -190,12 +213,16 @@ def test_a_constant_row():
 def test_epsilon():
     operation = norm(0.01 * torch.randn(7, COLUMNS))
     operation.epsilon = 0.1
-    wanted = torch.nn.functional.layer_norm(operation.sum.residual, (COLUMNS,), operation.weight, operation.bias, 0.1)
+    wanted = torch.nn.functional.layer_norm(
+        operation.sum.residual, (COLUMNS,), operation.weight, operation.bias, 0.1
+    )
     torch.testing.assert_close(on_cpu(operation).out, wanted)
 
 
 def test_an_empty_batch():
-    forward = compare(norm(torch.empty(0, COLUMNS), torch.empty(0, COLUMNS), rounds=True, dropout=0.1))
+    forward = compare(
+        norm(torch.empty(0, COLUMNS), torch.empty(0, COLUMNS), rounds=True, dropout=0.1)
+    )
     assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
     found = compare(norm_gradient(forward))
     assert not found.dweight.any() and not found.dbias.any() and not found.sum.dupdate_sum.any()

@@ -28,7 +28,8 @@ def test_a_sum_and_its_norm(dtype, dropout, bits):
     alone = norm(z.float(), rounds=True, error=True, bits=bits)
     together = copy.copy(alone)
     together.sum = sum_of(residual, update, dropout)
-    # The reference does not round z, so that its codes may differ where z is stored in half precision.
+    # The reference does not round z, so that its codes may differ where z is stored in half
+    # precision.
     found = compare_cuda(together) if dtype == torch.float32 else run(in_dtype(together, dtype))
     wanted = compare_cuda(alone, dtype)
     for one, other in zip(found.outputs, wanted.outputs, strict=True):
@@ -97,7 +98,8 @@ def compare_gradients(dtype, rows, columns, *, rounds, normed=True, dropout=0.1)
 
 def compare_in_parts(whole, dtype):
     """Gradients of a norm of a sum, in half precision."""
-    # What is handed to the product is the gradient as it was stored: compared with the reference on that alone.
+    # What is handed to the product is the gradient as it was stored: compared with the reference on
+    # that alone.
     found = run(in_dtype(whole, dtype))
     above, below = copy.copy(whole), copy.copy(whole.sum)
     above.sum = ResidualSumGradient(dz=whole.sum.dz, dresidual=whole.sum.dresidual)
@@ -120,7 +122,9 @@ def test_a_gradient_that_is_not_finite(value):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_empty_batch(dtype):
-    forward = compare_cuda(norm(torch.empty(0, 48), torch.empty(0, 48), rounds=True, dropout=0.1), dtype)
+    forward = compare_cuda(
+        norm(torch.empty(0, 48), torch.empty(0, 48), rounds=True, dropout=0.1), dtype
+    )
     assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
     found = compare_cuda(norm_gradient(forward), dtype)
     assert not found.dweight.any() and not found.dbias.any() and not found.sum.dupdate_sum.any()
@@ -137,7 +141,9 @@ def test_activations_of_two_dtypes_are_refused():
 
 
 def test_a_width_that_kernels_do_not_have_is_refused():
-    with pytest.raises(ValueError, match="rows of 47 values cannot run on CUDA: the width must be a multiple of 8"):
+    with pytest.raises(
+        ValueError, match="rows of 47 values cannot run on CUDA: the width must be a multiple of 8"
+    ):
         run(norm(torch.randn(7, 47)))
 
 

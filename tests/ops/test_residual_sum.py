@@ -1,4 +1,5 @@
-"""ResidualSum and its gradient by themselves, in plain PyTorch; norms test what loops and kernels make of them."""
+"""ResidualSum and its gradient by themselves, in plain PyTorch; norms test what loops and kernels
+make of them."""
 
 import pytest
 import torch
@@ -12,20 +13,26 @@ SHAPE = (7, 48)
 
 def sum_of(residual, update=None, dropout=0.0) -> ResidualSum:
     """Of `residual` [M, H] and what is added to it, with z."""
-    return ResidualSum(residual=residual, update=update, dropout=dropout_of(dropout), z=empty(*residual.shape))
+    return ResidualSum(
+        residual=residual, update=update, dropout=dropout_of(dropout), z=empty(*residual.shape)
+    )
 
 
-def sum_gradient(forward: ResidualSum, *, normed=True, rounds=False, direct=True) -> ResidualSumGradient:
-    """Of a sum that was computed; `direct`: z has a gradient of its own, which it must where there is no norm."""
+def sum_gradient(
+    forward: ResidualSum, *, normed=True, rounds=False, direct=True
+) -> ResidualSumGradient:
+    """Of a sum that was computed; `direct`: z has a gradient of its own, which it must where there
+    is no norm."""
     rows, columns = forward.residual.shape
     updated = forward.update is not None
     return ResidualSumGradient(
-        dz=torch.randn(rows, columns) if direct or not normed else None, dropout=forward.dropout,
+        dz=torch.randn(rows, columns) if direct or not normed else None,
+        dropout=forward.dropout,
         dresidual=empty(rows, columns) if normed else None,
         dupdate=empty(rows, columns) if updated and not rounds else None,
         rounded=gradient_to_round(rows, columns) if updated and rounds else None,
         dupdate_sum=empty(columns) if updated else None,
-    )  # fmt: skip
+    )
 
 
 def test_without_an_update_z_is_the_residual():

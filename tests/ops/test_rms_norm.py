@@ -1,4 +1,5 @@
-"""ResidualNorm as RMSNorm, against torch's rms_norm in float64, with every part left out in turn."""
+"""ResidualNorm as RMSNorm, against torch's rms_norm in float64, with every part left out in
+turn."""
 
 import math
 
@@ -20,22 +21,32 @@ from tests.ops.test_residual_norm import CLIP, COLUMNS, decibels, kept_by, to_ke
 from tests.ops.test_residual_sum import sum_gradient, sum_of
 
 
-def rms(residual, update=None, *, rounds=False, keeps=False, dropout=0.0, **rounding) -> ResidualNorm:
+def rms(
+    residual, update=None, *, rounds=False, keeps=False, dropout=0.0, **rounding
+) -> ResidualNorm:
     """Of `residual` [M, H], with everything written that can be; rounding: see `to_round`."""
     rows, columns = residual.shape
     return ResidualNorm(
-        sum=sum_of(residual, update, dropout), weight=1 + 0.2 * torch.randn(columns), rstd=empty(rows),
-        out=empty(rows, columns), rounded=to_round(rows, columns, CLIP, **rounding) if rounds else None,
+        sum=sum_of(residual, update, dropout),
+        weight=1 + 0.2 * torch.randn(columns),
+        rstd=empty(rows),
+        out=empty(rows, columns),
+        rounded=to_round(rows, columns, CLIP, **rounding) if rounds else None,
         normalised=to_keep(rows, columns) if keeps else None,
     )
 
 
 def rms_gradient(forward: ResidualNorm, **options) -> ResidualNormGradient:
-    """Of a norm that was computed, for random gradients of its results; options: see `sum_gradient`."""
+    """Of a norm that was computed, for random gradients of its results; options: see
+    `sum_gradient`."""
     rows, columns = forward.sum.residual.shape
     return ResidualNormGradient(
-        dout=torch.randn(rows, columns), **kept_by(forward), rstd=forward.rstd, weight=forward.weight,
-        dweight=empty(columns), sum=sum_gradient(forward.sum, **options),
+        dout=torch.randn(rows, columns),
+        **kept_by(forward),
+        rstd=forward.rstd,
+        weight=forward.weight,
+        dweight=empty(columns),
+        sum=sum_gradient(forward.sum, **options),
     )
 
 
@@ -62,7 +73,10 @@ def test_gradients_from_codes_have_little_noise():
     found = compare(operation)
     operation.normalised, operation.z = None, forward.sum.z
     exact = on_cpu(operation)
-    assert decibels(found.sum.dresidual, exact.sum.dresidual) > 60 and decibels(found.dweight, exact.dweight) > 35
+    assert (
+        decibels(found.sum.dresidual, exact.sum.dresidual) > 60
+        and decibels(found.dweight, exact.dweight) > 35
+    )
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 5), (7, 3), (41, 48), (341, 1040)])
@@ -72,7 +86,9 @@ def test_gradients_are_as_accurate_as_torchs(rows, columns, direct):
     found = compare(rms_gradient(forward, direct=direct))
 
     def by_autograd(dtype):
-        x, weight = (one.to(dtype).requires_grad_() for one in (forward.sum.residual, forward.weight))
+        x, weight = (
+            one.to(dtype).requires_grad_() for one in (forward.sum.residual, forward.weight)
+        )
         total = (by_torch(x, weight) * found.dout.to(dtype)).sum()
         if direct:
             total = total + (x * found.sum.dz.to(dtype)).sum()
@@ -124,16 +140,22 @@ def test_programs_differentiate_it():
     b = mode.builder("norm", QuantConfig(mode="float"))
     size = (16, 16)
     x = b.input("x", size)
-    project = b.add(Project(x=Rows(floats=x), weight=b.weight("projection", size), out=b.tensor("update", size)))
+    project = b.add(
+        Project(x=Rows(floats=x), weight=b.weight("projection", size), out=b.tensor("update", size))
+    )
     first = b.add(
         ResidualNorm(
-            sum=ResidualSum(residual=x, update=project.out, z=b.like("z", x)), rstd=b.tensor("rstd", size[:1]),
-            weight=b.parameter("weight", (16,), Kind.NORM_WEIGHT), out=b.like("first", x),
+            sum=ResidualSum(residual=x, update=project.out, z=b.like("z", x)),
+            rstd=b.tensor("rstd", size[:1]),
+            weight=b.parameter("weight", (16,), Kind.NORM_WEIGHT),
+            out=b.like("first", x),
         )
     )
     second = b.add(
         ResidualNorm(
-            sum=ResidualSum(residual=first.sum.z), rstd=b.tensor("rstd", size[:1]), out=b.like("second", x),
+            sum=ResidualSum(residual=first.sum.z),
+            rstd=b.tensor("rstd", size[:1]),
+            out=b.like("second", x),
             weight=b.parameter("other", (16,), Kind.NORM_WEIGHT),
         )
     )
@@ -173,11 +195,15 @@ def test_a_row_of_zeros():
 def test_epsilon():
     operation = rms(0.01 * torch.randn(7, COLUMNS))
     operation.epsilon = 0.1
-    torch.testing.assert_close(on_cpu(operation).out, by_torch(operation.sum.residual, operation.weight, 0.1))
+    torch.testing.assert_close(
+        on_cpu(operation).out, by_torch(operation.sum.residual, operation.weight, 0.1)
+    )
 
 
 def test_an_empty_batch():
-    forward = compare(rms(torch.empty(0, COLUMNS), torch.empty(0, COLUMNS), rounds=True, dropout=0.1))
+    forward = compare(
+        rms(torch.empty(0, COLUMNS), torch.empty(0, COLUMNS), rounds=True, dropout=0.1)
+    )
     assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
     found = compare(rms_gradient(forward))
     assert not found.dweight.any() and not found.sum.dupdate_sum.any()

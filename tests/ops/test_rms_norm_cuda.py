@@ -30,8 +30,16 @@ def test_a_norm_alone(rows, columns):
 @pytest.mark.parametrize("dropout, bits", [(0.0, 8), (0.3, 4)])
 def test_a_norm_of_a_sum(dtype, dropout, bits):
     """The norm of the sum as it was stored."""
-    together = rms(torch.randn(41, 48), torch.randn(41, 48), rounds=True, error=True, dropout=dropout, bits=bits)
-    # The reference does not round z, so that its codes may differ where z is stored in half precision.
+    together = rms(
+        torch.randn(41, 48),
+        torch.randn(41, 48),
+        rounds=True,
+        error=True,
+        dropout=dropout,
+        bits=bits,
+    )
+    # The reference does not round z, so that its codes may differ where z is stored in half
+    # precision.
     found = compare_cuda(together) if dtype == torch.float32 else run(in_dtype(together, dtype))
     parts = in_dtype(together, dtype).sum
     summed = parts.residual.float() + dropped(parts.update.float(), parts.dropout)
@@ -85,14 +93,18 @@ def test_a_gradient_that_is_not_finite(value):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_empty_batch(dtype):
-    forward = compare_cuda(rms(torch.empty(0, 48), torch.empty(0, 48), rounds=True, dropout=0.1), dtype)
+    forward = compare_cuda(
+        rms(torch.empty(0, 48), torch.empty(0, 48), rounds=True, dropout=0.1), dtype
+    )
     assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
     found = compare_cuda(rms_gradient(forward), dtype)
     assert not found.dweight.any() and not found.sum.dupdate_sum.any()
 
 
 def test_a_width_that_kernels_do_not_have_is_refused():
-    with pytest.raises(ValueError, match="rows of 47 values cannot run on CUDA: the width must be a multiple of 8"):
+    with pytest.raises(
+        ValueError, match="rows of 47 values cannot run on CUDA: the width must be a multiple of 8"
+    ):
         run(rms(torch.randn(7, 47)))
 
 
@@ -100,6 +112,12 @@ def test_a_width_that_kernels_do_not_have_is_refused():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_compile_without_spills(target):
     for columns, lanes in ((512, 32), (1024, 64)):
-        defines = (("COLUMNS", columns), ("FLOAT", 1), ("LANES", lanes), ("NORM_SUMS", 1), ("ROUNDED", 1))
+        defines = (
+            ("COLUMNS", columns),
+            ("FLOAT", 1),
+            ("LANES", lanes),
+            ("NORM_SUMS", 1),
+            ("ROUNDED", 1),
+        )
         found = compiler.compile_kernels("residual_norm.cu", defines, target).resources
         assert len(found) == 2 and not any(taken.spill_bytes for taken in found.values())

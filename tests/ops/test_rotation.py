@@ -21,39 +21,60 @@ def table(turned: int) -> torch.Tensor:
 
 
 def rotate(rows=41, *, width=16, turned=None, queries=4, keys=2, normed=False, to=None) -> Rotate:
-    """Of random projections, places and weights; `to`: the clip under which they are rounded, else floats."""
+    """Of random projections, places and weights; `to`: the clip under which they are rounded, else
+    floats."""
     columns, norms = (queries + 2 * keys) * width, None
     if normed:
         weights = (1 + 0.2 * torch.randn(width) for _ in range(2))
-        norms = HeadNorms(query=next(weights), key=next(weights), rstd=empty(rows, queries + keys), epsilon=EPSILON)
+        norms = HeadNorms(
+            query=next(weights),
+            key=next(weights),
+            rstd=empty(rows, queries + keys),
+            epsilon=EPSILON,
+        )
     return Rotate(
-        x=torch.randn(rows, columns).bfloat16().float(), norms=norms, out=empty(rows, columns) if to is None else None,
+        x=torch.randn(rows, columns).bfloat16().float(),
+        norms=norms,
+        out=empty(rows, columns) if to is None else None,
         rotation=Rotation(
-            table=table(width if turned is None else turned), places=torch.randint(PLACES, (rows,)), width=width,
-            queries=queries, keys=keys,
+            table=table(width if turned is None else turned),
+            places=torch.randint(PLACES, (rows,)),
+            width=width,
+            queries=queries,
+            keys=keys,
         ),
         rounded=None if to is None else to_round(rows, columns, to),
-    )  # fmt: skip
+    )
 
 
 def gradient_of(forward: Rotate, *, to_rounded=False) -> RotateGradient:
-    """For a random gradient, as floats or rounded, with all sums; `forward` is run by the reference for its rstd."""
+    """For a random gradient, as floats or rounded, with all sums; `forward` is run by the reference
+    for its rstd."""
     shape, width = forward.x.shape, forward.rotation.width
     found = {"rounded": to_round_by_row(*shape)} if to_rounded else {"floats": empty(*shape)}
     more = {}
     if forward.norms is not None:
-        more = {"x": forward.x, "norms": on_reference(forward).norms, "dquery": empty(width), "dkey": empty(width)}
+        more = {
+            "x": forward.x,
+            "norms": on_reference(forward).norms,
+            "dquery": empty(width),
+            "dkey": empty(width),
+        }
     return RotateGradient(
-        gradient=torch.randn(shape).bfloat16().float(), rotation=forward.rotation,
-        dx=SummedGradient(**found, sum=empty(shape[1])), **more,
-    )  # fmt: skip
+        gradient=torch.randn(shape).bfloat16().float(),
+        rotation=forward.rotation,
+        dx=SummedGradient(**found, sum=empty(shape[1])),
+        **more,
+    )
 
 
 def by_torch(forward: Rotate, dtype):
     """Complex numbers turn: (leaves, result)."""
     rotation, norms, x = forward.rotation, forward.norms, forward.x.to(dtype).requires_grad_()
     leaves, half = [x], rotation.turned // 2
-    q, k, v = x.unflatten(1, (-1, rotation.width)).split([rotation.queries, rotation.keys, rotation.keys], dim=1)
+    q, k, v = x.unflatten(1, (-1, rotation.width)).split(
+        [rotation.queries, rotation.keys, rotation.keys], dim=1
+    )
     if norms is not None:
         weights = [one.to(dtype).requires_grad_() for one in (norms.query, norms.key)]
         leaves += weights
@@ -64,15 +85,22 @@ def by_torch(forward: Rotate, dtype):
     angle = torch.complex(*rotation.table.to(dtype)[rotation.places].split(half, dim=1))[:, None]
 
     def turned(one):
-        number = torch.complex(one[..., :half].contiguous(), one[..., half : 2 * half].contiguous()) * angle
+        number = (
+            torch.complex(one[..., :half].contiguous(), one[..., half : 2 * half].contiguous())
+            * angle
+        )
         return torch.cat([number.real, number.imag, one[..., 2 * half :]], dim=2)
 
     return leaves, torch.cat([turned(q), turned(k), v], dim=1).flatten(1)
 
 
 CASES = [
-    {}, {"width": 64}, {"width": 24, "turned": 16}, {"width": 6, "turned": 2, "keys": 4}, {"queries": 0, "keys": 3},
-]  # fmt: skip
+    {},
+    {"width": 64},
+    {"width": 24, "turned": 16},
+    {"width": 6, "turned": 2, "keys": 4},
+    {"queries": 0, "keys": 3},
+]
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -80,14 +108,18 @@ CASES = [
 def test_as_accurate_as_torch(options, normed):
     forward = rotate(**options, normed=normed)
     found = compare(forward)
-    (leaves, exact), (single_leaves, single) = (by_torch(forward, dtype) for dtype in (torch.float64, torch.float32))
+    (leaves, exact), (single_leaves, single) = (
+        by_torch(forward, dtype) for dtype in (torch.float64, torch.float32)
+    )
     assert_accurate(found.out, exact.detach(), single.detach())
     backward = compare(gradient_of(forward))
     wanted, near = (
         torch.autograd.grad((result * backward.gradient).sum(), of)
         for of, result in ((leaves, exact), (single_leaves, single))
     )
-    for one, *values in zip((backward.dx.floats, backward.dquery, backward.dkey), wanted, near, strict=False):
+    for one, *values in zip(
+        (backward.dx.floats, backward.dquery, backward.dkey), wanted, near, strict=False
+    ):
         assert_accurate(one, *values)
 
 
@@ -98,7 +130,9 @@ def test_ends(rows, normed):
     forward = rotate(rows, normed=normed, to=0.9)
     found = compare(forward)
     wanted = found.rounded.encode(found.unrounded(run))
-    assert all(map(torch.equal, (found.rounded.codes, found.rounded.scale, found.rounded.clipped), wanted))
+    assert all(
+        map(torch.equal, (found.rounded.codes, found.rounded.scale, found.rounded.clipped), wanted)
+    )
     compare(gradient_of(forward, to_rounded=True))
 
 
@@ -109,7 +143,8 @@ def test_codes_are_the_references():
 
 
 def test_scores_depend_on_distances_alone():
-    """Queries and keys that all are alike: q k^T is constant along each diagonal (Su et al. 2021, equation 16)."""
+    """Queries and keys that all are alike: q k^T is constant along each diagonal (Su et al. 2021,
+    equation 16)."""
     forward = rotate(PLACES, width=32, queries=1, keys=1)
     forward.x[:] = forward.x[0]
     forward.rotation.places = torch.arange(PLACES)
@@ -130,7 +165,9 @@ def test_what_stays():
 
 
 def test_a_table_of_far_places_is_exact():
-    found = rotation_table(torch.tensor([1.0, 1e-3], dtype=torch.float64), 100_001, factor=2.0)[100_000]
+    found = rotation_table(torch.tensor([1.0, 1e-3], dtype=torch.float64), 100_001, factor=2.0)[
+        100_000
+    ]
     wanted = torch.tensor([math.cos(1e5), math.cos(100.0), math.sin(1e5), math.sin(100.0)])
     torch.testing.assert_close(found, 2.0 * wanted, atol=2e-7, rtol=0.0)
 
@@ -164,4 +201,6 @@ def test_results_do_not_depend_on_threads():
         torch.set_num_threads(count)
         results.append(on_cpu(backward))
     torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(results[0].outputs, results[1].outputs, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(results[0].outputs, results[1].outputs, strict=True)
+    )

@@ -6,7 +6,11 @@ from lsq.csrc import compiler
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_rotation import gradient_of, rotate
 
-CASES = [{"rows": 7, "width": 64}, {"width": 24, "turned": 16}, {"rows": 3, "width": 128, "queries": 3, "keys": 1}]
+CASES = [
+    {"rows": 7, "width": 64},
+    {"width": 24, "turned": 16},
+    {"rows": 3, "width": 128, "queries": 3, "keys": 1},
+]
 """One vector of a thread, with columns that stay; two."""
 
 
@@ -29,7 +33,9 @@ def test_ends(rows, normed):
 
 def test_heads_that_kernels_do_not_have_are_refused():
     for options in ({"width": 12, "turned": 8}, {"width": 24, "turned": 24}):
-        with pytest.raises(ValueError, match="columns of which .* turn cannot run on CUDA.*multiple of 8.* of 16"):
+        with pytest.raises(
+            ValueError, match="columns of which .* turn cannot run on CUDA.*multiple of 8.* of 16"
+        ):
             rotate(**options).cuda()
 
 
@@ -39,8 +45,14 @@ def test_heads_that_kernels_do_not_have_are_refused():
 def test_kernels_compile_without_spills(target, normed):
     for columns, lanes, heads in ((1536, 128, 16), (3072, 256, 40)):
         defines = (
-            ("COLUMNS", columns), ("FLOAT", 1), ("HEADS", heads), ("LANES", lanes), ("NORMED", normed), ("ROUNDED", 1),
-            ("TURNED", 64), ("WIDTH", 64),
-        )  # fmt: skip
+            ("COLUMNS", columns),
+            ("FLOAT", 1),
+            ("HEADS", heads),
+            ("LANES", lanes),
+            ("NORMED", normed),
+            ("ROUNDED", 1),
+            ("TURNED", 64),
+            ("WIDTH", 64),
+        )
         found = compiler.compile_kernels("rotation.cu", defines, target).resources
         assert len(found) == 2 and not any(taken.spill_bytes for taken in found.values())

@@ -26,7 +26,9 @@ def weight_of(values, clip, rows, bits=8, *, transposed=False):
     form = WEIGHT_FORMATS["int8"](bits, grain)
     turned = empty(values.shape[1], rows, dtype=torch.int8) if transposed else None
     return RoundWeight(
-        weight=Weight(format=form, codes=codes, scale=empty(rows), values=values, clip=clip, transposed=turned)
+        weight=Weight(
+            format=form, codes=codes, scale=empty(rows), values=values, clip=clip, transposed=turned
+        )
     )
 
 
@@ -39,17 +41,24 @@ def test_codes_are_exact_at_every_length(bits, numel):
     assert torch.equal(found.codes, wanted.codes)
     assert torch.equal(found.scale, wanted.scale)
     assert torch.equal(found.clipped, quant.pack_bits(wanted.clipped))
-    expected = torch.where(wanted.clipped, 0.0, (found.codes - x / found.scale) / quant.maximum_code(bits))
+    expected = torch.where(
+        wanted.clipped, 0.0, (found.codes - x / found.scale) / quant.maximum_code(bits)
+    )
     assert torch.equal(found.error, expected)
 
 
-@pytest.mark.parametrize("clip", [1e-37, 9.3e-37, 2.76e-36, 1e-30, 1e-25, 2.0**-40, 0.01, 0.9, math.pi, 126.9999, 3e38])
+@pytest.mark.parametrize(
+    "clip", [1e-37, 9.3e-37, 2.76e-36, 1e-30, 1e-25, 2.0**-40, 0.01, 0.9, math.pi, 126.9999, 3e38]
+)
 @pytest.mark.parametrize("rows, columns", [(1, 2053), (24, 40)])
 def test_codes_are_those_of_a_division(clip, rows, columns):
-    """Next to the borders between codes and to the clip, where a quotient that is off by a bit rounds otherwise."""
+    """Next to the borders between codes and to the clip, where a quotient that is off by a bit
+    rounds otherwise."""
     clip = torch.tensor([clip])
     border = (torch.randint(-127, 128, (rows, columns)) - 0.5) * (clip / 127)
-    near = (border.view(torch.int32) + torch.randint(-2, 3, (rows, columns), dtype=torch.int32)).view(torch.float32)
+    near = (
+        border.view(torch.int32) + torch.randint(-2, 3, (rows, columns), dtype=torch.int32)
+    ).view(torch.float32)
     ends = torch.tensor([0.0, -0.0, 1e-45, math.inf, -math.inf]).repeat(columns)[:columns]
     x = torch.cat([near[:-1], torch.where(torch.rand(columns) < 0.3, ends, near[-1])[None]])
     found = compare(round_of(x, clip.item())).rounded
@@ -72,9 +81,12 @@ def test_borders_between_codes():
     beyond = torch.nextafter(clip, torch.tensor([math.inf]))
     x = torch.cat([halves, inside, beyond, -beyond, torch.tensor([math.inf, -math.inf])])[None]
     found = compare(round_of(x, clip.item())).rounded
-    expected = torch.cat([torch.arange(-128, 128).add(0.5).round().clamp(-127, 127), torch.tensor(
-        [127, -127, 0, 0, 0, 0, 127, -127, 127, -127]
-    )])
+    expected = torch.cat(
+        [
+            torch.arange(-128, 128).add(0.5).round().clamp(-127, 127),
+            torch.tensor([127, -127, 0, 0, 0, 0, 127, -127, 127, -127]),
+        ]
+    )
     assert torch.equal(found.codes[0], expected.to(torch.int8))
     outside = quant.unpack_bits(found.clipped, x.numel())
     assert outside.nonzero().flatten().tolist() == [0, 255, 262, 263, 264, 265]
@@ -111,14 +123,21 @@ def test_weights_under_their_largest_magnitudes(rows, columns, by_inputs, dtype)
     values[0] = 0.0
     values[-1] *= 1e-20
     clip = 1.0 + torch.rand(rows)
-    wanted = torch.where((values == 0).all(1), clip, values.float().abs().amax(1).clamp(min=quant.SMALLEST_CLIP))
+    wanted = torch.where(
+        (values == 0).all(1), clip, values.float().abs().amax(1).clamp(min=quant.SMALLEST_CLIP)
+    )
     operation = weight_of(values.t().contiguous() if by_inputs else values, clip, rows + 3)
-    operation.weight.codes, operation.weight.by_inputs = empty(rows + 3, columns, dtype=torch.int8), by_inputs
+    operation.weight.codes, operation.weight.by_inputs = (
+        empty(rows + 3, columns, dtype=torch.int8),
+        by_inputs,
+    )
     operation.new_clip = empty(rows)
     found = compare(operation)
     assert torch.equal(found.new_clip, wanted)
     codes, scale, clipped = quant.quantize(values.float(), wanted)
-    assert torch.equal(found.weight.codes[:rows], codes) and torch.equal(found.weight.scale[:rows], scale)
+    assert torch.equal(found.weight.codes[:rows], codes) and torch.equal(
+        found.weight.scale[:rows], scale
+    )
     assert not clipped.any()
 
 
@@ -152,7 +171,9 @@ def test_nan_in_a_weight_poisons_what_shares_its_clip(clips):
     values[3, 2] = math.nan
     found = compare(weight_of(values, torch.ones(clips), 16)).weight
     assert found.codes[3, 2] == 0
-    assert found.scale.isnan().nonzero().flatten().tolist() == ([3] if clips == 7 else list(range(7)))
+    assert found.scale.isnan().nonzero().flatten().tolist() == (
+        [3] if clips == 7 else list(range(7))
+    )
 
 
 @pytest.mark.parametrize("rows, columns", [(0, 3), (1, 1), (7, 3), (41, 17), (341, 48)])
@@ -160,7 +181,11 @@ def test_gradients_are_rounded_and_summed(rows, columns):
     gradient = torch.randn(rows, columns)
     if rows > 1:
         gradient[1, 0] = math.inf
-    found = compare(RoundGradient(gradient=gradient, rounded=gradient_to_round(rows, columns), sum=empty(columns)))
+    found = compare(
+        RoundGradient(
+            gradient=gradient, rounded=gradient_to_round(rows, columns), sum=empty(columns)
+        )
+    )
     codes, scale = arithmetic.round_rows(gradient, found.rounded.weight_scale, KEY, 7)
     assert torch.equal(found.rounded.codes, codes)
     assert torch.equal(found.rounded.scale.nan_to_num(-1.0), scale.nan_to_num(-1.0))

@@ -14,7 +14,9 @@ from tests.ops.test_rounding import round_of, weight_of
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows, columns", [(0, 48), (1, 48), (7, 48), (41, 48), (7, 1040), (11, 2992)])
+@pytest.mark.parametrize(
+    "rows, columns", [(0, 48), (1, 48), (7, 48), (41, 48), (7, 1040), (11, 2992)]
+)
 def test_codes_scale_and_bits(rows, columns, dtype):
     compare_cuda(round_of(torch.randn(rows, columns), error=True), dtype, exact=True)
 
@@ -58,7 +60,9 @@ def test_a_width_that_no_vector_fits_is_refused():
 @pytest.mark.parametrize("rows", [33, 48])
 @pytest.mark.parametrize("columns", [48, 1040])
 def test_weights(bits, clips, rows, columns):
-    compare_cuda(weight_of(torch.randn(33, columns), 0.5 + torch.rand(clips), rows, bits), exact=True)
+    compare_cuda(
+        weight_of(torch.randn(33, columns), 0.5 + torch.rand(clips), rows, bits), exact=True
+    )
 
 
 @pytest.mark.parametrize("columns", [48, 1040])
@@ -71,7 +75,9 @@ def test_weights_under_their_largest_magnitudes(columns, value):
 
 
 def test_codes_of_a_weight_in_both_layouts():
-    found = compare_cuda(weight_of(torch.randn(141, 272), 0.5 + torch.rand(141), 144, transposed=True)).weight
+    found = compare_cuda(
+        weight_of(torch.randn(141, 272), 0.5 + torch.rand(141), 144, transposed=True)
+    ).weight
     assert torch.equal(found.transposed, found.codes.t())
     with pytest.raises(ValueError, match="width of transposed codes is 33.*multiple of 16"):
         run(weight_of(torch.randn(33, 48), torch.ones(33), 33, transposed=True))
@@ -106,11 +112,15 @@ def test_gradients_that_are_summed_alone():
 
 
 def test_gradients_that_are_rounded_alone():
-    compare_cuda(RoundGradient(gradient=torch.randn(41, 48), rounded=gradient_to_round(41, 48)), exact=True)
+    compare_cuda(
+        RoundGradient(gradient=torch.randn(41, 48), rounded=gradient_to_round(41, 48)), exact=True
+    )
 
 
 def test_wide_gradients_are_rounded_and_summed_apart():
-    operation = RoundGradient(gradient=torch.randn(3, 8208), rounded=gradient_to_round(3, 8208), sum=empty(8208))
+    operation = RoundGradient(
+        gradient=torch.randn(3, 8208), rounded=gradient_to_round(3, 8208), sum=empty(8208)
+    )
     compare_cuda(operation)
     assert len(operation.cuda(torch.empty(3, 8212, device="meta"))) == 3
 
@@ -119,7 +129,12 @@ def test_wide_gradients_are_rounded_and_summed_apart():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_the_widest_gradients_spill_no_registers(target):
     for rounded, summed in ((1, 0), (0, 1)):
-        defines = {"FLOAT": 0, "ROUNDED": rounded, "SUMMED": summed, **geometry.row_defines(geometry.WIDEST)}
+        defines = {
+            "FLOAT": 0,
+            "ROUNDED": rounded,
+            "SUMMED": summed,
+            **geometry.row_defines(geometry.WIDEST),
+        }
         found = compile_kernels("rounding_gradient.cu", tuple(sorted(defines.items())), target)
         assert not found.resources["lsq_round_gradient"].spill_bytes
 
@@ -131,13 +146,16 @@ def test_add(shape, dtype):
 
 
 def turns(columns):
-    """Three turns of each loop where two blocks stride: rows of a weight, its padding, and rows of a gradient."""
+    """Three turns of each loop where two blocks stride: rows of a weight, its padding, and rows of
+    a gradient."""
     for rows, padded in ((41, 48), (1, 41)):
         values = torch.randn(rows, columns)
         values[-1, 5] = math.nan
         compare_cuda(weight_of(values, torch.ones(1), padded), exact=True)
     gradient = torch.randn(41, columns)
-    compare_cuda(RoundGradient(gradient=gradient, rounded=gradient_to_round(41, columns), sum=empty(columns)))
+    compare_cuda(
+        RoundGradient(gradient=gradient, rounded=gradient_to_round(41, columns), sum=empty(columns))
+    )
     compare_cuda(Add(a=torch.randn(7, 13), b=torch.randn(7, 13), out=empty(7, 13)))
 
 
@@ -145,7 +163,9 @@ def turns(columns):
 def test_more_rows_than_a_warp_draws_words_for_at_a_time(columns, rows, monkeypatch):
     monkeypatch.setattr(geometry, "strided", lambda turns, most: 1)
     gradient = torch.randn(rows * 33 + 1, columns)
-    compare_cuda(RoundGradient(gradient=gradient, rounded=gradient_to_round(*gradient.shape)), exact=True)
+    compare_cuda(
+        RoundGradient(gradient=gradient, rounded=gradient_to_round(*gradient.shape)), exact=True
+    )
 
 
 @pytest.mark.parametrize("columns", [48, 1040])

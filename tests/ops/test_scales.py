@@ -10,21 +10,33 @@ from tests.ops.compare import by_row, empty, on_reference, to_round
 
 def scales(clips) -> StartScales:
     """The operation that starts those of these clips, for 8 bits."""
-    each = [StartedScale(clip=torch.tensor([clip]), scale=empty(1), largest=127.0) for clip in clips]
+    each = [
+        StartedScale(clip=torch.tensor([clip]), scale=empty(1), largest=127.0) for clip in clips
+    ]
     return StartScales(**{f"scale{number}": one for number, one in enumerate(each)})
 
 
 def test_a_scale_is_the_clip_by_the_largest_code():
     found = on_reference(scales([127.0, 2.54]))
-    assert [found.scale0.scale.item(), found.scale1.scale.item()] == [1.0, torch.tensor(2.54).div(127).item()]
+    assert [found.scale0.scale.item(), found.scale1.scale.item()] == [
+        1.0,
+        torch.tensor(2.54).div(127).item(),
+    ]
 
 
 def test_all_roundings_of_a_pass_are_started_together():
-    rounding = [Round(x=empty(3, 8), rounded=to_round(3, 8, 0.5 + number, bits=4)) for number in range(TOGETHER + 2)]
+    rounding = [
+        Round(x=empty(3, 8), rounded=to_round(3, 8, 0.5 + number, bits=4))
+        for number in range(TOGETHER + 2)
+    ]
     first, second = start_together([*rounding, Add(a=empty(3), b=empty(3), out=empty(3))])
     for number, one in enumerate(rounding):
         made = getattr(first if number < TOGETHER else second, f"scale{number % TOGETHER}")
-        assert one.rounded.started and made.scale is one.rounded.scale and made.clip is one.rounded.clip
+        assert (
+            one.rounded.started
+            and made.scale is one.rounded.scale
+            and made.clip is one.rounded.clip
+        )
         assert made.largest == 7.0
     assert second.scale2 is None and start_together([]) == []
 

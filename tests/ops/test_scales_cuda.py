@@ -1,4 +1,5 @@
-"""Scales that are written before anything is rounded, on CUDA: kernels in the emulator, or on a GPU."""
+"""Scales that are written before anything is rounded, on CUDA: kernels in the emulator, or on a
+GPU."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The product with a sparse weight: the integers of Project, every end, few rows and many; its weight when packed."""
+"""The product with a sparse weight: the integers of Project, every end, few rows and many; its
+weight when packed."""
 
 import math
 
@@ -29,9 +30,10 @@ def sparse_operands(rows, inner=48, outputs=32):
 def rounded(rows, inner, outputs, activation=Activation.none, **given):
     dense, weight = sparse_operands(rows, inner, outputs)
     return SparseProject(
-        **dense | {"weight": weight} | given, rounded=to_round(rows, outputs, 2.0, clipped=False),
+        **dense | {"weight": weight} | given,
+        rounded=to_round(rows, outputs, 2.0, clipped=False),
         nonlinearity=Nonlinearity(activation=activation),
-    )  # fmt: skip
+    )
 
 
 def turns():
@@ -52,14 +54,18 @@ def test_rows_that_fill_no_tile_are_refused():
         SparseWeight.of(packed.values, packed.indices, torch.ones(24))
 
 
-@pytest.mark.parametrize("rows, inner, outputs", [(0, 64, 32), (1, 16, 16), (9, 64, 16), (41, 80, 48), (70, 336, 144)])
+@pytest.mark.parametrize(
+    "rows, inner, outputs", [(0, 64, 32), (1, 16, 16), (9, 64, 16), (41, 80, 48), (70, 336, 144)]
+)
 def test_integers_are_those_of_project(rows, inner, outputs):
     torch.manual_seed(rows)
     dense, weight = sparse_operands(rows, inner, outputs)
     end = {"rounded": to_round(rows, outputs, 2.0, clipped=False)}
     for x in (dense["x"], Rows(coded=by_row(dense["x"].coded))):
         found = compare_cuda(SparseProject(**dense | {"weight": weight, "x": x}, **end))
-        assert torch.equal(found.rounded.codes, on_cpu(Project(**dense | {"x": x}, **end)).rounded.codes)
+        assert torch.equal(
+            found.rounded.codes, on_cpu(Project(**dense | {"x": x}, **end)).rounded.codes
+        )
     assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
 
 

@@ -1,4 +1,5 @@
-"""A gradient with its sums: where a program puts it, what the reference writes, and what is left in parts."""
+"""A gradient with its sums: where a program puts it, what the reference writes, and what is left in
+parts."""
 
 import torch
 
@@ -18,14 +19,18 @@ def test_it_is_asked_for_as_the_product_wants_it():
     b = builder(QuantConfig(backward="int8", clips="learned"))
     bias = b.parameter("bias", (COLUMNS,), Kind.BIAS)
     x = coded_in(b, b.input("x", (ROWS, 16)))
-    gradient = SummedGradient.of(Rows(coded=project(b, x, "weight", (COLUMNS, 16), bias=bias, clip="y_clip")), b)
+    gradient = SummedGradient.of(
+        Rows(coded=project(b, x, "weight", (COLUMNS, 16), bias=bias, clip="y_clip")), b
+    )
     assert gradient.floats is None and gradient.rounded.codes.shape == (ROWS, COLUMNS)
     assert (gradient.sum.name, gradient.clip.name, gradient.parts) == ("d_bias", "d_y_clip", None)
 
 
 def test_a_float_product_without_a_bias_wants_floats_alone():
     b = builder()
-    gradient = SummedGradient.of(Rows(floats=project(b, b.input("x", (ROWS, 16)), "weight", (COLUMNS, 16))), b)
+    gradient = SummedGradient.of(
+        Rows(floats=project(b, b.input("x", (ROWS, 16)), "weight", (COLUMNS, 16))), b
+    )
     assert gradient.floats.shape == (ROWS, COLUMNS)
     assert gradient.rounded is gradient.sum is gradient.clip is None
 
@@ -43,17 +48,26 @@ def test_what_the_reference_writes():
 def test_sums_that_are_left_in_parts_come_to_the_same():
     given, coded = torch.randn(ROWS, COLUMNS), rounded(ROWS, COLUMNS)
     b = builder()
-    names = {name: b.tensor(name, shape) for name, shape in (
-        ("floats", (ROWS, COLUMNS)), ("sum", (COLUMNS,)), ("clip", (1,)),
-    )}  # fmt: skip
+    names = {
+        name: b.tensor(name, shape)
+        for name, shape in (
+            ("floats", (ROWS, COLUMNS)),
+            ("sum", (COLUMNS,)),
+            ("clip", (1,)),
+        )
+    }
     virtual = SummedGradient(**names)
     (left,) = virtual.leave_sums(b.tensor, ROWS, COLUMNS, coded)
     assert virtual.sum is virtual.clip is None and virtual.parts is left.parts
     assert (left.first, left.clip) == (names["sum"], names["clip"])
     fields = {"floats": empty(ROWS, COLUMNS)}
-    total, clip = SummedGradient(**fields, sum=empty(COLUMNS), clip=empty(1)).encode(given, coded)[3:5]
+    total, clip = SummedGradient(**fields, sum=empty(COLUMNS), clip=empty(1)).encode(given, coded)[
+        3:5
+    ]
     parts = SummedGradient(**fields, parts=torch.empty(virtual.parts.shape)).encode(given, coded)[5]
-    first, _, _, of_clip = PartialSums.of(parts, COLUMNS, (empty(COLUMNS),), empty(1), coded).totals()
+    first, _, _, of_clip = PartialSums.of(
+        parts, COLUMNS, (empty(COLUMNS),), empty(1), coded
+    ).totals()
     assert torch.equal(first, total)
     torch.testing.assert_close(of_clip, clip.squeeze())
 

@@ -1,4 +1,5 @@
-"""Sums over rows that operations leave in parts, and the operation that finishes those of a pass."""
+"""Sums over rows that operations leave in parts, and the operation that finishes those of a
+pass."""
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ class Leaving(Reference):
 
 
 def parts(
-    blocks: int, columns: int, sums: int, *, clip: bool = True, factor: float = 1.0, clip_parts: int = 1
+    blocks: int,
+    columns: int,
+    sums: int,
+    *,
+    clip: bool = True,
+    factor: float = 1.0,
+    clip_parts: int = 1,
 ) -> PartialSums:
     """Of which the second sum, if any, is not wanted."""
     outs = [empty(columns), None, empty(columns)][:sums]
@@ -38,7 +45,11 @@ def virtual(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> VirtualTen
 
 
 def test_totals():
-    given = [parts(7, 24, 1, factor=0.5), parts(3, 16, 3, clip=False), parts(100, 0, 0, clip_parts=5)]
+    given = [
+        parts(7, 24, 1, factor=0.5),
+        parts(3, 16, 3, clip=False),
+        parts(100, 0, 0, clip_parts=5),
+    ]
     one, three, alone = on_reference(FinishSums.of(given)).found
     assert torch.equal(one.first, given[0].parts[:, :24].sum(dim=0))
     torch.testing.assert_close(one.clip, 0.5 * given[0].parts[:, 24:25].sum(dim=0))
@@ -47,22 +58,32 @@ def test_totals():
     torch.testing.assert_close(alone.clip, given[2].parts[:, :5].sum().view(1))
 
 
-@pytest.mark.parametrize("options", [
-    {"backward": "int8", "dropout": 0.1}, {"clip_gradient": "lsq", "weight_granularity": "tensor"},
-    {"norm": "rms", "pre_norm": True, "activation": "gelu"}, {"mode": "float"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backward": "int8", "dropout": 0.1},
+        {"clip_gradient": "lsq", "weight_granularity": "tensor"},
+        {"norm": "rms", "pre_norm": True, "activation": "gelu"},
+        {"mode": "float"},
+    ],
+)
 def test_a_pass_is_finished_at_its_end(options):
     """All gradients are what they are where each operation finishes its own sums."""
     config = config_of(**options)
     left, own = (
-        programs.decoder_layer(config, SENTENCES, SOURCE, mode_on(where)) for where in (Leaving(), Reference())
+        programs.decoder_layer(config, SENTENCES, SOURCE, mode_on(where))
+        for where in (Leaving(), Reference())
     )
     names = [operation.name for operation in left.operations]
     count = len(own.operations)
-    assert names[:count] == [operation.name for operation in own.operations] and set(names[count:]) == {"FinishSums"}
+    assert names[:count] == [operation.name for operation in own.operations] and set(
+        names[count:]
+    ) == {"FinishSums"}
     found, expected = run(left, Leaving()), run(own, Reference())
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_programs_for_the_cpu_have_none():

@@ -8,8 +8,14 @@ from tests.ops.test_sums import parts
 
 
 def test_many_kinds_at_once():
-    """Fewer and more rows and columns than a block takes, one sum to three, with a clip and without."""
-    given = [parts(1, 16, 1), parts(256, 104, 3), parts(7, 40, 2, clip=False), parts(600, 0, 0, factor=0.5)]
+    """Fewer and more rows and columns than a block takes, one sum to three, with a clip and
+    without."""
+    given = [
+        parts(1, 16, 1),
+        parts(256, 104, 3),
+        parts(7, 40, 2, clip=False),
+        parts(600, 0, 0, factor=0.5),
+    ]
     given += [parts(300, 24, 1, clip_parts=7)]
     compare_cuda(FinishSums.of(given))
 

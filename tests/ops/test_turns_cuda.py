@@ -1,7 +1,7 @@
 """Every kernel with three turns of each of its loops, on grids of two blocks where blocks stride.
 
-From the second turn on a loop finds what the one before left in shared memory and registers; the third reads what the
-second left. In the emulator, turns are counted.
+From the second turn on a loop finds what the one before left in shared memory and registers; the
+third reads what the second left. In the emulator, turns are counted.
 """
 
 import math
@@ -63,7 +63,8 @@ from tests.quant import test_int4_cuda
 
 BLOCKS, TURNS = 2, 3
 FEW, WIDE = (41, 48), (11, 1040)
-"""Rows and columns with three turns of two blocks, the last of them not full: of rows in a warp, and in four."""
+"""Rows and columns with three turns of two blocks, the last of them not full: of rows in a warp,
+and in four."""
 
 
 def adam_steps():
@@ -71,7 +72,9 @@ def adam_steps():
     for clips in (1, 528):
         before = state(528, 272)
         before[1][[3, 20, 35, 36, 40, 527], [0, 127, 128, 131, 256, 271]] = math.nan
-        compare_cuda(step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True))
+        compare_cuda(
+            step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True)
+        )
     codes = codes_of(torch.ones(528), (528, 272))
     compare_cuda(with_new_clip(step(state(528, 272), numbers(), codes, transposed=True)))
     test_updates_cuda.turns()
@@ -88,7 +91,8 @@ def messages():
 
 
 def nan_in_each_turn(x):
-    """Copies of x [M, N] with a NaN that the first turn of a block meets, the second, and the last."""
+    """Copies of x [M, N] with a NaN that the first turn of a block meets, the second, and the
+    last."""
     for row in (0, x.shape[0] // 2, x.shape[0] - 1):
         poisoned = x.clone()
         poisoned[row, 5] = math.nan
@@ -101,8 +105,12 @@ def embeddings():
         patch.setattr(embedding, "SPLITS", 3)
         for rows, columns in (FEW, WIDE, (1821, 48)):
             forward = compare_cuda(embed(rows, columns, 0.1))
-            compare_cuda(embed_gradient(torch.randn(rows, columns), forward.tokens, forward.places, 0.1))
-            compare_cuda(kept_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns))))
+            compare_cuda(
+                embed_gradient(torch.randn(rows, columns), forward.tokens, forward.places, 0.1)
+            )
+            compare_cuda(
+                kept_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns)))
+            )
 
 
 def targets():
@@ -145,7 +153,8 @@ def float_operands():
 
 
 def transposition():
-    """Runs of 114 rows, which 32 at a time are read; the largest magnitudes of 16 runs, 2 at a time."""
+    """Runs of 114 rows, which 32 at a time are read; the largest magnitudes of 16 runs, 2 at a
+    time."""
     for tile in (128, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weight_gradient, "TILE", tile)
@@ -157,16 +166,27 @@ def sums():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "strided", lambda turns, most: min(most, turns))
         compare_gradients(torch.float32, 341, 48, rounds=True)
-    compare_cuda(FinishSums.of([PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)]))
+    compare_cuda(
+        FinishSums.of([PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)])
+    )
 
 
 def attentions():
-    """Tiles of one sentence in three turns, and sentences among which three steps of a search find a tile's; three
-    tiles of queries that all see one of keys, a few columns at a time; three heads of queries that share keys."""
-    for width, others in ((8, None), (64, (40, 0, 9, 140, 2)), (48, (1, 0, 20, 2, 3)), (128, (4, 0, 140, 2, 3))):
+    """Tiles of one sentence in three turns, and sentences among which three steps of a search find
+    a tile's; three tiles of queries that all see one of keys, a few columns at a time; three heads
+    of queries that share keys.
+    """
+    for width, others in (
+        (8, None),
+        (64, (40, 0, 9, 140, 2)),
+        (48, (1, 0, 20, 2, 3)),
+        (128, (4, 0, 140, 2, 3)),
+    ):
         lengths = (1, 0, 140, 2, 3)
         compare_both(lengths=lengths, others=others, width=width, heads=1, causal=True, dropout=0.1)
-    compare_both(lengths=(1, 0, 40, 2, 3), others=(4, 0, 40, 2, 3), width=8, heads=3, group=3, causal=True)
+    compare_both(
+        lengths=(1, 0, 40, 2, 3), others=(4, 0, 40, 2, 3), width=8, heads=3, group=3, causal=True
+    )
     for width in (16, 344):  # of rows whose gradients are finished
         compare_both(lengths=(40, 1), width=8, heads=width // 8, to_rounded=True)
 
@@ -225,12 +245,18 @@ def weights_by_inputs():
     for inputs, outputs, clips in ((272, 144, 144), (272, 48, 1)):
         values = torch.randn(inputs, outputs)
         values[200, 5] = math.nan if clips == 1 else 0.0
-        compare_cuda(test_weight_by_inputs_cuda.rounding(values, torch.ones(clips), transposed=clips > 1))
+        compare_cuda(
+            test_weight_by_inputs_cuda.rounding(values, torch.ones(clips), transposed=clips > 1)
+        )
 
 
 def weight_gradients_by_inputs():
     for columns, outputs, lsq in ((272, 144, False), (144, 272, True)):
-        compare_cuda(test_weight_by_inputs_cuda.gradient(41, lsq=lsq, clips=1, columns=columns, outputs=outputs))
+        compare_cuda(
+            test_weight_by_inputs_cuda.gradient(
+                41, lsq=lsq, clips=1, columns=columns, outputs=outputs
+            )
+        )
 
 
 def started_scales():
@@ -258,32 +284,52 @@ def rotations():
 
 
 CASES = {
-    "adam.cu": adam_steps, "adapter.cu": adapters, "attention.cu": attentions, "attention_gradient.cu": attentions,
-    "attention_rows.cu": attentions, "cached_attention.cu": test_cached_attention_cuda.turns,
-    "calibration.cu": test_calibration_cuda.turns, "elementwise.cu": elementwise,
+    "adam.cu": adam_steps,
+    "adapter.cu": adapters,
+    "attention.cu": attentions,
+    "attention_gradient.cu": attentions,
+    "attention_rows.cu": attentions,
+    "cached_attention.cu": test_cached_attention_cuda.turns,
+    "calibration.cu": test_calibration_cuda.turns,
+    "elementwise.cu": elementwise,
     "fake_quantize.cu": test_fake_quantize_cuda.turns,
     "fake_quantize_gradient.cu": test_fake_quantize_cuda.gradient_turns,
-    "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
-    "grouped_product.cu": test_grouped_product_cuda.turns, "gated.cu": gates, "gated_gradient.cu": gate_gradients,
+    "embedding.cu": embeddings,
+    "gradient_messages.cu": messages,
+    "input_gradient.cu": input_gradients,
+    "grouped_product.cu": test_grouped_product_cuda.turns,
+    "gated.cu": gates,
+    "gated_gradient.cu": gate_gradients,
     "input_gradient_product.cu": test_input_gradient_product_cuda.turns,
     **dict.fromkeys(("next_words.cu", "next_words_product.cu"), test_next_words_cuda.turns),
-    "int4.cu": test_int4_cuda.turns, "operands.cu": float_operands, "project.cu": projects,
-    "project_product.cu": test_project_product_cuda.turns, "residual_norm.cu": norms,
-    "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
-    "rotation.cu": rotations, "sparse_project.cu": test_sparse_project_cuda.turns,
+    "int4.cu": test_int4_cuda.turns,
+    "operands.cu": float_operands,
+    "project.cu": projects,
+    "project_product.cu": test_project_product_cuda.turns,
+    "residual_norm.cu": norms,
+    "rounding.cu": roundings,
+    "rounding_gradient.cu": rounded_gradients,
+    "rounding_weight.cu": rounded_weights,
+    "rotation.cu": rotations,
+    "sparse_project.cu": test_sparse_project_cuda.turns,
     "rounding_weight_by_inputs.cu": weights_by_inputs,
     "weight_gradient_by_inputs.cu": weight_gradients_by_inputs,
-    "scales.cu": started_scales, "sums.cu": sums, "kept_gradient.cu": targets,
-    "transpose.cu": transposition, "vocabulary_loss.cu": losses,
+    "scales.cu": started_scales,
+    "sums.cu": sums,
+    "kept_gradient.cu": targets,
+    "transpose.cu": transposition,
+    "vocabulary_loss.cu": losses,
     **dict.fromkeys(
         ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),
         test_vocabulary_loss_product_cuda.turns,
     ),
     **dict.fromkeys(
-        ("rounding_weight_by_inputs.cu", "weight_gradient_by_inputs.cu"), test_weight_by_inputs_cuda.turns
+        ("rounding_weight_by_inputs.cu", "weight_gradient_by_inputs.cu"),
+        test_weight_by_inputs_cuda.turns,
     ),
-    "weight_gradient.cu": weight_gradients, "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,
-}  # fmt: skip
+    "weight_gradient.cu": weight_gradients,
+    "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,
+}
 """What runs all kernels of a source."""
 SOURCES = defaultdict(list)
 """The same the other way round: several kernels' sources have one run."""
@@ -308,7 +354,9 @@ def test_every_source_has_a_case():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run, sources", [pytest.param(run, of, id=" ".join(of)) for run, of in SOURCES.items()])
+@pytest.mark.parametrize(
+    "run, sources", [pytest.param(run, of, id=" ".join(of)) for run, of in SOURCES.items()]
+)
 def test_three_turns(run, sources, counted, few_blocks, monkeypatch):
     counting = cuda.place == "emulator" and not cuda.SANITIZE
     device = counted.device() if counting else cuda.current_device()
@@ -321,11 +369,17 @@ def test_three_turns(run, sources, counted, few_blocks, monkeypatch):
 
 def assert_three_turns(source, found, loops):
     """Every kernel ran, came to every loop, and took three turns of each."""
-    assert found.keys() == set(EXPORT.findall(emulator.KERNELS.joinpath(source).read_text())), "kernels without a case"
+    assert found.keys() == set(EXPORT.findall(emulator.KERNELS.joinpath(source).read_text())), (
+        "kernels without a case"
+    )
     reached = {loop for of in found.values() for loop in of}
-    assert {loop for loop in loops if loop.startswith(f"{source}:")} <= reached, "loops without a case"
+    assert {loop for loop in loops if loop.startswith(f"{source}:")} <= reached, (
+        "loops without a case"
+    )
     short = {
-        f"{kernel}: {loop}": turns for kernel, of in found.items() for loop, turns in of.items()
+        f"{kernel}: {loop}": turns
+        for kernel, of in found.items()
+        for loop, turns in of.items()
         if turns < TURNS
-    }  # fmt: skip
+    }
     assert not short, f"fewer than {TURNS} turns"

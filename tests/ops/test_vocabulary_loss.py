@@ -1,4 +1,5 @@
-"""VocabularyLoss against fairseq's loss in float64, with its gradient, padded words and blocks of rows."""
+"""VocabularyLoss against fairseq's loss in float64, with its gradient, padded words and blocks of
+rows."""
 
 import dataclasses
 import math
@@ -20,7 +21,9 @@ INNER, PADDING = 48, 1
 WEIGHT = Format(name="weight", bits=8, grain=Grain.ROW)
 
 
-def operands(rows: int, vocabulary: int, inner: int = INNER) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    rows: int, vocabulary: int, inner: int = INNER
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, weight and targets, of which some are padding."""
     target = torch.randint(0, vocabulary, (rows,)).masked_fill(torch.arange(rows) % 5 == 3, PADDING)
     return torch.randn(rows, inner), 0.3 * torch.randn(vocabulary, inner), target
@@ -29,27 +32,44 @@ def operands(rows: int, vocabulary: int, inner: int = INNER) -> tuple[torch.Tens
 def of_floats(x, weight, target, smoothing: float = 0.1) -> VocabularyLoss:
     """The losses of float logits; the weight has as many rows as there are words."""
     prediction = Prediction(
-        x=Rows(floats=x), weight=Weight(format=WEIGHT, values=weight), target=target, vocabulary=weight.shape[0],
-        padding=PADDING, smoothing=smoothing,
-    )  # fmt: skip
-    return VocabularyLoss(prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(len(target)))
+        x=Rows(floats=x),
+        weight=Weight(format=WEIGHT, values=weight),
+        target=target,
+        vocabulary=weight.shape[0],
+        padding=PADDING,
+        smoothing=smoothing,
+    )
+    return VocabularyLoss(
+        prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(len(target))
+    )
 
 
-def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1, inner: int = INNER) -> VocabularyLoss:
+def of_codes(
+    rows: int, vocabulary: int, padded: int, smoothing: float = 0.1, inner: int = INNER
+) -> VocabularyLoss:
     """Those of codes, with the bound of their gradient."""
     x, weight, target = operands(rows, vocabulary, inner)
     codes, x_scale, _ = quantize(x, torch.tensor([2.0]))
-    weight_codes, scale, _ = quantize(weight, torch.full((vocabulary,), 0.5) + 0.1 * torch.rand(vocabulary))
+    weight_codes, scale, _ = quantize(
+        weight, torch.full((vocabulary,), 0.5) + 0.1 * torch.rand(vocabulary)
+    )
     beyond = padded - vocabulary
     scale = torch.nn.functional.pad(scale, (0, beyond), value=1.0)
     weight_codes = torch.nn.functional.pad(weight_codes, (0, 0, 0, beyond))
     prediction = Prediction(
         x=Rows(coded=Coded(format=format_of(), codes=codes, scale=x_scale)),
-        weight=Weight(format=WEIGHT, codes=weight_codes, scale=scale), target=target, vocabulary=vocabulary,
-        padding=PADDING, smoothing=smoothing,
-    )  # fmt: skip
+        weight=Weight(format=WEIGHT, codes=weight_codes, scale=scale),
+        target=target,
+        vocabulary=vocabulary,
+        padding=PADDING,
+        smoothing=smoothing,
+    )
     return VocabularyLoss(
-        prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(rows), bound=empty(rows)
+        prediction=prediction,
+        loss=empty(1),
+        nll=empty(1),
+        normaliser=empty(rows),
+        bound=empty(rows),
     )
 
 
@@ -57,27 +77,38 @@ def gradient_of(loss: VocabularyLoss, dloss: float = 2.0) -> VocabularyLossGradi
     """The gradient of losses that were computed."""
     given = loss.prediction
     return VocabularyLossGradient(
-        prediction=given, normaliser=loss.normaliser, dloss=torch.tensor([dloss]),
+        prediction=given,
+        normaliser=loss.normaliser,
+        dloss=torch.tensor([dloss]),
         dlogits=empty(given.rows, given.columns),
-    )  # fmt: skip
+    )
 
 
 def rounded_of(loss: VocabularyLoss, dloss: float = 2.0) -> VocabularyLossGradient:
     """The rounded gradient of losses of codes that were computed."""
     given = loss.prediction
     return VocabularyLossGradient(
-        prediction=given, normaliser=loss.normaliser, bound=loss.bound, dloss=torch.tensor([dloss]),
+        prediction=given,
+        normaliser=loss.normaliser,
+        bound=loss.bound,
+        dloss=torch.tensor([dloss]),
         rounded=RoundedGradient(
-            format=GRADIENT, codes=empty(given.rows, given.columns, dtype=torch.int8), scale=empty(given.rows),
-            weight_scale=given.weight.scale, key=KEY, subsequence=3,
+            format=GRADIENT,
+            codes=empty(given.rows, given.columns, dtype=torch.int8),
+            scale=empty(given.rows),
+            weight_scale=given.weight.scale,
+            key=KEY,
+            subsequence=3,
         ),
-    )  # fmt: skip
+    )
 
 
 def by_fairseq(x, weight, target, smoothing, dtype):
     """loss, nll loss, gradient of the logits."""
     logits = (x.to(dtype) @ weight.to(dtype).t()).requires_grad_()
-    loss, nll = label_smoothed_nll_loss(logits.log_softmax(-1), target, smoothing, ignore_index=PADDING)
+    loss, nll = label_smoothed_nll_loss(
+        logits.log_softmax(-1), target, smoothing, ignore_index=PADDING
+    )
     return loss.detach(), nll.detach(), torch.autograd.grad(loss, logits)[0]
 
 
@@ -87,7 +118,9 @@ def test_as_accurate_as_fairseqs(rows, smoothing):
     given = operands(rows, 91)
     found = compare(of_floats(*given, smoothing))
     gradient = compare(gradient_of(found, 1.0)).dlogits
-    exact, single = (by_fairseq(*given, smoothing, dtype) for dtype in (torch.float64, torch.float32))
+    exact, single = (
+        by_fairseq(*given, smoothing, dtype) for dtype in (torch.float64, torch.float32)
+    )
     outcome = found.loss[0], found.nll[0], gradient
     for name, *values in zip(("loss", "nll", "gradient"), outcome, exact, single, strict=True):
         assert_accurate(*values, name)
@@ -118,7 +151,8 @@ def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
 @pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 30.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_the_bound_is_one_and_close(sharpness, smoothing):
-    """Where the largest gradient is the target's and where not: even and peaked, little and much smoothing."""
+    """Where the largest gradient is the target's and where not: even and peaked, little and much
+    smoothing."""
     operation = of_codes(341, 300, 304, smoothing)
     given = operation.prediction
     given.weight.scale[:300] *= 10 ** torch.linspace(-3, 1, 300)[torch.randperm(300)]
@@ -134,7 +168,8 @@ def test_the_bound_is_one_and_close(sharpness, smoothing):
 
 
 def test_a_certain_target_does_not_coarsen_the_others():
-    """The gradient of a target that is all but certain is small; its probability must not be the bound."""
+    """The gradient of a target that is all but certain is small; its probability must not be the
+    bound."""
     operation = of_codes(41, 33, 48, smoothing=0.0)
     given = operation.prediction
     given.x.coded.scale *= 4.0
@@ -211,7 +246,9 @@ def test_a_word_that_cannot_be():
 def test_huge_logits():
     x, weight, target = operands(41, 33)
     found = compare(of_floats(1e4 * x, weight, target))
-    exact, single = (by_fairseq(1e4 * x, weight, target, 0.1, dtype) for dtype in (torch.float64, torch.float32))
+    exact, single = (
+        by_fairseq(1e4 * x, weight, target, 0.1, dtype) for dtype in (torch.float64, torch.float32)
+    )
     assert_accurate(found.loss[0], exact[0], single[0])
     assert_accurate(found.nll[0], exact[1], single[1])
 
@@ -235,9 +272,15 @@ def test_every_kernel_finds_the_same_bits(kernel, monkeypatch):
         monkeypatch.setattr(CpuConfiguration, "default", lambda key, one=configuration: one)
         gemm.set_files([])
         found = on_cpu(operation)
-        for one, other in ((found, wanted), (on_cpu(rounded_of(found)), on_cpu(rounded_of(wanted)))):
+        for one, other in (
+            (found, wanted),
+            (on_cpu(rounded_of(found)), on_cpu(rounded_of(wanted))),
+        ):
             other = written(other)
-            assert all(tensor is None or torch.equal(tensor, other[name]) for name, tensor in written(one).items())
+            assert all(
+                tensor is None or torch.equal(tensor, other[name])
+                for name, tensor in written(one).items()
+            )
     gemm.set_files(None)
 
 

@@ -10,7 +10,14 @@ from lsq.csrc import compiler
 from lsq.ops import prediction
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, run
-from tests.ops.test_vocabulary_loss import PADDING, gradient_of, of_codes, of_floats, operands, rounded_of
+from tests.ops.test_vocabulary_loss import (
+    PADDING,
+    gradient_of,
+    of_codes,
+    of_floats,
+    operands,
+    rounded_of,
+)
 
 
 def compare_both(operation, dtype=torch.float32):
@@ -26,7 +33,9 @@ def test_codes(rows, vocabulary, padded, smoothing):
     operation = of_codes(rows, vocabulary, padded, smoothing)
     found, gradient = compare_both(operation)
     codes = compare_cuda(rounded_of(found)).rounded.codes
-    assert not codes[:, vocabulary:].any() and not codes[operation.prediction.target == PADDING].any()
+    assert (
+        not codes[:, vocabulary:].any() and not codes[operation.prediction.target == PADDING].any()
+    )
     assert not gradient.dlogits[:, vocabulary:].any()
 
 
@@ -45,7 +54,8 @@ def test_many_words():
 @pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 30.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_the_bound_is_that_of_the_cpu(sharpness, smoothing):
-    """Where it is the target's and where it is not: even and peaked distributions, little and much smoothing."""
+    """Where it is the target's and where it is not: even and peaked distributions, little and much
+    smoothing."""
     operation = of_codes(41, 33, 48, smoothing)
     operation.prediction.weight.scale[:33] *= 10 ** torch.linspace(-3, 1, 33)[torch.randperm(33)]
     operation.prediction.x.coded.scale *= sharpness
@@ -85,7 +95,8 @@ def test_what_is_not_finite_reaches_loss_and_gradient(value):
     operation = of_floats(x, weight, target)
     found = run(operation)
     assert found.loss.isnan() and found.nll.isnan()
-    # The CPU's are the places that count: where a logit is infinite, the reference's normaliser is too, not NaN.
+    # The CPU's are the places that count: where a logit is infinite, the reference's normaliser is
+    # too, not NaN.
     assert torch.equal(found.normaliser.isnan(), on_cpu(operation).normaliser.isnan())
     assert compare_cuda(gradient_of(found)).dlogits[2].isnan().all()
 
@@ -144,9 +155,13 @@ def test_what_kernels_cannot_take_is_refused():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
-@pytest.mark.parametrize("source, defines", [
-    ("vocabulary_loss.cu", (("FLOAT", 1), ("ROW_THREADS", 512))), ("vocabulary_sums.cu", ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source, defines",
+    [
+        ("vocabulary_loss.cu", (("FLOAT", 1), ("ROW_THREADS", 512))),
+        ("vocabulary_sums.cu", ()),
+    ],
+)
 def test_kernels_compile_without_spills(target, source, defines):
     found = compiler.compile_kernels(source, defines, target).resources
     assert len(found) == 2 and not any(taken.spill_bytes for taken in found.values())

@@ -1,4 +1,5 @@
-"""The kernels that make tiles of logits and keep none: losses, gradients, and what they ask of a GPU."""
+"""The kernels that make tiles of logits and keep none: losses, gradients, and what they ask of a
+GPU."""
 
 import math
 import shutil
@@ -41,9 +42,12 @@ def turns():
     loss_by(SMALL, of_codes(1030, 33, 48))
 
 
-@pytest.mark.parametrize("tile, rows, vocabulary, padded", with_tiles([(1, 2, 16), (41, 270, 272), (130, 129, 144)]))
+@pytest.mark.parametrize(
+    "tile, rows, vocabulary, padded", with_tiles([(1, 2, 16), (41, 270, 272), (130, 129, 144)])
+)
 def test_every_tile(tile, rows, vocabulary, padded):
-    """What the gradient is does not depend on the tile; sums of a row are added up in the order of its tiles."""
+    """What the gradient is does not depend on the tile; sums of a row are added up in the order of
+    its tiles."""
     operation = of_codes(rows, vocabulary, padded)
     operation.prediction.target[-1] = vocabulary - 1
     found, host = loss_by(tile, operation), on_cpu(operation)
@@ -51,7 +55,9 @@ def test_every_tile(tile, rows, vocabulary, padded):
         torch.testing.assert_close(getattr(found, name), getattr(host, name), rtol=2e-6, atol=1e-6)
     for gradient in (gradient_of(host), rounded_of(host)):
         made, other = (in_one(gradient, one, exact=False) for one in (tile, SMALL))
-        assert torch.equal(*(one.dlogits if one.rounded is None else one.rounded.codes for one in (made, other)))
+        assert torch.equal(
+            *(one.dlogits if one.rounded is None else one.rounded.codes for one in (made, other))
+        )
 
 
 @pytest.mark.parametrize("inner", [16, 64, 336])
@@ -60,9 +66,17 @@ def test_steps_along_the_inner_dimension(inner):
     in_one(rounded_of(found), SMALL, exact=False)
 
 
-@pytest.mark.parametrize("word", [
-    0, 127, 128, 255, 269, *(pytest.param(one, marks=pytest.mark.thorough) for one in (63, 64, 256)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "word",
+    [
+        0,
+        127,
+        128,
+        255,
+        269,
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in (63, 64, 256)),
+    ],
+)
 def test_targets_at_the_edges_of_tiles(word):
     operation = of_codes(5, 270, 272)
     operation.prediction.target[:] = word
@@ -102,10 +116,18 @@ def test_a_row_that_is_not_finite_has_no_codes():
 def test_launches():
     """All rows and words at once, whatever their number."""
     loss = of_codes(300, 33, 48)
-    assert names(launches(loss, None)) == ["lsq_vocabulary_loss_product", "lsq_vocabulary_losses", "lsq_sum_losses"]
-    assert names(launches(rounded_of(on_cpu(loss)), None)) == ["lsq_vocabulary_loss_gradient_product"]
+    assert names(launches(loss, None)) == [
+        "lsq_vocabulary_loss_product",
+        "lsq_vocabulary_losses",
+        "lsq_sum_losses",
+    ]
+    assert names(launches(rounded_of(on_cpu(loss)), None)) == [
+        "lsq_vocabulary_loss_gradient_product"
+    ]
     none = of_codes(0, 33, 48)
-    assert names(launches(none, None)) == ["lsq_sum_losses"] and not launches(gradient_of(none), None)
+    assert names(launches(none, None)) == ["lsq_sum_losses"] and not launches(
+        gradient_of(none), None
+    )
 
 
 def test_what_the_kernels_do_not_take():
@@ -129,8 +151,14 @@ def test_no_conflicts_whole_sectors_and_no_logits(tile):
         assert found.instructions["mma"] == rows * inner * words // (16 * 32 * 8)
         x = of[id(entry.arguments[0].prediction.x.coded.codes)].reads
         assert x.bytes == rows * inner * words // tile.columns and x.sectors * 32 == x.bytes
-    parts, codes = of_parts(forward), traffic(backward)[1][id(backward.arguments[0].rounded.codes)].writes
-    assert parts.writes.bytes == 32 * rows * words // tile.columns and parts.writes.sectors * 32 == parts.writes.bytes
+    parts, codes = (
+        of_parts(forward),
+        traffic(backward)[1][id(backward.arguments[0].rounded.codes)].writes,
+    )
+    assert (
+        parts.writes.bytes == 32 * rows * words // tile.columns
+        and parts.writes.sectors * 32 == parts.writes.bytes
+    )
     assert codes.bytes == rows * words and codes.sectors * 32 == codes.bytes
     read = of_parts(join, 1).reads
     assert read.bytes == parts.writes.bytes and read.sectors * 32 == read.bytes

@@ -22,14 +22,20 @@ def program_of(quant: dict, rows: int, words: int, padded: int):
     made = builder("loss", **quant)
     x, target = made.input("x", (rows, INNER)), made.input("target", (rows,), torch.int64)
     norm = ResidualNorm(
-        sum=ResidualSum(residual=x), weight=made.parameter("norm", (INNER,), Kind.NORM_WEIGHT),
-        bias=made.parameter("norm_bias", (INNER,), Kind.NORM_BIAS), mean=made.tensor("mean", (rows,)),
+        sum=ResidualSum(residual=x),
+        weight=made.parameter("norm", (INNER,), Kind.NORM_WEIGHT),
+        bias=made.parameter("norm_bias", (INNER,), Kind.NORM_BIAS),
+        mean=made.tensor("mean", (rows,)),
         rstd=made.tensor("rstd", (rows,)),
-    )  # fmt: skip
+    )
     weight = made.weight("weight", (words, INNER), rows=padded)
     x = Rows()
-    given = Prediction(x=x, weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1)
-    loss = VocabularyLoss(prediction=given, loss=made.tensor("loss", (1,)), nll=made.tensor("nll", (1,)))
+    given = Prediction(
+        x=x, weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1
+    )
+    loss = VocabularyLoss(
+        prediction=given, loss=made.tensor("loss", (1,)), nll=made.tensor("nll", (1,))
+    )
     if made.quant.quantized:
         norm.rounded = x.coded = made.coded("out", (rows, INNER), "clip")
     else:
@@ -44,11 +50,15 @@ def program_of(quant: dict, rows: int, words: int, padded: int):
     return made.build(), weight, norm.rounded and norm.rounded.clip
 
 
-@pytest.mark.parametrize("quant, allowed", [
-    ({"mode": "float"}, 1e-5), ({"backward": "float", "clips": "learned"}, 1e-5),
-    ({"backward": "int8", "clips": "learned"}, 0.05),
-    ({"backward": "float", "clip_gradient": "lsq", "weight_granularity": "tensor"}, 1e-5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "quant, allowed",
+    [
+        ({"mode": "float"}, 1e-5),
+        ({"backward": "float", "clips": "learned"}, 1e-5),
+        ({"backward": "int8", "clips": "learned"}, 0.05),
+        ({"backward": "float", "clip_gradient": "lsq", "weight_granularity": "tensor"}, 1e-5),
+    ],
+)
 def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
     rows, words, padded = 41, 33, 33 if quant.get("mode") == "float" else 48
     program, weight, clip = program_of(quant, rows, words, padded)
@@ -57,8 +67,16 @@ def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
     if clip is not None:
         learned |= {clip: torch.tensor([1.5]), weight.clip: torch.full(weight.clip.shape, 0.5)}
     (d_loss, d_nll), (source, *_) = program.output_gradients, program.differentiable
-    norm = {one: torch.full((INNER,), float(one.name == "norm")) for one in program.parameters if one not in learned}
-    given = {one: tensor for one, tensor in zip(program.inputs, (KEY, x, target), strict=False)} | learned | norm
+    norm = {
+        one: torch.full((INNER,), float(one.name == "norm"))
+        for one in program.parameters
+        if one not in learned
+    }
+    given = (
+        {one: tensor for one, tensor in zip(program.inputs, (KEY, x, target), strict=False)}
+        | learned
+        | norm
+    )
     given |= {d_loss: torch.tensor([0.5]), d_nll: torch.zeros(1)}
     if clip is not None:
         codes, scale, _ = quantize(values, learned[weight.clip])
@@ -74,7 +92,9 @@ def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
         clip_gradient = quant.get("clip_gradient", "pact")
         rows_of_x = fake_quantize(rows_of_x, learned[clip], clip_gradient=clip_gradient)
         values = fake_quantize(values, learned[weight.clip], clip_gradient=clip_gradient)
-    loss, _ = label_smoothed_nll_loss((rows_of_x @ values.t()).log_softmax(-1), target, 0.1, ignore_index=PADDING)
+    loss, _ = label_smoothed_nll_loss(
+        (rows_of_x @ values.t()).log_softmax(-1), target, 0.1, ignore_index=PADDING
+    )
     wanted = dict(zip(leaves, torch.autograd.grad(0.5 * loss, leaves.values()), strict=True))
     gradients = dict(zip(program.differentiable, program.gradients, strict=True))
     for tensor, gradient in wanted.items():

@@ -1,4 +1,5 @@
-"""Weights [inputs, outputs] on CUDA, in the emulator or on a GPU: their codes, products of floats, their gradients."""
+"""Weights [inputs, outputs] on CUDA, in the emulator or on a GPU: their codes, products of floats,
+their gradients."""
 
 import dataclasses
 import math
@@ -28,34 +29,55 @@ def rounding(values, clip, rows=None, *, bits=8, transposed=True):
     rows = rows or outputs
     return RoundWeight(
         weight=Weight(
-            format=form, values=values, clip=clip, by_inputs=True, scale=empty(rows),
+            format=form,
+            values=values,
+            clip=clip,
+            by_inputs=True,
+            scale=empty(rows),
             codes=empty(rows, inputs, dtype=torch.int8),
             transposed=empty(inputs, rows, dtype=torch.int8) if transposed else None,
         )
-    )  # fmt: skip
+    )
 
 
 def gradient(rows, mode="int8", *, lsq=False, clips=None, columns=48, outputs=32, form=lambda x: x):
     """Of a weight [K, N]."""
-    plain = case(rows, mode, lsq=lsq, clips=clips, columns=columns, outputs=outputs, padded=outputs, form=form)
-    return dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(columns, outputs))
+    plain = case(
+        rows,
+        mode,
+        lsq=lsq,
+        clips=clips,
+        columns=columns,
+        outputs=outputs,
+        padded=outputs,
+        form=form,
+    )
+    return dataclasses.replace(
+        plain, weight=by_inputs(plain.weight), dweight=empty(columns, outputs)
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("per_output", [False, True])
-@pytest.mark.parametrize("inputs, outputs, rows", [(16, 16, 16), (48, 32, 48), (144, 272, 272), (272, 144, 160)])
+@pytest.mark.parametrize(
+    "inputs, outputs, rows", [(16, 16, 16), (48, 32, 48), (144, 272, 272), (272, 144, 160)]
+)
 def test_codes_in_both_layouts(inputs, outputs, rows, per_output, bits):
     clip = 0.5 + torch.rand(outputs if per_output else 1)
     values = torch.randn(inputs, outputs)
     found = compare_cuda(rounding(values, clip, rows, bits=bits)).weight
-    alone = compare_cuda(rounding(values, clip, rows, bits=bits, transposed=False), exact=True).weight
+    alone = compare_cuda(
+        rounding(values, clip, rows, bits=bits, transposed=False), exact=True
+    ).weight
     assert torch.equal(found.transposed, found.codes.t()) and torch.equal(found.codes, alone.codes)
 
 
 @pytest.mark.parametrize("inputs, outputs, rows", [(16, 16, 16), (48, 32, 48), (272, 144, 160)])
 def test_columns_under_their_largest_magnitudes(inputs, outputs, rows):
     for transposed in (False, True):
-        operation = rounding(torch.randn(inputs, outputs), 0.5 + torch.rand(outputs), rows, transposed=transposed)
+        operation = rounding(
+            torch.randn(inputs, outputs), 0.5 + torch.rand(outputs), rows, transposed=transposed
+        )
         operation.weight.values[:, 2] = 0.0
         operation.new_clip = empty(outputs)
         compare_cuda(operation, exact=not transposed)
@@ -87,7 +109,9 @@ def test_a_product_of_floats_that_goes_back():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows, lsq, clips", [(0, True, None), (1, False, None), (41, True, 1), (341, True, None)])
+@pytest.mark.parametrize(
+    "rows, lsq, clips", [(0, True, None), (1, False, None), (41, True, 1), (341, True, None)]
+)
 def test_gradients(mode, rows, lsq, clips):
     operation = gradient(rows, mode, lsq=lsq, clips=clips)
     found = compare_cuda(operation)
@@ -118,7 +142,9 @@ def turns():
     compare_cuda(operation)
     for columns, outputs in ((80, 48), (16, 1040)):
         for clips in (None, 1):
-            compare_cuda(gradient(41, columns=columns, outputs=outputs, clips=clips, lsq=clips is None))
+            compare_cuda(
+                gradient(41, columns=columns, outputs=outputs, clips=clips, lsq=clips is None)
+            )
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
@@ -131,13 +157,20 @@ def test_a_weight_that_is_nan(mode):
 def test_codes_need_no_rows_behind_the_outputs():
     plain = case(7, outputs=24)
     with pytest.raises(ValueError, match="have 32 rows; on CUDA they must be its 24 outputs"):
-        compare_cuda(dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(48, 24)))
+        compare_cuda(
+            dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(48, 24))
+        )
 
 
 def test_launches():
     operation = gradient(341)
-    entries = operation.cuda(*(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cuda_scratch()))
+    entries = operation.cuda(
+        *(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cuda_scratch())
+    )
     assert [entry.kernel.name if isinstance(entry, Launch) else "product" for entry in entries] == [
-        "lsq_begin_weight_gradient", "lsq_round_transposed", "product", "lsq_weight_gradient_by_inputs",
+        "lsq_begin_weight_gradient",
+        "lsq_round_transposed",
+        "product",
+        "lsq_weight_gradient_by_inputs",
         "lsq_finish_own_sums",
-    ]  # fmt: skip
+    ]

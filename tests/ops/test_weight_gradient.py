@@ -12,25 +12,46 @@ from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
 from tests.ops.compare import KEY, by_row, compare, empty, on_cpu, on_reference, weight_format_of
 from tests.ops.products import WAYS, assert_same_bits, multiplied
-from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
+from tests.ops.test_input_gradient import (
+    COLUMNS,
+    MODES,
+    OUTPUTS,
+    PADDED,
+    coded,
+    upstream,
+    weight_of,
+)
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = REQUESTS["project_weight_gradient"].rows
 
 
 def case(
-    rows, mode="int8", *, lsq=False, clips=None, columns=COLUMNS, outputs=OUTPUTS, dtype="float32", padded=PADDED,
+    rows,
+    mode="int8",
+    *,
+    lsq=False,
+    clips=None,
+    columns=COLUMNS,
+    outputs=OUTPUTS,
+    dtype="float32",
+    padded=PADDED,
     form=lambda x: x,
-):  # fmt: skip
+):
     """`form`: makes of the codes of x those that the operation reads."""
     bits = 4 if lsq else 8
     weight = weight_of(outputs, columns, clips=clips, bits=bits, padded=padded)
     float_mode, x = mode == "float mode", torch.randn(rows, columns)
     return ProjectWeightGradient(
-        **upstream(mode, weight, rows), x=Rows(floats=x) if float_mode else Rows(coded=form(coded(x))),
+        **upstream(mode, weight, rows),
+        x=Rows(floats=x) if float_mode else Rows(coded=form(coded(x))),
         weight=Weight(format=weight_format_of(), values=weight.values) if float_mode else weight,
-        key=KEY if mode == "int8" else None, subsequence=5, lsq=lsq, dweight=empty(outputs, columns),
-        dclip=None if float_mode else empty(*weight.clip.shape), dtype=dtype,
+        key=KEY if mode == "int8" else None,
+        subsequence=5,
+        lsq=lsq,
+        dweight=empty(outputs, columns),
+        dclip=None if float_mode else empty(*weight.clip.shape),
+        dtype=dtype,
     )
 
 
@@ -39,17 +60,25 @@ def by_autograd(operation):
     weight = operation.weight
     values = weight.values.double().requires_grad_()
     if weight.codes is None:
-        return *torch.autograd.grad((operation.x.floats.double() @ values.t() * operation.floats).sum(), values), None
+        return *torch.autograd.grad(
+            (operation.x.floats.double() @ values.t() * operation.floats).sum(), values
+        ), None
     clip, given = weight.clip.double().requires_grad_(), operation.floats
     if operation.gradient is not None:
-        given = operation.gradient.codes.double() * operation.gradient.scale.double()[:, None] / weight.scale.double()
+        given = (
+            operation.gradient.codes.double()
+            * operation.gradient.scale.double()[:, None]
+            / weight.scale.double()
+        )
     rounded = fake_quantize(values, clip, weight.format.bits, "lsq" if operation.lsq else "pact")
     product = operation.x.coded.decode().double() @ rounded.t()
     return torch.autograd.grad((product * given[:, : len(values)].double()).sum(), (values, clip))
 
 
 @pytest.mark.parametrize("mode", ["float", "float mode"])
-@pytest.mark.parametrize("rows, lsq, clips", [(1, False, None), (7, True, 1), (41, True, None), (341, False, 1)])
+@pytest.mark.parametrize(
+    "rows, lsq, clips", [(1, False, None), (7, True, 1), (41, True, None), (341, False, 1)]
+)
 def test_products_of_floats_are_autograds(mode, rows, lsq, clips):
     operation = case(rows, mode, lsq=lsq, clips=clips)
     found = compare(operation)
@@ -125,7 +154,11 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value):
         scale = operation.x.coded.scale if operation.x.coded.by_row else operation.gradient.scale
         scale[40] = value
         found = compare(operation)
-        assert found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+        assert (
+            found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]]
+            .isnan()
+            .all()
+        )
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
@@ -166,7 +199,9 @@ def test_a_row_scale_that_is_not_finite_leaves_no_gradient(value, way):
     operation.gradient.scale[66] = value
     with multiplied(kernel, rows):
         found = on_cpu(operation).dweight
-    assert torch.equal(found.isnan(), operation.weight.values.abs() <= operation.weight.clip[:, None])
+    assert torch.equal(
+        found.isnan(), operation.weight.values.abs() <= operation.weight.clip[:, None]
+    )
 
 
 @pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
@@ -175,7 +210,9 @@ def test_tiles_do_not_pass_codes_of_rows(kernel, monkeypatch):
     if kernel not in tiles.usable():
         pytest.skip(f"this processor has no {kernel}")
     called, call = [], loader.call
-    monkeypatch.setattr(loader, "call", lambda name, *arguments: (called.append(name), call(name, *arguments)))
+    monkeypatch.setattr(
+        loader, "call", lambda name, *arguments: (called.append(name), call(name, *arguments))
+    )
     for each in (kernel, ONEDNN):
         with multiplied(each):
             on_cpu(case(41))

@@ -1,4 +1,5 @@
-"""ProjectWeightGradient on CUDA: transposed int8 operands or dequantised ones, in the emulator or on a GPU."""
+"""ProjectWeightGradient on CUDA: transposed int8 operands or dequantised ones, in the emulator or
+on a GPU."""
 
 import math
 
@@ -47,7 +48,10 @@ def test_gradients_in_half_precision(mode):
 @pytest.mark.parametrize("activations", [torch.float32, HALF])
 def test_products_in_half_precision(activations):
     operation = case(41, "float", dtype="bfloat16")
-    exact_of, found = on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)), run(in_dtype(operation, activations))
+    exact_of, found = (
+        on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)),
+        run(in_dtype(operation, activations)),
+    )
     for name in ("dweight", "dclip"):
         one, exact = getattr(found, name), getattr(exact_of, name)
         assert (one - exact).norm() <= 0.01 * exact.norm(), name
@@ -62,10 +66,15 @@ def test_wide_rows(mode):
 def test_launches():
     """Both operands of the int8 product, codes of one, the product, its end: nothing else."""
     operation = case(341)
-    entries = operation.cuda(*(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cuda_scratch()))
+    entries = operation.cuda(
+        *(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cuda_scratch())
+    )
     assert [entry.kernel.name if isinstance(entry, Launch) else "product" for entry in entries] == [
-        "lsq_begin_weight_gradient", "lsq_round_transposed", "product", "lsq_project_weight_gradient",
-    ]  # fmt: skip
+        "lsq_begin_weight_gradient",
+        "lsq_round_transposed",
+        "product",
+        "lsq_project_weight_gradient",
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -80,7 +89,9 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value):
     operation = case(41)
     operation.gradient.scale[40] = value
     found = compare_cuda(operation)
-    assert found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+    assert (
+        found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+    )
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])

@@ -1,4 +1,5 @@
-"""The kernel that makes the gradient of a weight in one: exact against the CPU, and what it takes of a GPU."""
+"""The kernel that makes the gradient of a weight in one: exact against the CPU, and what it takes
+of a GPU."""
 
 import math
 import shutil
@@ -47,9 +48,18 @@ def compare(rows, tile, **given):
 
 
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("tile, rows, columns, outputs", with_tiles([(1, 16, 13), (41, 48, 70), (341, 144, 139)]))
+@pytest.mark.parametrize(
+    "tile, rows, columns, outputs", with_tiles([(1, 16, 13), (41, 48, 70), (341, 144, 139)])
+)
 def test_gradients_are_exact(tile, split, rows, columns, outputs):
-    compare(rows, in_parts(tile, split), lsq=True, columns=columns, outputs=outputs, padded=-(-outputs // 16) * 16)
+    compare(
+        rows,
+        in_parts(tile, split),
+        lsq=True,
+        columns=columns,
+        outputs=outputs,
+        padded=-(-outputs // 16) * 16,
+    )
 
 
 @pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1]], ids=str)
@@ -67,7 +77,9 @@ def test_more_parts_than_steps_and_fewer(split, rows):
 @pytest.mark.parametrize("clips", [None, 1])
 @pytest.mark.parametrize("split", [1, 2])
 def test_every_end(lsq, clips, split):
-    found = compare(341, in_parts(SMALL, split), lsq=lsq, clips=clips, columns=80, outputs=93, padded=96)
+    found = compare(
+        341, in_parts(SMALL, split), lsq=lsq, clips=clips, columns=80, outputs=93, padded=96
+    )
     assert found.dclip.all()
 
 
@@ -83,7 +95,9 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value, split):
     operation = case(141)
     operation.gradient.scale[40] = value
     found = in_one(operation, in_parts(SMALL, split))
-    assert found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+    assert (
+        found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+    )
 
 
 def test_a_weight_that_is_nan():
@@ -120,8 +134,11 @@ def test_launches():
     """Both operands, codes of one; the product; the sums for the clips."""
     operation = case(341)
     assert names(launches(operation, SMALL)) == [
-        "lsq_begin_weight_gradient", "lsq_round_transposed", KERNEL, "lsq_finish_own_sums",
-    ]  # fmt: skip
+        "lsq_begin_weight_gradient",
+        "lsq_round_transposed",
+        KERNEL,
+        "lsq_finish_own_sums",
+    ]
     operation.dclip = None
     assert names(launches(operation, in_parts(SMALL, 3)))[2:] == [KERNEL]
 
@@ -130,7 +147,9 @@ def test_parts_of_another_way():
     operation = case(41, clips=1)
     with gemm.ended_by(None):
         operation.leave_sums(lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
-    with pytest.raises(ValueError, match=r"are \[29, 1\], and products as they are tuned now leave \[4, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"are \[29, 1\], and products as they are tuned now leave \[4, 1\]"
+    ):
         launches(operation, SMALL)
 
 
@@ -143,9 +162,16 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [
-    SMALL, in_parts(SMALL, 2), WARPGROUPS[1], *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0],)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tile",
+    [
+        SMALL,
+        in_parts(SMALL, 2),
+        WARPGROUPS[1],
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0],)),
+    ],
+    ids=str,
+)
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     (entry,) = of_kernel(case(128, columns=128, outputs=128, padded=128), tile)
     found, of = traffic(entry)
@@ -163,7 +189,11 @@ def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile
 
 
 def of_kernel(operation, tile) -> list[Launch]:
-    return [entry for entry in launches(operation, tile) if isinstance(entry, Launch) and entry.kernel.name == KERNEL]
+    return [
+        entry
+        for entry in launches(operation, tile)
+        if isinstance(entry, Launch) and entry.kernel.name == KERNEL
+    ]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -17,13 +17,27 @@ from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from tests.ops.cuda import compare_cuda
 
-TILES = [TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
-    (128, 128, 4), (128, 128, 3), (128, 64, 4), (64, 128, 3), (64, 64, 2))]  # fmt: skip
+TILES = [
+    TileConfiguration(rows=rows, columns=columns, stages=stages)
+    for rows, columns, stages in (
+        (128, 128, 4),
+        (128, 128, 3),
+        (128, 64, 4),
+        (64, 128, 3),
+        (64, 64, 2),
+    )
+]
 SMALL = TileConfiguration(rows=64, columns=64, stages=3)
 WARPGROUPS = [
     TileConfiguration(rows=rows, columns=columns, stages=stages, instruction="wgmma")
-    for rows, columns, stages in ((128, 256, 8), (128, 128, 4), (64, 256, 3), (128, 64, 5), (64, 64, 3))
-]  # fmt: skip
+    for rows, columns, stages in (
+        (128, 256, 8),
+        (128, 128, 4),
+        (64, 256, 3),
+        (128, 64, 5),
+        (64, 64, 3),
+    )
+]
 ALIKE = (TILES[1], TILES[2], WARPGROUPS[4])
 """Whose rows, columns and stages others have as well."""
 TARGETS = [
@@ -34,8 +48,9 @@ TARGETS = [
 
 
 def with_tiles(sizes: Sequence[tuple[int, ...]]) -> list:
-    """Parameters (tile, *size): tiles that have every number of rows, columns and stages, each with one of the sizes in
-    turn; the rest in the thorough tests."""
+    """Parameters (tile, *size): tiles that have every number of rows, columns and stages, each with
+    one of the sizes in turn; the rest in the thorough tests.
+    """
     found, turns = [], itertools.count()
     for tile in (*TILES, *WARPGROUPS):
         turn = None if tile in ALIKE else next(turns) % len(sizes)
@@ -51,7 +66,10 @@ def in_parts(tile: TileConfiguration, split: int) -> TileConfiguration:
 
 
 def in_one(
-    operation: Operation, tile: TileConfiguration | None, dtype: torch.dtype = torch.float32, exact: bool = True
+    operation: Operation,
+    tile: TileConfiguration | None,
+    dtype: torch.dtype = torch.float32,
+    exact: bool = True,
 ) -> Operation:
     """`compare_cuda` of an operation whose product and end are one launch; of two for None."""
     with gemm.ended_by(tile):
@@ -62,9 +80,13 @@ def launches(operation: Operation, tile: TileConfiguration | None) -> list:
     """What an operation launches by a tile, or by cuBLASLt, with memory for what it writes."""
     with gemm.ended_by(tile):
         bound = operation.bind(
-            lambda one: torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, VirtualTensor) else one
+            lambda one: (
+                torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, VirtualTensor) else one
+            )
         )
-        return bound.cuda(*(torch.zeros(shape, dtype=dtype) for shape, dtype in bound.cuda_scratch()))
+        return bound.cuda(
+            *(torch.zeros(shape, dtype=dtype) for shape, dtype in bound.cuda_scratch())
+        )
 
 
 def names(entries: list) -> list[str]:
@@ -82,16 +104,25 @@ def assert_two_blocks_fit(entry: Launch, target: str) -> None:
     """A multiprocessor holds two blocks of the kernel, and nothing spills; compiled by NVRTC."""
     kilobytes = {"sm_80": 164, "sm_90a": 228, "sm_100": 228}.get(target, 100)
     limits = Limits(warps=48 if kilobytes == 100 else 64, blocks=16, shared=1024 * kilobytes)
-    (taken,) = compiler.compile_kernels(entry.kernel.source, entry.kernel.defines, target).resources.values()
+    (taken,) = compiler.compile_kernels(
+        entry.kernel.source, entry.kernel.defines, target
+    ).resources.values()
     assert not taken.spill_bytes
-    assert fitting_blocks(math.prod(entry.block), taken.registers, entry.shared + taken.shared_bytes, limits) >= 2
+    assert (
+        fitting_blocks(
+            math.prod(entry.block), taken.registers, entry.shared + taken.shared_bytes, limits
+        )
+        >= 2
+    )
 
 
 def assert_nothing_spills(launch: Callable[[TileConfiguration], Launch]) -> None:
     """Of a kernel that multiplies by warpgroups, with each of their tiles; compiled by NVRTC."""
     for tile in WARPGROUPS:
         kernel = launch(tile).kernel
-        (taken,) = compiler.compile_kernels(kernel.source, kernel.defines, "sm_90a").resources.values()
+        (taken,) = compiler.compile_kernels(
+            kernel.source, kernel.defines, "sm_90a"
+        ).resources.values()
         assert not taken.spill_bytes, kernel
 
 

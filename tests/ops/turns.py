@@ -1,7 +1,8 @@
 """Counts the turns that each loop of a kernel takes in the emulator, in copies of the sources.
 
-Loops whose length is known at run time, or that are too long to be unrolled: every `for` without a plain
-`#pragma unroll` above it. A copy counts each of them for each kernel: the most turns that any thread has taken.
+Loops whose length is known at run time, or that are too long to be unrolled: every `for` without a
+plain `#pragma unroll` above it. A copy counts each of them for each kernel: the most turns that any
+thread has taken.
 """
 
 import ctypes
@@ -44,7 +45,9 @@ struct Turns {
         turns_of_kernel = kernel##__turns + 1; \\
         emulator::call(kernel, arguments); \\
     } \\
-    EMULATOR_VISIBLE const size_t* kernel##__parameters() { return emulator::parameters(kernel); } \\
+    EMULATOR_VISIBLE const size_t* kernel##__parameters() { \\
+        return emulator::parameters(kernel); \\
+    } \\
     }
 """
 
@@ -60,7 +63,9 @@ class CountedKernels:
         self._folder = folder
         self.loops: list[str] = []
         """The loops of all sources, "file: for (...)"."""
-        texts = {source.name: self._counting(source) for source in sorted(emulator.KERNELS.iterdir())}
+        texts = {
+            source.name: self._counting(source) for source in sorted(emulator.KERNELS.iterdir())
+        }
         include = '#include "emulation.h"\n'
         counter = f"{include}#define LOOPS {len(self.loops)}\n{COUNTER}"
         for name, text in texts.items():
@@ -76,7 +81,9 @@ class CountedKernels:
             self.loops.append(f"{source.name}: {head}")
             begin, condition, step = head.removeprefix("for (").removesuffix(")").split(";")
             more = f"turns{loop}.next({condition.strip() or 'true'})"
-            lines[number] = line.replace(head, f"if (Turns turns{loop}({loop}); true) for ({begin}; {more};{step})")
+            lines[number] = line.replace(
+                head, f"if (Turns turns{loop}({loop}); true) for ({begin}; {more};{step})"
+            )
         return "\n".join(lines) + "\n"
 
     def device(self) -> "CountingDevice":
@@ -96,25 +103,36 @@ class CountingDevice(Device):
         self._counts: dict[tuple[str, str], list[ctypes.Array]] = {}
         products = Products(torch.device("cpu"), library=str(emulator.build_products()))
         super().__init__(
-            name="emulator", driver=Driver(str(emulator.build_driver())), compile=self._counting, products=products,
+            name="emulator",
+            driver=Driver(str(emulator.build_driver())),
+            compile=self._counting,
+            products=products,
             place=torch.device("cpu"),
-        )  # fmt: skip
+        )
 
     def _counting(self, kernel: Kernel) -> bytes:
         image = self._kernels.image(kernel)
         library = ctypes.CDLL(os.fsdecode(image[len(emulator.MAGIC) : -1]))
-        counts = (ctypes.c_int * (len(self._kernels.loops) + 1)).in_dll(library, f"{kernel.name}__turns")
+        counts = (ctypes.c_int * (len(self._kernels.loops) + 1)).in_dll(
+            library, f"{kernel.name}__turns"
+        )
         counts[1:] = [0] * len(self._kernels.loops)
         self._counts.setdefault((kernel.source, kernel.name), []).append(counts)
         return image
 
     def turns(self, source: str) -> dict[str, dict[str, int]]:
-        """For each kernel of a source that ran: the loops that it came to, and the most turns that each took."""
+        """For each kernel of a source that ran: the loops that it came to, and the most turns that
+        each took."""
         found = {}
         for (file, name), specialisations in self._counts.items():
-            most = [max(column) - 1 for column in zip(*(counts[1:] for counts in specialisations), strict=True)]
+            most = [
+                max(column) - 1
+                for column in zip(*(counts[1:] for counts in specialisations), strict=True)
+            ]
             if file == source:
-                found[name] = {loop: most[i] for i, loop in enumerate(self._kernels.loops) if most[i] >= 0}
+                found[name] = {
+                    loop: most[i] for i, loop in enumerate(self._kernels.loops) if most[i] >= 0
+                }
         return found
 
 

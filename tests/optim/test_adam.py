@@ -16,7 +16,9 @@ OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6}
 
 def pair():
     """Two equal modules."""
-    first = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.LayerNorm(17), torch.nn.Linear(17, 1, bias=False))
+    first = torch.nn.Sequential(
+        torch.nn.Linear(33, 17), torch.nn.LayerNorm(17), torch.nn.Linear(17, 1, bias=False)
+    )
     return first, copy.deepcopy(first)
 
 
@@ -46,7 +48,9 @@ def others(module, decay=0.0, **options):
 @pytest.mark.parametrize("like", ["fairseq", "torch"])
 def test_steps_are_those_of_other_libraries(like, decay):
     ours, theirs = pair()
-    optimizer = Adam(ours.parameters(), **OPTIONS, weight_decay=decay, torch_epsilon=like == "torch")
+    optimizer = Adam(
+        ours.parameters(), **OPTIONS, weight_decay=decay, torch_epsilon=like == "torch"
+    )
     train((ours, theirs), (optimizer, others(theirs, decay)[like]()))
     assert_same((ours, theirs))
 
@@ -59,7 +63,13 @@ def test_groups_have_options_of_their_own():
         others = [parameter for one in rest for parameter in one.parameters()]
         return [{"params": first.parameters(), "lr": 1e-2}, {"params": others, "eps": 0.1}]
 
-    train((ours, theirs), (Adam(groups(ours), **OPTIONS), torch.optim.AdamW(groups(theirs), **OPTIONS, weight_decay=0)))
+    train(
+        (ours, theirs),
+        (
+            Adam(groups(ours), **OPTIONS),
+            torch.optim.AdamW(groups(theirs), **OPTIONS, weight_decay=0),
+        ),
+    )
     assert_same((ours, theirs))
 
 
@@ -84,7 +94,10 @@ def test_parameters_without_gradients_keep_their_step():
     train((ours, theirs), optimizers, between=freeze_sometimes)
     assert_same((ours, theirs))
     steps = [optimizers[0].state[parameter]["step"] for parameter in ours.parameters()]
-    assert steps == [8, 8, 8, 8, optimizers[1].state[list(theirs.parameters())[-1]]["step"]] and steps[-1] < 8
+    assert (
+        steps == [8, 8, 8, 8, optimizers[1].state[list(theirs.parameters())[-1]]["step"]]
+        and steps[-1] < 8
+    )
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
@@ -97,13 +110,20 @@ def test_gradients_are_multiplied_and_clipped_in_the_step(max_norm):
             before = [parameter.grad.clone() for parameter in ours.parameters()]
             optimizer.multiply_grads(0.25)
             norms.append(optimizer.clip_grad_norm(max_norm))
-            assert all(torch.equal(old, now.grad) for old, now in zip(before, ours.parameters(), strict=True))
+            assert all(
+                torch.equal(old, now.grad)
+                for old, now in zip(before, ours.parameters(), strict=True)
+            )
         else:
             for parameter in theirs.parameters():
                 parameter.grad.mul_(0.25)
             norms.append(clip_grad_norm_(theirs.parameters(), max_norm))
 
-    train((ours, theirs), (Adam(ours.parameters(), **OPTIONS), others(theirs)["torch"]()), between=clip)
+    train(
+        (ours, theirs),
+        (Adam(ours.parameters(), **OPTIONS), others(theirs)["torch"]()),
+        between=clip,
+    )
     assert_same((ours, theirs))
     torch.testing.assert_close(torch.stack(norms[0::2]), torch.stack(norms[1::2]))
 
@@ -125,7 +145,9 @@ def test_the_norm_does_not_depend_on_threads():
         found.append(optimizer.clip_grad_norm(0.0))
     torch.set_num_threads(threads)
     assert found[0] == found[1] == found[2]
-    torch.testing.assert_close(found[0], module.weight.grad.double().norm().float(), rtol=2e-7, atol=0)
+    torch.testing.assert_close(
+        found[0], module.weight.grad.double().norm().float(), rtol=2e-7, atol=0
+    )
 
 
 def test_the_norm_of_nothing_is_zero():
@@ -136,7 +158,10 @@ def test_the_norm_of_nothing_is_zero():
 @pytest.mark.parametrize("theirs_first", [False, True])
 def test_states_go_both_ways(like, theirs_first):
     ours, theirs = pair()
-    optimizers = Adam(ours.parameters(), **OPTIONS, torch_epsilon=like == "torch"), others(theirs)[like]()
+    optimizers = (
+        Adam(ours.parameters(), **OPTIONS, torch_epsilon=like == "torch"),
+        others(theirs)[like](),
+    )
     first, second = (1, 0) if theirs_first else (0, 1)
     modules = ours, theirs
     train((modules[first],), (optimizers[first],))
@@ -174,10 +199,13 @@ def test_a_copy_goes_on_alone():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"lr": -1.0}, "lr is -1.0"), ({"lr": torch.tensor(0.1)}, "lr is tensor"), ({"eps": math.nan}, "eps is nan"),
-        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"), ({"weight_decay": math.inf}, "weight_decay is inf"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": torch.tensor(0.1)}, "lr is tensor"),
+        ({"eps": math.nan}, "eps is nan"),
+        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
+        ({"weight_decay": math.inf}, "weight_decay is inf"),
     ],
-)  # fmt: skip
+)
 def test_options_out_of_range_are_refused(options, named):
     with pytest.raises(ValueError, match=named):
         Adam(torch.nn.Linear(3, 3).parameters(), **options)
@@ -186,7 +214,9 @@ def test_options_out_of_range_are_refused(options, named):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_refused(dtype):
     optimizer = Adam(torch.nn.Linear(3, 3).parameters())
-    with pytest.raises(ValueError, match=r"a parameter \(3, 3\) is torch.*takes contiguous float32"):
+    with pytest.raises(
+        ValueError, match=r"a parameter \(3, 3\) is torch.*takes contiguous float32"
+    ):
         optimizer.add_param_group({"params": torch.nn.Linear(3, 3).to(dtype).parameters()})
     assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match=r"with strides \(1, 5\)"):
@@ -195,23 +225,36 @@ def test_other_dtypes_are_refused(dtype):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"amsgrad": True}, "amsgrad"), ({"maximize": True}, "maximize is"), ({"weight_decay": 0.1}, "not decoupled")],
+    [
+        ({"amsgrad": True}, "amsgrad"),
+        ({"maximize": True}, "maximize is"),
+        ({"weight_decay": 0.1}, "not decoupled"),
+    ],
 )
 def test_states_of_another_kind_are_refused_and_nothing_is_loaded(options, named):
     ours, theirs = pair()
-    optimizer, other = Adam(ours.parameters(), **OPTIONS), torch.optim.Adam(theirs.parameters(), **options)
+    optimizer, other = (
+        Adam(ours.parameters(), **OPTIONS),
+        torch.optim.Adam(theirs.parameters(), **options),
+    )
     train((ours, theirs), (optimizer, other), steps=2)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=named):
         optimizer.load_state_dict(other.state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    assert all(torch.equal(after["state"][n]["exp_avg"], before["state"][n]["exp_avg"]) for n in before["state"])
+    assert all(
+        torch.equal(after["state"][n]["exp_avg"], before["state"][n]["exp_avg"])
+        for n in before["state"]
+    )
 
 
 def test_states_of_another_optimizer_are_refused_and_nothing_is_loaded():
     ours, theirs = pair()
-    optimizer, other = Adam(ours.parameters()), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    optimizer, other = (
+        Adam(ours.parameters()),
+        torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9),
+    )
     train((ours, theirs), (optimizer, other), steps=2)
     with pytest.raises(ValueError, match="has momentum_buffer, but no step: of no Adam"):
         optimizer.load_state_dict(other.state_dict())
@@ -229,7 +272,9 @@ def with_gradients(*shapes):
 def test_states_of_other_shapes_are_refused():
     optimizer, other = Adam(with_gradients([4], [100, 3])), Adam(with_gradients([100, 3], [4]))
     other.step()
-    with pytest.raises(ValueError, match=r"state exp_avg of a parameter \(4,\) on cpu is \(100, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"state exp_avg of a parameter \(4,\) on cpu is \(100, 3\)"
+    ):
         optimizer.load_state_dict(other.state_dict())
     optimizer.step()
 
@@ -252,7 +297,9 @@ def test_moments_on_another_device_are_refused():
     optimizer = Adam([parameter])
     optimizer.step()
     optimizer.state[parameter]["exp_avg_sq"] = torch.zeros(4, 3, device="meta")
-    with pytest.raises(ValueError, match=r"state exp_avg_sq of a parameter \(4, 3\) on cpu is \(4, 3\) on meta"):
+    with pytest.raises(
+        ValueError, match=r"state exp_avg_sq of a parameter \(4, 3\) on cpu is \(4, 3\) on meta"
+    ):
         optimizer.step()
 
 

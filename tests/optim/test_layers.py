@@ -1,4 +1,5 @@
-"""What lsq's layers leave to lsq.optim.Adam: limits of clips, and codes, not used after any change."""
+"""What lsq's layers leave to lsq.optim.Adam: limits of clips, and codes, not used after any
+change."""
 
 import copy
 
@@ -44,11 +45,15 @@ def rounded(monkeypatch):
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_layer_trains_as_with_another_optimizer(granularity, passes, rounded):
-    """But that codes come from the optimizer, not from the pass, once clips of weights are not measured any more."""
+    """But that codes come from the optimizer, not from the pass, once clips of weights are not
+    measured any more."""
     torch.manual_seed(1)
     ours = layer_of(backward="int8", clip_step=0.001, weight_granularity=granularity)
     theirs = copy.deepcopy(ours)
-    optimizers = Adam(ours.parameters(), **OPTIONS, torch_epsilon=False), FairseqAdam(theirs.parameters(), **OPTIONS)
+    optimizers = (
+        Adam(ours.parameters(), **OPTIONS, torch_epsilon=False),
+        FairseqAdam(theirs.parameters(), **OPTIONS),
+    )
     for number in range(5):
         update(theirs, optimizers[1], number, passes)
         theirs.limit_clip_steps()
@@ -57,7 +62,9 @@ def test_a_layer_trains_as_with_another_optimizer(granularity, passes, rounded):
         if number == 4:
             assert rounded[0] == before
         for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                mine, other, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
         theirs.load_state_dict(ours.state_dict())
 
 
@@ -73,7 +80,9 @@ def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
         monkeypatch.setattr(Schedule, "weights_due", lambda *_, **__: False)
         update(layer, optimizer, number)
         for name, clip in layer.clips().items():
-            assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(clip, before[name]), name
+            assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(
+                clip, before[name]
+            ), name
             assert upkeep.of(clip).before is None
 
 
@@ -129,7 +138,9 @@ def leave_and_return(layer):
 
 def trained() -> tuple[QuantizedLinear, torch.Tensor, Adam]:
     """A layer whose optimizer has made the codes of its weight, an input, and the optimizer."""
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed")
+    )
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
     for _ in range(3):
         layer(x).square().sum().backward()
@@ -139,9 +150,17 @@ def trained() -> tuple[QuantizedLinear, torch.Tensor, Adam]:
 
 
 CHANGES = [
-    in_place, load, new_memory, through_data, widen, other_optimizer, few_values_by_another_optimizer,
-    another_parameter, measure, leave_and_return,
-]  # fmt: skip
+    in_place,
+    load,
+    new_memory,
+    through_data,
+    widen,
+    other_optimizer,
+    few_values_by_another_optimizer,
+    another_parameter,
+    measure,
+    leave_and_return,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -157,7 +176,9 @@ def test_codes_of_other_weights_are_not_used(change, rounded):
 
 
 def as_a_function(layer, x):
-    torch.func.functional_call(layer, {name: -one.detach() for name, one in layer.named_parameters()}, (x,))
+    torch.func.functional_call(
+        layer, {name: -one.detach() for name, one in layer.named_parameters()}, (x,)
+    )
 
 
 def other_values_for_a_while(layer, x):
@@ -182,10 +203,17 @@ def another_parameter_for_a_while(layer, x):
 
 
 @pytest.mark.parametrize(
-    "call", [as_a_function, other_values_for_a_while, other_clips_for_a_while, another_parameter_for_a_while]
+    "call",
+    [
+        as_a_function,
+        other_values_for_a_while,
+        other_clips_for_a_while,
+        another_parameter_for_a_while,
+    ],
 )
 def test_codes_that_a_pass_wrote_over_are_not_used(call):
-    """The weights are again those of which the optimizer made codes, but a pass with others came between."""
+    """The weights are again those of which the optimizer made codes, but a pass with others came
+    between."""
     layer, x, _optimizer = trained()
     expected = copy.deepcopy(layer)(x)
     call(layer, x)
@@ -195,9 +223,15 @@ def test_codes_that_a_pass_wrote_over_are_not_used(call):
 def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(monkeypatch):
     """Nor where values are not compared, as on a GPU."""
     monkeypatch.setattr(stamp, "_sample", lambda tensor: tensor.detach()[:0])
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed")
+    )
     others = [one for one in layer.parameters() if one is not layer.weight_clip]
-    mine, other, x = Adam(others, lr=0.01), torch.optim.SGD([layer.weight_clip], lr=10.0), torch.randn(5, 16)
+    mine, other, x = (
+        Adam(others, lr=0.01),
+        torch.optim.SGD([layer.weight_clip], lr=10.0),
+        torch.randn(5, 16),
+    )
     for _ in range(6):
         layer(x).square().sum().backward()
         other.step()
@@ -206,7 +240,9 @@ def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(mo
 
 
 def test_codes_under_frozen_clips_come_from_the_optimizer(rounded):
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed")
+    )
     layer.weight_clip.requires_grad_(False)
     optimizer, x, counts = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16), []
     for _ in range(4):
@@ -217,7 +253,9 @@ def test_codes_under_frozen_clips_come_from_the_optimizer(rounded):
 
 
 def test_a_copy_of_a_layer_is_independent():
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed")
+    )
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
     for _ in range(2):
         layer(x).square().sum().backward()
@@ -249,4 +287,3 @@ def test_packed_weights_are_rounded_by_the_pass(rounded):
         layer(x).square().sum().backward()
         optimizer.step()
         assert rounded[0] == number + 1
-

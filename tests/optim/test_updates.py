@@ -8,7 +8,8 @@ from lsq.program.prepared import Slot
 
 
 def pair():
-    """Two optimizers of equal parameters with equal gradients, one of which has other strides than its parameter."""
+    """Two optimizers of equal parameters with equal gradients, one of which has other strides than
+    its parameter."""
     torch.manual_seed(1)
     gradients = [torch.randn(7), torch.randn(5, 3).t()]
     made = []
@@ -28,7 +29,9 @@ def test_a_step_takes_what_was_taken_for_the_norm(monkeypatch):
     optimizer, _ = pair()
     parameters(optimizer)[1].grad = torch.randn(3, 5)
     count, original = [], Slot.put
-    monkeypatch.setattr(Slot, "put", lambda slot, tensor: (count.append(tensor), original(slot, tensor)))
+    monkeypatch.setattr(
+        Slot, "put", lambda slot, tensor: (count.append(tensor), original(slot, tensor))
+    )
     for number in range(1, 3):
         optimizer.clip_grad_norm(1.0)
         optimizer.step()

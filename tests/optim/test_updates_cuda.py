@@ -52,14 +52,20 @@ def assert_same(optimizers):
     for mine, other in zip(*map(parameters, optimizers), strict=True):
         assert torch.equal(mine, other.cpu())
         for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(optimizers[0].state[mine][name], optimizers[1].state[other][name].cpu()), name
+            assert torch.equal(
+                optimizers[0].state[mine][name], optimizers[1].state[other][name].cpu()
+            ), name
 
 
 def turns():
     """Three turns of each loop of the kernels that take tables, by tests.ops.test_turns_cuda."""
     target = CUDA(cuda.current_device())
-    few = [torch.nn.Parameter(torch.randn(size, device=target.place)) for size in (1027, *[1] * 600)]
-    weight, clip = (torch.nn.Parameter(torch.rand(shape, device=target.place)) for shape in ((528, 272), (1,)))
+    few = [
+        torch.nn.Parameter(torch.randn(size, device=target.place)) for size in (1027, *[1] * 600)
+    ]
+    weight, clip = (
+        torch.nn.Parameter(torch.rand(shape, device=target.place)) for shape in ((528, 272), (1,))
+    )
     codes = codes_of(clip, (528, 272)).bare()
     upkeep.offer(weight, clip, codes.bind(lambda one: target.allocate(one.shape, one.dtype)))
     optimizer = Adam([*few, weight], backend=target)
@@ -83,7 +89,8 @@ def test_steps_are_those_of_the_cpu(device, bucket):
 
 
 def test_tensors_may_leave_and_move(device):
-    """Another set of gradients, other step numbers, other memory: what was prepared is not used for them."""
+    """Another set of gradients, other step numbers, other memory: what was prepared is not used for
+    them."""
     optimizers = pair(device)
     for left_out in ((), (2, 4), (0,), ()):
         give_gradients(optimizers)
@@ -124,12 +131,17 @@ def test_addresses_are_uploaded_only_when_they_change(device, monkeypatch):
     optimizer.step()
     prepared = optimizer._updates[device.place]
     original = prepared._upload
-    monkeypatch.setattr(prepared, "_upload", lambda host, there: (uploads.append(host.dtype), original(host, there)))
+    monkeypatch.setattr(
+        prepared, "_upload", lambda host, there: (uploads.append(host.dtype), original(host, there))
+    )
     optimizer.step()
     assert uploads == [torch.float32]
     give_gradients(optimizers)
     optimizer.step()
-    assert uploads == [torch.float32, torch.uint8, torch.float32] and optimizer._updates[device.place] is prepared
+    assert (
+        uploads == [torch.float32, torch.uint8, torch.float32]
+        and optimizer._updates[device.place] is prepared
+    )
 
 
 def test_memory_that_kernels_cannot_take_is_refused(device):
@@ -141,18 +153,29 @@ def test_memory_that_kernels_cannot_take_is_refused(device):
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
-    """They are written by the step and taken by the next pass, and are those that the pass would make."""
+    """They are written by the step and taken by the next pass, and are those that the pass would
+    make."""
     monkeypatch.setattr(Schedule, "weights_due", lambda *_: False)
-    config = QuantConfig(weight_granularity=granularity, calibration_passes=0, activation_init="fixed", clip_step=0.01)
+    config = QuantConfig(
+        weight_granularity=granularity,
+        calibration_passes=0,
+        activation_init="fixed",
+        clip_step=0.01,
+    )
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
     layer.backend = device
-    optimizer, x = Adam(layer.parameters(), lr=0.3, backend=device), torch.randn(5, 48, device=device.place)
+    optimizer, x = (
+        Adam(layer.parameters(), lr=0.3, backend=device),
+        torch.randn(5, 48, device=device.place),
+    )
     for number in range(3):
         clip = layer.weight_clip.detach().clone()
         layer(x).square().sum().backward()
         optimizer.step()
         if number:
-            assert ((layer.weight_clip / clip - 1).abs() <= 0.0101).all() and not torch.equal(layer.weight_clip, clip)
+            assert ((layer.weight_clip / clip - 1).abs() <= 0.0101).all() and not torch.equal(
+                layer.weight_clip, clip
+            )
         codes, scale = (layer.codes.kept[f"weight.{name}"] for name in ("codes", "scale"))
         turned = layer.codes.kept.get("weight.codes.transposed")
         rounded = Weight(format=layer.quant.weights, codes=codes, scale=scale, transposed=turned)
@@ -166,7 +189,9 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_a_weight_that_is_not_a_number_poisons_its_scale(device, granularity):
-    config = QuantConfig(weight_granularity=granularity, calibration_passes=0, activation_init="fixed")
+    config = QuantConfig(
+        weight_granularity=granularity, calibration_passes=0, activation_init="fixed"
+    )
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
     layer.backend = device
     optimizer = Adam(layer.parameters(), backend=device)

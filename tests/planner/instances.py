@@ -17,7 +17,9 @@ def buffers_of(*rows: tuple[int, ...], alignment: int = 1) -> list[Buffer]:
     ]
 
 
-def random_buffers(generator: random.Random, count: int, alignments=(1, 8, 64), largest: int = 1000) -> list[Buffer]:
+def random_buffers(
+    generator: random.Random, count: int, alignments=(1, 8, 64), largest: int = 1000
+) -> list[Buffer]:
     """Buffers of mixed sizes, lives and alignments; some are empty."""
     found = []
     for number in range(count):
@@ -25,7 +27,9 @@ def random_buffers(generator: random.Random, count: int, alignments=(1, 8, 64), 
         found.append(
             Buffer(
                 name=f"b{number}",
-                size=generator.choice((0, generator.randint(1, largest), generator.randint(1, largest))),
+                size=generator.choice(
+                    (0, generator.randint(1, largest), generator.randint(1, largest))
+                ),
                 first=first,
                 last=first + generator.randrange(1 + count // 2),
                 alignment=generator.choice(alignments),
@@ -34,8 +38,11 @@ def random_buffers(generator: random.Random, count: int, alignments=(1, 8, 64), 
     return found
 
 
-def guillotine(generator: random.Random, count: int, height: int = 4096, width: int = 1000) -> list[Buffer]:
-    """Cut a rectangle of time by bytes into `count` buffers: a plan with a peak of `height` exists."""
+def guillotine(
+    generator: random.Random, count: int, height: int = 4096, width: int = 1000
+) -> list[Buffer]:
+    """Cut a rectangle of time by bytes into `count` buffers: a plan with a peak of `height`
+    exists."""
     pieces = [(0, width, 0, height)]  # time from, to, offset from, to
     while len(pieces) < count:
         left, right, bottom, top = pieces.pop(generator.randrange(len(pieces)))
@@ -65,13 +72,17 @@ def assert_separate(buffers: list[Buffer], plan: Plan) -> None:
     for buffer in buffers:
         offset, segment = plan.offsets[buffer.name], plan.segments[buffer.name]
         assert offset >= 0 and offset % buffer.alignment == 0
-        assert not buffer.size or offset + buffer.size <= plan.used[segment] <= plan.capacities[segment]
+        assert (
+            not buffer.size
+            or offset + buffer.size <= plan.used[segment] <= plan.capacities[segment]
+        )
         assert plan.pools[segment] == buffer.pool
         assert buffer.offset in (None, offset)
 
 
 def smallest_peak(buffers: list[Buffer]) -> int:
-    """The optimum of one pool: every buffer in the lowest free place, in every order; given offsets stay.
+    """The optimum of one pool: every buffer in the lowest free place, in every order; given offsets
+    stay.
 
     Some order is the order of offsets of an optimal plan whose buffers have all been moved down.
     """
@@ -114,10 +125,12 @@ def given_offsets(draw, most: int = 6) -> list[Buffer]:
     for number, buffer in enumerate(buffers[:3]):
         placed = replace(buffer, offset=draw(strategies.none() | strategies.integers(0, 20)))
         if placed.offset is not None and not any(
-            one.first <= placed.last and placed.first <= one.last
-            and one.offset < placed.offset + placed.size and placed.offset < one.offset + one.size
+            one.first <= placed.last
+            and placed.first <= one.last
+            and one.offset < placed.offset + placed.size
+            and placed.offset < one.offset + one.size
             for one in kept
-        ):  # fmt: skip
+        ):
             kept.append(placed)
             buffers[number] = placed
     return buffers

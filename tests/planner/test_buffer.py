@@ -14,7 +14,14 @@ def test_lower_bound():
 
 
 def test_peak_and_gap():
-    values = {"offsets": {}, "segments": {}, "capacities": (20, 20), "pools": ("a", "a"), "method": "", "seconds": 0.0}
+    values = {
+        "offsets": {},
+        "segments": {},
+        "capacities": (20, 20),
+        "pools": ("a", "a"),
+        "method": "",
+        "seconds": 0.0,
+    }
     plan = Plan(**values, used=(11, 4), lower_bound=12)
     assert plan.peak == 15 and plan.gap == 0.25
     assert Plan(**values, used=(0, 0), lower_bound=0).gap == 0.0

@@ -21,7 +21,9 @@ from tests.planner.instances import (
     smallest_peak,
 )
 
-pytestmark = pytest.mark.skipif(not loader.available(), reason="the C++ host library is not built here")
+pytestmark = pytest.mark.skipif(
+    not loader.available(), reason="the C++ host library is not built here"
+)
 QUICK = settings(max_examples=100, deadline=None, derandomize=True)
 
 
@@ -101,7 +103,10 @@ def test_a_capacity_is_enough():
 
 def test_small_buffers_are_set_aside():
     """Two buffers leave a gap of one byte in 40,000, which the search does not look at."""
-    buffers = [*buffers_of((20000, 0, 3), (19999, 2, 5), (20000, 4, 7)), Buffer(name="tiny", size=1, first=2, last=3)]
+    buffers = [
+        *buffers_of((20000, 0, 3), (19999, 2, 5), (20000, 4, 7)),
+        Buffer(name="tiny", size=1, first=2, last=3),
+    ]
     buffers[3] = replace(buffers[3], alignment=1)
     placement = exact._search(buffers, 40000, time.perf_counter() + 5, exact._Worker(print))
     assert placement.used == [40000]
@@ -121,7 +126,12 @@ def test_an_interrupted_search_gives_the_best_plan_known():
     buffers = guillotine(random.Random(11), 400)
     known = plan(buffers)
     assert known.gap > 0
-    made = plan(buffers, method="exact", time_limit=60, progress=lambda tried: signal.raise_signal(signal.SIGINT))
+    made = plan(
+        buffers,
+        method="exact",
+        time_limit=60,
+        progress=lambda tried: signal.raise_signal(signal.SIGINT),
+    )
     assert_separate(buffers, made)
     assert made.offsets == known.offsets and made.capacity_met is False
 

@@ -63,4 +63,6 @@ def test_the_lower_bound_is_seen_under_the_peak(tmp_path, monkeypatch):
     draw(buffers, plan(buffers), tmp_path / "map.png")
     bound, peak = drawn[0].axes[0].lines
     assert (bound.get_label(), peak.get_label()) == ("lower bound", "peak of the plan")
-    assert bound.get_ydata() == peak.get_ydata() and bound.get_linewidth() > 3 * peak.get_linewidth()
+    assert (
+        bound.get_ydata() == peak.get_ydata() and bound.get_linewidth() > 3 * peak.get_linewidth()
+    )

@@ -21,7 +21,8 @@ QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def test_the_published_order_by_size():
-    """Worked by hand: 5 and 4 are stacked, 3 fills the gap that the end of 5 leaves, 2 goes above."""
+    """Worked by hand: 5 and 4 are stacked, 3 fills the gap that the end of 5 leaves, 2 goes
+    above."""
     buffers = buffers_of((2, 0, 3), (5, 0, 1), (4, 1, 2), (3, 2, 3))
     made = plan(buffers, method="greedy_by_size")
     assert made.offsets == {"b": 0, "c": 5, "d": 0, "a": 9}
@@ -120,7 +121,9 @@ def test_others_are_placed_around_a_given_offset(method):
 
 def test_offsets_that_no_plan_can_keep_to_are_refused():
     a, b = buffers_of((4, 0, 3), (4, 3, 6))
-    with pytest.raises(ValueError, match="'a' and 'b' overlap at operation 3 at the offsets .*, 0 and 3"):
+    with pytest.raises(
+        ValueError, match="'a' and 'b' overlap at operation 3 at the offsets .*, 0 and 3"
+    ):
         plan([replace(a, offset=0), replace(b, offset=3)])
     plan([replace(a, offset=0), replace(b, offset=3, pool="other")])
     with pytest.raises(ValueError, match="'b' has an offset, 3, and cap makes several segments"):
@@ -137,7 +140,10 @@ def test_scaling_sizes_scales_the_plan(method):
 
 def test_stretched_time_keeps_the_plan():
     buffers = random_buffers(random.Random(6), 40)
-    stretched = [replace(buffer, first=7 * buffer.first - 50, last=7 * buffer.last - 50) for buffer in buffers]
+    stretched = [
+        replace(buffer, first=7 * buffer.first - 50, last=7 * buffer.last - 50)
+        for buffer in buffers
+    ]
     for method in ("greedy_by_size", "greedy_by_load"):
         assert plan(stretched, method=method).offsets == plan(buffers, method=method).offsets
 
@@ -145,14 +151,19 @@ def test_stretched_time_keeps_the_plan():
 @pytest.mark.parametrize("method", GREEDY)
 def test_reversed_time_keeps_plans_right(method):
     buffers = random_buffers(random.Random(7), 40)
-    made = plan([replace(buffer, first=-buffer.last, last=-buffer.first) for buffer in buffers], method=method)
+    made = plan(
+        [replace(buffer, first=-buffer.last, last=-buffer.first) for buffer in buffers],
+        method=method,
+    )
     assert_separate(buffers, made)
 
 
 def test_renaming_changes_nothing():
     buffers = random_buffers(random.Random(8), 40)
     renamed = plan([replace(buffer, name=f"other {buffer.name}") for buffer in buffers])
-    assert renamed.offsets == {f"other {name}": offset for name, offset in plan(buffers).offsets.items()}
+    assert renamed.offsets == {
+        f"other {name}": offset for name, offset in plan(buffers).offsets.items()
+    }
 
 
 def test_capacity_is_judged():

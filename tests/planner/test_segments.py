@@ -23,7 +23,8 @@ def test_a_segment_is_filled_before_the_next_is_opened():
 
 
 def test_an_empty_segment_is_the_last_resort():
-    """b and c make a segment of their own grow no more than the first one, where they leave less free."""
+    """b and c make a segment of their own grow no more than the first one, where they leave less
+    free."""
     made = plan(buffers_of((3 * UNIT // 2, 0, 1), (UNIT, 0, 1), (UNIT, 0, 1)), cap=8 * UNIT)
     assert made.capacities == (4 * UNIT,)
 
@@ -31,7 +32,9 @@ def test_an_empty_segment_is_the_last_resort():
 def test_what_grows_nothing_comes_first():
     """c takes the place of b, which is dead by then."""
     made = plan(buffers_of((3 * UNIT, 0, 9), (2 * UNIT, 0, 4), (2 * UNIT, 5, 9)), cap=4 * UNIT)
-    assert made.segments["b"] == made.segments["c"] == 1 and sum(made.capacities) == made.lower_bound
+    assert (
+        made.segments["b"] == made.segments["c"] == 1 and sum(made.capacities) == made.lower_bound
+    )
 
 
 @pytest.mark.parametrize("cap", [1100, 2000, 10**9])
@@ -41,14 +44,24 @@ def test_random_plans_keep_to_the_cap(cap):
         buffers = random_buffers(generator, count)
         made = plan(buffers, cap=cap)
         assert_separate(buffers, made)
-        assert all(used <= capacity <= cap for used, capacity in zip(made.used, made.capacities, strict=True))
+        assert all(
+            used <= capacity <= cap
+            for used, capacity in zip(made.used, made.capacities, strict=True)
+        )
         assert made.peak >= made.lower_bound and all(made.used)
 
 
 def test_pools_have_segments_of_their_own():
-    buffers = [Buffer(name=name, size=size, first=0, last=1, pool=name) for name, size in (("a", UNIT), ("b", 0))]
+    buffers = [
+        Buffer(name=name, size=size, first=0, last=1, pool=name)
+        for name, size in (("a", UNIT), ("b", 0))
+    ]
     made = plan(buffers, cap=UNIT)
-    assert made.segments == {"a": 0, "b": 1} and made.pools == ("a", "b") and made.capacities == (UNIT, 0)
+    assert (
+        made.segments == {"a": 0, "b": 1}
+        and made.pools == ("a", "b")
+        and made.capacities == (UNIT, 0)
+    )
 
 
 def test_a_buffer_that_is_too_large():

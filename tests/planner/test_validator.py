@@ -42,8 +42,14 @@ def test_a_given_offset_stays(made):
         (lambda made: moved(made, a=4), "misaligned: 'a' lies at 4, which is no multiple of 8"),
         (lambda made: moved(made, a=24), "beyond capacity: 'a' ends at 32, segment 0 at 24"),
         (lambda made: replace(made, used=(16, 8)), "beyond bytes used: 'third' ends at 24"),
-        (lambda made: replace(made, segments={**made.segments, "other": 0}), "pools mixed: 'other' of pool 'other'"),
-        (lambda made: replace(made, segments={**made.segments, "a": 2}), "no such segment: 'a' lies in segment 2 of 2"),
+        (
+            lambda made: replace(made, segments={**made.segments, "other": 0}),
+            "pools mixed: 'other' of pool 'other'",
+        ),
+        (
+            lambda made: replace(made, segments={**made.segments, "a": 2}),
+            "no such segment: 'a' lies in segment 2 of 2",
+        ),
         (lambda made: moved(made, stranger=0), "unknown: 'stranger'"),
     ],
 )

@@ -14,7 +14,13 @@ INT8 = QuantConfig(backward="int8")
 
 def test_subsequences_are_never_used_twice():
     b = builder()
-    assert len({b.next_subsequence() for _ in range(5)} | {b.dropout(0.1).subsequence for _ in range(5)}) == 10
+    assert (
+        len(
+            {b.next_subsequence() for _ in range(5)}
+            | {b.dropout(0.1).subsequence for _ in range(5)}
+        )
+        == 10
+    )
 
 
 def test_dropout_is_off_outside_training():
@@ -31,26 +37,52 @@ def test_a_rounded_weight_declares_its_clip_and_brings_its_codes(granularity, cl
     weight = b.weight("weight", (3, 16), rows=16, bound=0.2)
     assert b.weight("weight", (3, 16)) is weight
     values, clip = weight.values.declared, weight.clip.declared
-    assert (values.kind, values.shape, values.bound, values.clip) == (Kind.WEIGHT, (3, 16), 0.2, "weight_clip")
-    assert (clip.name, clip.kind, clip.shape, clip.start) == ("weight_clip", Kind.WEIGHT_CLIP, clips, 0.7)
-    assert (weight.codes.shape, weight.codes.dtype, weight.codes.role) == ((16, 16), torch.int8, "input")
+    assert (values.kind, values.shape, values.bound, values.clip) == (
+        Kind.WEIGHT,
+        (3, 16),
+        0.2,
+        "weight_clip",
+    )
+    assert (clip.name, clip.kind, clip.shape, clip.start) == (
+        "weight_clip",
+        Kind.WEIGHT_CLIP,
+        clips,
+        0.7,
+    )
+    assert (weight.codes.shape, weight.codes.dtype, weight.codes.role) == (
+        (16, 16),
+        torch.int8,
+        "input",
+    )
     assert (weight.scale.shape, weight.scale.role) == ((16,), "input")
     program = b.build()
-    assert program.weights == {"weight": weight} and {weight.codes, weight.scale} <= {*program.inputs}
+    assert program.weights == {"weight": weight} and {weight.codes, weight.scale} <= {
+        *program.inputs
+    }
 
 
 def test_a_weight_in_float_mode_has_values_alone():
     weight = builder().weight("weight", (3, 4))
-    assert weight.codes is weight.scale is weight.clip is None and weight.values.declared.clip is None
+    assert (
+        weight.codes is weight.scale is weight.clip is None and weight.values.declared.clip is None
+    )
 
 
-@pytest.mark.parametrize("options, kept", [({}, "clipped"), ({"clip_gradient": "lsq"}, "clipped error"), (None, "")])
+@pytest.mark.parametrize(
+    "options, kept", [({}, "clipped"), ({"clip_gradient": "lsq"}, "clipped error"), (None, "")]
+)
 def test_an_activation_keeps_what_its_gradient_needs(options, kept):
     b = builder(QuantConfig(activation_clip=3.0, **options or {}), backward=options is not None)
     coded = b.coded("x", (5, 3), "x_clip")
-    assert (coded.codes.dtype, coded.scale.shape, coded.clip.declared.start) == (torch.int8, (1,), 3.0)
+    assert (coded.codes.dtype, coded.scale.shape, coded.clip.declared.start) == (
+        torch.int8,
+        (1,),
+        3.0,
+    )
     assert coded.clip.declared.kind is Kind.ACTIVATION_CLIP
-    assert [name for name in ("clipped", "error") if getattr(coded, name) is not None] == kept.split()
+    assert [
+        name for name in ("clipped", "error") if getattr(coded, name) is not None
+    ] == kept.split()
     if kept:
         assert (coded.clipped.shape, coded.clipped.dtype) == ((2,), torch.uint8)
 
@@ -65,7 +97,9 @@ def test_scratch_memory_is_what_the_backend_asks_for():
         b = builder(INT8, where=where)
         b.output(project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16)))
         programs[name] = b.build()
-        for operation, scratch in zip(programs[name].operations, programs[name].scratch, strict=True):
+        for operation, scratch in zip(
+            programs[name].operations, programs[name].scratch, strict=True
+        ):
             assert [(one.shape, one.dtype) for one in scratch] == [
                 (tuple(shape), dtype) for shape, dtype in where.scratch(operation)
             ]
@@ -74,10 +108,21 @@ def test_scratch_memory_is_what_the_backend_asks_for():
 
 def test_activations_are_as_wide_as_the_backend_has_them():
     b = builder(INT8, where=CUDA(emulated_device(), activations=torch.bfloat16))
-    y = project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16), bias=b.parameter("bias", (16,), Kind.BIAS))
+    y = project(
+        b,
+        rounded(b, b.input("x", (5, 16))),
+        "weight",
+        (16, 16),
+        bias=b.parameter("bias", (16,), Kind.BIAS),
+    )
     b.output(y)
     program = b.build()
     dtypes = {tensor.name: tensor.dtype for tensor in program.lifetimes}
-    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"x", "y", "d_x.codes", "d_y"}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
+        "x",
+        "y",
+        "d_x.codes",
+        "d_y",
+    }
     assert y.size == 2 * 5 * 16 and dtypes["d_bias"] == dtypes["d_weight"] == torch.float32
     assert builder(FLOAT).tensor("x", (1,)).dtype == torch.float32

@@ -13,6 +13,7 @@ from tests.program.tiny import builder, project, rounded
 
 INT8 = QuantConfig(backward="int8")
 
+
 def names(program):
     """Names of the operations forward and backward."""
     listed = [operation.name for operation in program.operations]
@@ -20,13 +21,16 @@ def names(program):
 
 
 def run(program, tensors):
-    """Outputs, and the gradients of what is differentiable by name, for upstream gradients of ones."""
+    """Outputs, and the gradients of what is differentiable by name, for upstream gradients of
+    ones."""
     given = {"random_key": torch.zeros(1, dtype=torch.int64), **tensors}
     wanted = [virtual.name for virtual in program.differentiable]
     outputs = Execution(program, backend("cpu"))(
         {name: tensor.requires_grad_(name in wanted) for name, tensor in given.items()}
     )
-    gradients = torch.autograd.grad(outputs, [given[name] for name in wanted], list(map(torch.ones_like, outputs)))
+    gradients = torch.autograd.grad(
+        outputs, [given[name] for name in wanted], list(map(torch.ones_like, outputs))
+    )
     return outputs, dict(zip(wanted, gradients, strict=True))
 
 
@@ -56,11 +60,15 @@ def test_gradients_of_several_readers_are_added_by_who_makes_them():
     for name in weights:
         b.output(project(b, x, name, (3, 4)))
     program = b.build()
-    added = [op.added and op.added.name for op in program.operations if op.name == "ProjectInputGradient"]
+    added = [
+        op.added and op.added.name for op in program.operations if op.name == "ProjectInputGradient"
+    ]
     assert added == [None, "d_x", "d_x.2"] and "Add" not in names(program)[1]
     tensors = {name: torch.randn(3, 4) for name in weights} | {"x": torch.randn(5, 4)}
     _, found = run(program, tensors)
-    torch.testing.assert_close(found["x"], sum(tensors[name].sum(0) for name in weights).expand(5, 4))
+    torch.testing.assert_close(
+        found["x"], sum(tensors[name].sum(0) for name in weights).expand(5, 4)
+    )
     torch.testing.assert_close(found["second"], tensors["x"].sum(0).expand(3, 4))
 
 
@@ -69,12 +77,19 @@ def norm(b, residual, update=None, name="norm", **fields):
     columns = residual.shape[1:]
     return b.add(
         ResidualNorm(
-            sum=ResidualSum(residual=residual, update=update, z=None if update is None else b.like("z", residual)),
-            epsilon=1e-5, weight=b.parameter(name, columns, Kind.NORM_WEIGHT),
-            bias=b.parameter(name + "_bias", columns, Kind.NORM_BIAS), mean=b.tensor("mean", residual.shape[:1]),
-            rstd=b.tensor("rstd", residual.shape[:1]), **fields,
+            sum=ResidualSum(
+                residual=residual,
+                update=update,
+                z=None if update is None else b.like("z", residual),
+            ),
+            epsilon=1e-5,
+            weight=b.parameter(name, columns, Kind.NORM_WEIGHT),
+            bias=b.parameter(name + "_bias", columns, Kind.NORM_BIAS),
+            mean=b.tensor("mean", residual.shape[:1]),
+            rstd=b.tensor("rstd", residual.shape[:1]),
+            **fields,
         )
-    )  # fmt: skip
+    )
 
 
 def test_gradients_that_nobody_adds_up_get_a_sum():
@@ -86,7 +101,12 @@ def test_gradients_that_nobody_adds_up_get_a_sum():
     b.output(second)
     program = b.build()
     assert names(program)[1].count("Add") == 1
-    weights = {"one": torch.ones(8), "two": torch.randn(8), "one_bias": torch.zeros(8), "two_bias": torch.zeros(8)}
+    weights = {
+        "one": torch.ones(8),
+        "two": torch.randn(8),
+        "one_bias": torch.zeros(8),
+        "two_bias": torch.zeros(8),
+    }
     tensors = {"x": torch.randn(5, 8), "a": torch.randn(8, 8), "b": torch.randn(8, 8), **weights}
     (found,), gradients = run(program, tensors)
 
@@ -97,7 +117,9 @@ def test_gradients_that_nobody_adds_up_get_a_sum():
     expected = layer_norm(x + layer_norm(x + x @ a.t(), "one") @ b.t(), "two")
     torch.testing.assert_close(found, expected)
     leaves = list(gradients)
-    for name, wanted in zip(leaves, torch.autograd.grad(expected.sum(), [tensors[n] for n in leaves]), strict=True):
+    for name, wanted in zip(
+        leaves, torch.autograd.grad(expected.sum(), [tensors[n] for n in leaves]), strict=True
+    ):
         torch.testing.assert_close(gradients[name], wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -106,7 +128,9 @@ def test_a_gradient_may_pass_through():
     b = builder()
     x, other = b.input("x", (5, 8)), b.input("other", (5, 8))
     update = project(b, other, "weight", (8, 8))
-    b.output(b.add(ResidualNorm(sum=ResidualSum(residual=x, update=update, z=b.like("z", x)))).sum.z)
+    b.output(
+        b.add(ResidualNorm(sum=ResidualSum(residual=x, update=update, z=b.like("z", x)))).sum.z
+    )
     tensors = {"x": torch.randn(5, 8), "other": torch.randn(5, 8), "weight": torch.randn(8, 8)}
     _, found = run(b.build(), tensors)
     assert torch.equal(found["x"], torch.ones(5, 8))
@@ -122,20 +146,27 @@ def test_a_tensor_and_its_rounded_copy_share_a_gradient():
     program = b.build()
     _, backward = names(program)
     assert "Add" not in backward
-    assert [op.added and op.added.name for op in program.operations if op.name == "ProjectInputGradient"] == [
-        None, "d_again.codes"
-    ]  # fmt: skip
+    assert [
+        op.added and op.added.name for op in program.operations if op.name == "ProjectInputGradient"
+    ] == [None, "d_again.codes"]
 
 
 def test_no_two_roundings_share_random_words():
-    """Errors of a gradient and of what it is multiplied by must not go together: the product would have a bias."""
+    """Errors of a gradient and of what it is multiplied by must not go together: the product would
+    have a bias."""
     b = builder(INT8)
     x = b.input("x", (5, 16))
     for name in ("first", "second", "third"):
         x = project(b, rounded(b, x, name + "_x"), name, (16, 16))
     b.output(x)
-    names = ("rounded.subsequence", "subsequence")  # where a gradient is made, and where one of a weight is
-    found = [operation.attributes().get(name) for operation in b.build().operations for name in names]
+    # where a gradient is made, and where one of a weight is
+    names = (
+        "rounded.subsequence",
+        "subsequence",
+    )
+    found = [
+        operation.attributes().get(name) for operation in b.build().operations for name in names
+    ]
     drawn = [number for number in found if number]
     assert len(drawn) == len(set(drawn)) == 3 + 3
 
@@ -143,7 +174,13 @@ def test_no_two_roundings_share_random_words():
 def test_a_gradient_is_taken_once():
     b = builder()
     x, first, second = b.input("x", (5, 4)), b.tensor("first", (5, 4)), b.tensor("second", (5, 4))
-    assert b.take_gradient(x) is b.gradient_of(x) is b.gradient_of(None) is b.gradient_sum(x, None) is None
+    assert (
+        b.take_gradient(x)
+        is b.gradient_of(x)
+        is b.gradient_of(None)
+        is b.gradient_sum(x, None)
+        is None
+    )
     b.accumulate(x, first)
     assert b.take_gradient(x) is first and b.gradient_of(x) is None
     b.accumulate(x, first)
@@ -163,7 +200,9 @@ def test_the_gradient_of_a_product_is_rounded_or_floats(backward):
     found = floats if codes is None else codes.codes
     assert (found.name, found.shape) == ("d_y", (5, 16))
     if codes is not None:
-        assert codes.scale.shape == (5,) and codes.weight_scale is b.weight("weight", (16, 16)).scale
+        assert (
+            codes.scale.shape == (5,) and codes.weight_scale is b.weight("weight", (16, 16)).scale
+        )
         assert codes.key is b.key
     assert b.product_gradient_of(y) == (floats, codes) and b.gradient_of(y) is None
 
@@ -182,7 +221,12 @@ def test_the_gradient_of_a_bias_belongs_to_its_product():
     with_bias = project(b, b.input("x", (5, 4)), "weight", (3, 4), bias=bias)
     without = project(b, b.input("x", (5, 4)), "other", (3, 4))
     assert b.bias_gradient(with_bias).name == "d_bias"
-    assert b.bias_gradient(without) is b.bias_gradient(None) is b.bias_gradient(b.input("z", (1,))) is None
+    assert (
+        b.bias_gradient(without)
+        is b.bias_gradient(None)
+        is b.bias_gradient(b.input("z", (1,)))
+        is None
+    )
 
 
 def test_a_parameter_has_one_reader():
@@ -229,6 +273,8 @@ def test_a_chain_of_products_keeps_what_is_between_them():
     expected = tensors["x"] @ tensors["first"].t() @ tensors["second"].t()
     torch.testing.assert_close(y, expected)
     leaves = list(found)
-    for name, wanted in zip(leaves, torch.autograd.grad(expected.sum(), [tensors[n] for n in leaves]), strict=True):
+    for name, wanted in zip(
+        leaves, torch.autograd.grad(expected.sum(), [tensors[n] for n in leaves]), strict=True
+    ):
         torch.testing.assert_close(found[name], wanted)
     assert [tensor.name for tensor in program.saved] == ["hidden"]

@@ -1,4 +1,5 @@
-"""Declared classes: defaults, tensors by direction, binding to real tensors, packing, and what is refused."""
+"""Declared classes: defaults, tensors by direction, binding to real tensors, packing, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from lsq.program.declare import (
     extent,
     factor,
     size,
-)  # fmt: skip
+)
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Dropout, RoundedGradient, Rows, Weight
@@ -72,7 +73,12 @@ class Sample(Operation):
 
 
 def grid(numel: int = 3) -> Grid:
-    return Grid(codes=torch.zeros(numel, dtype=torch.int8), scale=torch.ones(1), limit=torch.ones(1), kind="grid")
+    return Grid(
+        codes=torch.zeros(numel, dtype=torch.int8),
+        scale=torch.ones(1),
+        limit=torch.ones(1),
+        kind="grid",
+    )
 
 
 def sample(**fields) -> Sample:
@@ -99,20 +105,32 @@ def test_leaves_say_who_writes_what():
     leaves = {leaf.name: (leaf.kind, leaf.written, leaf.optional) for leaf in Sample.leaves()}
     assert leaves == {
         "x": ("Activations", False, False),
-        "grid.codes": ("Codes", False, True), "grid.scale": ("Floats", False, True),
+        "grid.codes": ("Codes", False, True),
+        "grid.scale": ("Floats", False, True),
         "grid.limit": ("Floats", False, True),
-        "made.codes": ("Codes", True, False), "made.scale": ("Floats", True, True),
+        "made.codes": ("Codes", True, False),
+        "made.scale": ("Floats", True, True),
         "made.limit": ("Floats", False, True),
         "out": ("Floats", True, True),
-    }  # fmt: skip
+    }
     one = sample()
     found = {leaf.name: leaf.of(one) for leaf in Sample.leaves()}
-    assert found["grid.codes"] is None and found["out"] is None and found["made.codes"] is one.made.codes
+    assert (
+        found["grid.codes"] is None
+        and found["out"] is None
+        and found["made.codes"] is one.made.codes
+    )
 
 
 def test_rounding_writes_codes_and_reads_clips():
     written = {leaf.name for leaf in ResidualNorm.leaves() if leaf.written}
-    assert {"sum.z", "rounded.codes", "rounded.scale", "rounded.clipped", "rounded.error"} <= written
+    assert {
+        "sum.z",
+        "rounded.codes",
+        "rounded.scale",
+        "rounded.clipped",
+        "rounded.error",
+    } <= written
     assert not {"rounded.clip", "sum.dropout.key", "sum.update"} & written
     written = {leaf.name for leaf in ResidualNormGradient.leaves() if leaf.written}
     assert {"sum.rounded.codes", "sum.rounded.scale"} <= written
@@ -121,13 +139,17 @@ def test_rounding_writes_codes_and_reads_clips():
 
 def test_binding_resolves_every_tensor_and_keeps_the_rest():
     one = sample(
-        x=VirtualTensor(name="x", shape=(3, 2)), out=VirtualTensor(name="out", shape=(5,)), mode=Mode.fast,
+        x=VirtualTensor(name="x", shape=(3, 2)),
+        out=VirtualTensor(name="out", shape=(5,)),
+        mode=Mode.fast,
         made=Grid(codes=VirtualTensor(name="codes", shape=(3,), dtype=torch.int8), kind="coarse"),
-    )  # fmt: skip
+    )
     assert one.rows == 3
     bound = one.bind(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
     assert type(bound) is Sample and isinstance(one.x, VirtualTensor)
-    assert bound.x.shape == (3, 2) and bound.out.shape == (5,) and bound.made.codes.dtype == torch.int8
+    assert (
+        bound.x.shape == (3, 2) and bound.out.shape == (5,) and bound.made.codes.dtype == torch.int8
+    )
     assert bound.grid is None and bound.made.scale is None
     assert (bound.made.kind, bound.mode, bound.steps, bound.rows) == ("coarse", Mode.fast, 7, 3)
 
@@ -136,7 +158,9 @@ def test_the_words_of_a_struct_that_are_addresses():
     for one in (sample(grid=grid(), out=torch.zeros(5)), sample(factor=0.5)):
         leaves = {leaf.path: leaf.of(one) for leaf in Sample.leaves()}
         found = {path: one.packed[word] for path, word in address_words(Sample).items()}
-        assert found == {path: 0 if tensor is None else tensor.data_ptr() for path, tensor in leaves.items()}
+        assert found == {
+            path: 0 if tensor is None else tensor.data_ptr() for path, tensor in leaves.items()
+        }
 
 
 def test_sizes_are_those_of_the_bound_tensors():
@@ -151,15 +175,21 @@ def test_a_struct_holds_addresses_numbers_and_nulls():
     held = struct.unpack("PfqPPPf4xPPPf4xPqqqq", one.pack())
     pointers = made.codes.data_ptr(), made.scale.data_ptr(), made.limit.data_ptr()
     assert held == (x, 0.25, 3, 0, 0, 0, 0.0, *pointers, 0.5, 0, 7, 3, 3, 0)
-    again = struct.unpack("PfqPPPf4xPPPf4xPqqqq", sample(grid=grid(), x=one.x).pack(lambda tensor: tensor.numel()))
+    again = struct.unpack(
+        "PfqPPPf4xPPPf4xPqqqq", sample(grid=grid(), x=one.x).pack(lambda tensor: tensor.numel())
+    )
     assert again == (6, 1.0, 0, 3, 1, 1, 0.5, 3, 1, 1, 0.5, 0, 7, 3, 3, 0)
 
 
 def test_a_struct_is_as_long_as_the_header_says():
     gradient = RoundedGradient(
-        format=GRADIENT, codes=torch.zeros(3, 2, dtype=torch.int8), scale=torch.ones(3), weight_scale=torch.ones(2),
-        key=torch.zeros(1, dtype=torch.int64), subsequence=1,
-    )  # fmt: skip
+        format=GRADIENT,
+        codes=torch.zeros(3, 2, dtype=torch.int8),
+        scale=torch.ones(3),
+        weight_scale=torch.ones(2),
+        key=torch.zeros(1, dtype=torch.int64),
+        subsequence=1,
+    )
     dropout = Dropout(key=gradient.key, subsequence=2, probability=0.5)
     ones = torch.ones(3, 2)
     norm = ResidualNorm(sum=ResidualSum(residual=ones, update=ones, dropout=dropout, z=ones))
@@ -173,9 +203,14 @@ def test_a_tensor_without_elements_is_not_missing():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match="^Sample.x is None; it must be a contiguous tensor of torch.float32 or "):
+    with pytest.raises(
+        ValueError, match="^Sample.x is None; it must be a contiguous tensor of torch.float32 or "
+    ):
         sample(x=None).pack()
-    with pytest.raises(ValueError, match="^Sample: Grid.codes is None; it must be a contiguous tensor of torch.int8$"):
+    with pytest.raises(
+        ValueError,
+        match="^Sample: Grid.codes is None; it must be a contiguous tensor of torch.int8$",
+    ):
         sample(grid=Grid(codes=None, kind="empty")).pack()
 
 
@@ -185,16 +220,21 @@ def test_a_value_or_number_that_is_missing_is_named(field, kind):
         sample(**{field: None}).pack()
 
 
-@pytest.mark.parametrize("x, found", [
-    (torch.zeros(3, 2, dtype=torch.float64), "torch.float64"),
-    (torch.zeros(2, 3).t(), r"torch.float32 with strides \(1, 3\)"),
-    (VirtualTensor(name="x", shape=(3, 2)), "x float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "x, found",
+    [
+        (torch.zeros(3, 2, dtype=torch.float64), "torch.float64"),
+        (torch.zeros(2, 3).t(), r"torch.float32 with strides \(1, 3\)"),
+        (VirtualTensor(name="x", shape=(3, 2)), "x float32"),
+    ],
+)
 def test_another_tensor_is_named(x, found):
     with pytest.raises(ValueError, match=f"^Sample.x is {found}"):
         sample(x=x).pack()
     made = Coded(format=None, codes=torch.zeros(3), scale=torch.ones(1))
-    with pytest.raises(ValueError, match="^ResidualNorm: Coded.codes is torch.float32 .* tensor of torch.int8$"):
+    with pytest.raises(
+        ValueError, match="^ResidualNorm: Coded.codes is torch.float32 .* tensor of torch.int8$"
+    ):
         ResidualNorm(sum=ResidualSum(residual=torch.ones(3, 2)), rounded=made).pack()
 
 
@@ -211,23 +251,34 @@ def test_a_declaration_that_cannot_be_is_refused_where_it_is_made():
         class Wrong(Operation):
             x: In[Tensor]  # noqa: F821
 
-    with pytest.raises(ValueError, match=r"Unsaid.tokens belongs to an operation: write In\[Indices\] or Out"):
+    with pytest.raises(
+        ValueError, match=r"Unsaid.tokens belongs to an operation: write In\[Indices\] or Out"
+    ):
 
         class Unsaid(Operation):
             tokens: Indices
 
 
-@pytest.mark.parametrize("annotations, members, hidden", [
-    ({"inputs": "In[Floats]"}, {}, "Operation.inputs"),
-    ({"name": "Host[str]"}, {}, "Operation.name"),
-    ({"outputs": "Out[Floats] | None"}, {}, "Operation.outputs"),
-    ({"limits": "int"}, {}, "Operation.limits"),
-    ({}, {"cpu": size(lambda self: 1)}, "Operation.cpu"),
-    ({}, {"pack": factor(lambda self: 1.0)}, "Operation.pack"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "annotations, members, hidden",
+    [
+        ({"inputs": "In[Floats]"}, {}, "Operation.inputs"),
+        ({"name": "Host[str]"}, {}, "Operation.name"),
+        ({"outputs": "Out[Floats] | None"}, {}, "Operation.outputs"),
+        ({"limits": "int"}, {}, "Operation.limits"),
+        ({}, {"cpu": size(lambda self: 1)}, "Operation.cpu"),
+        ({}, {"pack": factor(lambda self: 1.0)}, "Operation.pack"),
+    ],
+)
 def test_what_would_hide_an_attribute_of_operations_is_refused(annotations, members, hidden):
-    with pytest.raises(ValueError, match=f"^Hiding.{hidden.split('.')[1]} would hide {hidden}; call it something"):
-        type("Hiding", (Operation,), {"__annotations__": annotations, "__module__": __name__, **members})
+    with pytest.raises(
+        ValueError, match=f"^Hiding.{hidden.split('.')[1]} would hide {hidden}; call it something"
+    ):
+        type(
+            "Hiding",
+            (Operation,),
+            {"__annotations__": annotations, "__module__": __name__, **members},
+        )
 
 
 def test_what_would_hide_an_attribute_of_values_is_refused():
@@ -242,7 +293,9 @@ def clip_search(rows=6, columns=8, clips=6, **options):
 
 def test_tensors_of_other_shapes_than_stated_are_refused():
     clip_search().pack()
-    with pytest.raises(ValueError, match=r"LeastErrorClip\.unusable is \[6\]; it must be \[R\], .*clip \[5\]"):
+    with pytest.raises(
+        ValueError, match=r"LeastErrorClip\.unusable is \[6\]; it must be \[R\], .*clip \[5\]"
+    ):
         clip_search(clips=5).pack()
     with pytest.raises(ValueError, match=r"LeastErrorClip\.clip is \[6\]; .*before \[5\]"):
         clip_search(before=torch.ones(5)).pack()
@@ -261,11 +314,19 @@ def test_of_several_stated_shapes_one_fits():
 def test_shapes_of_values_are_those_of_their_holders():
     form = WeightFormat(name="int8", bits=8, grain=Grain.ROW)
     values, codes = torch.randn(6, 16), torch.empty(6, 16, dtype=torch.int8)
-    weight = Weight(format=form, codes=codes, scale=torch.empty(6), values=values, clip=torch.ones(6))
+    weight = Weight(
+        format=form, codes=codes, scale=torch.empty(6), values=values, clip=torch.ones(6)
+    )
     RoundWeight(weight=weight).pack()
-    for name, other in {"clip": torch.ones(5), "scale": torch.empty(5), "values": torch.randn(6, 15)}.items():
+    for name, other in {
+        "clip": torch.ones(5),
+        "scale": torch.empty(5),
+        "values": torch.randn(6, 15),
+    }.items():
         with pytest.raises(ValueError, match="RoundWeight.weight"):
             RoundWeight(weight=dataclasses.replace(weight, **{name: other})).pack()
-    x = Rows(coded=Coded(format=form, codes=torch.empty(3, 15, dtype=torch.int8), scale=torch.ones(1)))
+    x = Rows(
+        coded=Coded(format=form, codes=torch.empty(3, 15, dtype=torch.int8), scale=torch.ones(1))
+    )
     with pytest.raises(ValueError, match=r"Project\.weight\.codes is \[6, 16\]"):
         Project(x=x, weight=weight.bare(), out=torch.empty(3, 6)).pack()

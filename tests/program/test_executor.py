@@ -20,7 +20,9 @@ from tests.program.tiny import linear_program, linear_tensors
 
 def run(tensors, where="cpu", backward=True, **options):
     """The result of the small program."""
-    (y,) = Execution(linear_program(backward=backward, where=where), backend(where), **options)(tensors)
+    (y,) = Execution(linear_program(backward=backward, where=where), backend(where), **options)(
+        tensors
+    )
     return y
 
 
@@ -38,13 +40,24 @@ def test_a_missing_tensor_is_named(backward):
         run(tensors, backward=backward)
 
 
-@pytest.mark.parametrize("name, tensor, message", [
-    ("x", torch.zeros(6, 4), r"x is torch.float32 \(6, 4\).*built for torch.float32 \(5, 4\)"),
-    ("x", torch.zeros(5, 4, dtype=torch.float64), r"x is torch.float64 .*built for torch.float32"),
-    ("weight", torch.zeros(3, 4, dtype=torch.float64), r"weight is torch.float64.*torch.float32 \(3, 4\)"),
-    ("bias", torch.zeros(3, 1), r"bias is torch.float32 \(3, 1\).*\(3,\)"),
-    ("random_key", torch.zeros(1), r"random_key is torch.float32 \(1,\).*torch.int64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, tensor, message",
+    [
+        ("x", torch.zeros(6, 4), r"x is torch.float32 \(6, 4\).*built for torch.float32 \(5, 4\)"),
+        (
+            "x",
+            torch.zeros(5, 4, dtype=torch.float64),
+            r"x is torch.float64 .*built for torch.float32",
+        ),
+        (
+            "weight",
+            torch.zeros(3, 4, dtype=torch.float64),
+            r"weight is torch.float64.*torch.float32 \(3, 4\)",
+        ),
+        ("bias", torch.zeros(3, 1), r"bias is torch.float32 \(3, 1\).*\(3,\)"),
+        ("random_key", torch.zeros(1), r"random_key is torch.float32 \(1,\).*torch.int64"),
+    ],
+)
 def test_a_tensor_that_does_not_fit_is_named(name, tensor, message):
     with pytest.raises(ValueError, match=message):
         run(linear_tensors() | {name: tensor})
@@ -89,7 +102,9 @@ def test_going_back_twice_gives_the_same():
     tensors = linear_tensors()
     tensors["x"].requires_grad_()
     y = run(tensors)
-    first, second = (torch.autograd.grad(y.sum(), tensors["x"], retain_graph=True) for _ in range(2))
+    first, second = (
+        torch.autograd.grad(y.sum(), tensors["x"], retain_graph=True) for _ in range(2)
+    )
     assert torch.equal(*first, *second)
 
 
@@ -101,7 +116,10 @@ def test_hooks_see_every_operation_as_declared_and_on_real_tensors():
         def hook(declared, operation):
             seen.append((when, declared))
             assert type(declared) is type(operation) is not Operation
-            assert all(isinstance(tensor, VirtualTensor) for tensor in (*declared.inputs, *declared.outputs))
+            assert all(
+                isinstance(tensor, VirtualTensor)
+                for tensor in (*declared.inputs, *declared.outputs)
+            )
             shapes = [tuple(tensor.shape) for tensor in (*operation.inputs, *operation.outputs)]
             assert shapes == [tensor.shape for tensor in (*declared.inputs, *declared.outputs)]
             if when == "before" and declared.rounding() is not None:
@@ -114,10 +132,15 @@ def test_hooks_see_every_operation_as_declared_and_on_real_tensors():
 
     measured = []
     leaf = tensors["fc1_weight"].requires_grad_()
-    (y,) = Execution(program, backend("cpu"), hooks=Hooks(before=note("before"), after=note("after")))(tensors)
+    (y,) = Execution(
+        program, backend("cpu"), hooks=Hooks(before=note("before"), after=note("after"))
+    )(tensors)
     torch.autograd.grad(y.sum(), leaf)  # nothing of the backward pass is shown
     forward = program.operations[: program.forward_length]
-    assert seen == [(when, operation) for operation in forward for when in ("before", "after")] and len(measured) == 2
+    assert (
+        seen == [(when, operation) for operation in forward for when in ("before", "after")]
+        and len(measured) == 2
+    )
 
 
 def test_every_tensor_comes_from_the_frame():
@@ -133,8 +156,12 @@ def test_every_tensor_comes_from_the_frame():
             finished.append(index)
 
     values = {tensor: tensors[tensor.name] for tensor in (*program.inputs, *program.parameters)}
-    Execution(program, backend("cpu")).run(range(program.forward_length), values, Frame(torch.device("cpu")))
-    assert asked == [tensor for index in range(program.forward_length) for tensor in program.written(index)]
+    Execution(program, backend("cpu")).run(
+        range(program.forward_length), values, Frame(torch.device("cpu"))
+    )
+    assert asked == [
+        tensor for index in range(program.forward_length) for tensor in program.written(index)
+    ]
     assert finished == list(range(program.forward_length))
 
 
@@ -142,7 +169,9 @@ def test_every_tensor_comes_from_the_frame():
 def test_a_program_runs_where_it_is_told_to(where, monkeypatch):
     place, ran = backend(where), []
     prepare = place.prepare
-    monkeypatch.setattr(place, "prepare", lambda calls: ran.append(calls[0][0].name) or prepare(calls))
+    monkeypatch.setattr(
+        place, "prepare", lambda calls: ran.append(calls[0][0].name) or prepare(calls)
+    )
     program = programs.linear(config_of(mode="float").quant, 5, 8, 8, mode_on(where), bias=True)
     tensors = {virtual.name: tensor for virtual, tensor in border_tensors(program).items()}
     (y,) = Execution(program, place)(tensors)
@@ -171,15 +200,21 @@ def test_activations_cross_the_border_in_either_width(given):
     where = CUDA(emulated_device(), activations=torch.bfloat16)
     program = programs.linear(config_of(mode="float").quant, 5, 8, 8, mode_on(where), bias=True)
     tensors = {
-        "x": torch.randn(5, 8).to(given).requires_grad_(), "weight": torch.randn(8, 8).requires_grad_(),
-        "bias": torch.zeros(8), "random_key": torch.zeros(1, dtype=torch.int64),
-    }  # fmt: skip
+        "x": torch.randn(5, 8).to(given).requires_grad_(),
+        "weight": torch.randn(8, 8).requires_grad_(),
+        "bias": torch.zeros(8),
+        "random_key": torch.zeros(1, dtype=torch.int64),
+    }
     (y,) = Execution(program, where)(tensors)
     assert y.dtype == torch.bfloat16
     dx, dweight = torch.autograd.grad(y.float().sum(), [tensors["x"], tensors["weight"]])
     assert dx.dtype == given and dweight.dtype == torch.float32
-    torch.testing.assert_close(y.float(), tensors["x"].float() @ tensors["weight"].t(), atol=0.1, rtol=0.02)
-    torch.testing.assert_close(dx.float(), tensors["weight"].sum(0).expand(5, 8), atol=0.1, rtol=0.02)
+    torch.testing.assert_close(
+        y.float(), tensors["x"].float() @ tensors["weight"].t(), atol=0.1, rtol=0.02
+    )
+    torch.testing.assert_close(
+        dx.float(), tensors["weight"].sum(0).expand(5, 8), atol=0.1, rtol=0.02
+    )
     with pytest.raises(ValueError, match="x is torch.float64 .* was built for torch.bfloat16"):
         Execution(program, where)(tensors | {"x": torch.zeros(5, 8, dtype=torch.float64)})
 

@@ -1,4 +1,5 @@
-"""Where tensors of a run come from: fresh memory, or planned places, for any batch up to the planned one."""
+"""Where tensors of a run come from: fresh memory, or planned places, for any batch up to the
+planned one."""
 
 import pickle
 
@@ -24,7 +25,9 @@ def planned():
 
 
 def program_of(layer, batch, time):
-    return programs.encoder_layer(layer.config, Sentences(rows=batch * time, count=batch), mode_on("cpu"))
+    return programs.encoder_layer(
+        layer.config, Sentences(rows=batch * time, count=batch), mode_on("cpu")
+    )
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])
@@ -32,8 +35,14 @@ def test_fresh_tensors_have_the_shapes_of_what_is_written_and_lie_where_they_sho
     program = programs.feed_forward(config_of(), 5, mode_on("cpu"))
     frame = FreshFrame(torch.device(place))
     for index in range(len(program.operations)):
-        for virtual, tensor in zip(program.written(index), frame.tensors_for(program, index), strict=True):
-            assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == (virtual.shape, virtual.dtype, place)
+        for virtual, tensor in zip(
+            program.written(index), frame.tensors_for(program, index), strict=True
+        ):
+            assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == (
+                virtual.shape,
+                virtual.dtype,
+                place,
+            )
 
 
 @pytest.mark.parametrize("batch, time", [(2, 5), (1, 3), (2, 1)])
@@ -44,7 +53,9 @@ def test_tensors_of_any_batch_lie_at_the_planned_places(planned, batch, time):
     base = memory.arena.tensor(0, (1,), torch.uint8).data_ptr()
     for index in range(len(program.operations)):
         tensors = frame.tensors_for(program, index)
-        for number, (virtual, tensor) in enumerate(zip(program.written(index), tensors, strict=True)):
+        for number, (virtual, tensor) in enumerate(
+            zip(program.written(index), tensors, strict=True)
+        ):
             if is_placed(virtual) and virtual.size:
                 assert tensor.data_ptr() == base + memory.step.places[0, index, number]
                 assert tuple(tensor.shape) == virtual.shape and tensor.is_contiguous()
@@ -57,7 +68,8 @@ def test_results_lie_outside_and_first_gradients_of_parameters_inside(planned):
     x = torch.randn(5, 2, 48, requires_grad=True)
     y = layer(x)
     y.sum().backward()
-    assert not inside(memory, y) and not inside(memory, x.grad)  # rows of x are a view, which is no leaf
+    # rows of x are a view, which is no leaf
+    assert not inside(memory, y) and not inside(memory, x.grad)
     assert all(inside(memory, parameter.grad) for parameter in layer.parameters())
 
 

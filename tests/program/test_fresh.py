@@ -1,4 +1,5 @@
-"""Passes off planned memory: prepared once, the same bits as operation by operation, no memory held in between."""
+"""Passes off planned memory: prepared once, the same bits as operation by operation, no memory held
+in between."""
 
 import gc
 import threading
@@ -30,7 +31,8 @@ def layer() -> TransformerEncoderLayer:
 
 @pytest.fixture
 def prepared(monkeypatch) -> list[int]:
-    """How many operations are prepared together from here on, those that measure or round weights left out."""
+    """How many operations are prepared together from here on, those that measure or round weights
+    left out."""
     where, found = backend("cpu"), []
     original = where.prepare
 
@@ -56,7 +58,11 @@ def test_a_pass_is_prepared_once_and_gives_the_same_bits_every_time(layer, prepa
     assert equal(run(layer, x), expected[0]) and len(prepared) == 2
     for parameter in layer.parameters():
         parameter.data = parameter.data.clone()
-    assert equal(run(layer, other), expected[1]) and equal(run(layer, x), expected[0]) and len(prepared) == 2
+    assert (
+        equal(run(layer, other), expected[1])
+        and equal(run(layer, x), expected[0])
+        and len(prepared) == 2
+    )
     layer.eval()
     with torch.no_grad():
         results = [layer(x) for _ in range(3)]
@@ -154,6 +160,11 @@ def test_what_hooks_give_back_must_be_what_was_saved(layer):
     with torch.autograd.graph.save_on_cpu():
         assert equal(run(layer, x), expected)
     widened = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, torch.Tensor.double)
-    with pytest.raises(ValueError, match=r"is torch.float64 with strides .*must be a contiguous tensor of"), widened:
+    with (
+        pytest.raises(
+            ValueError, match=r"is torch.float64 with strides .*must be a contiguous tensor of"
+        ),
+        widened,
+    ):
         run(layer, x)
     assert equal(run(layer, x), expected)

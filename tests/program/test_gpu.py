@@ -1,4 +1,5 @@
-"""What only a GPU can show of whole programs: bits that never change, graphs, streams, memory that runs out."""
+"""What only a GPU can show of whole programs: bits that never change, graphs, streams, memory that
+runs out."""
 
 import gc
 import shutil
@@ -23,12 +24,16 @@ LONG, SOURCE = Sentences(rows=350, count=9), Sentences(rows=300, count=9)
 
 
 class Prepared:
-    """Both passes of a program as one list of launches, on random inputs; every tensor has memory of its own."""
+    """Both passes of a program as one list of launches, on random inputs; every tensor has memory
+    of its own."""
 
     def __init__(self, build, dtype: torch.dtype = torch.float32, seed: int = 0):
         where = CUDA(gpu(), activations=dtype)
         self.program = build(mode_on(where))
-        self.placed = {tensor: one.to(where.place) for tensor, one in border_tensors(self.program, seed).items()}
+        self.placed = {
+            tensor: one.to(where.place)
+            for tensor, one in border_tensors(self.program, seed).items()
+        }
 
         def place(tensor: VirtualTensor) -> torch.Tensor:
             if tensor not in self.placed:
@@ -36,7 +41,9 @@ class Prepared:
             return self.placed[tensor]
 
         calls = zip(self.program.operations, self.program.scratch, strict=True)
-        self.run = where.prepare([(one.bind(place), [*map(place, scratch)]) for one, scratch in calls])
+        self.run = where.prepare(
+            [(one.bind(place), [*map(place, scratch)]) for one, scratch in calls]
+        )
 
     def results(self) -> dict[str, torch.Tensor]:
         """Copies of outputs and gradients by name, once all is done."""
@@ -50,7 +57,9 @@ def decoder(mode):
 
 
 def same(first, second):
-    return all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
+    return all(
+        torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -79,7 +88,11 @@ def test_a_captured_list_replays_on_other_inputs():
         prepared.run()
     for seed in (1, 2):
         for tensor in changing:
-            tensor.copy_(torch.randn_like(tensor) if tensor.is_floating_point() else torch.full_like(tensor, seed))
+            tensor.copy_(
+                torch.randn_like(tensor)
+                if tensor.is_floating_point()
+                else torch.full_like(tensor, seed)
+            )
         prepared.run()
         eager = prepared.results()
         for tensor in prepared.program.gradients:
@@ -99,7 +112,9 @@ def test_two_streams_at_once():
         for stream, prepared in zip(streams, both, strict=True):
             with torch.cuda.stream(stream):
                 prepared.run()
-    assert all(same(wanted, prepared.results()) for wanted, prepared in zip(expected, both, strict=True))
+    assert all(
+        same(wanted, prepared.results()) for wanted, prepared in zip(expected, both, strict=True)
+    )
 
 
 def test_memory_that_runs_out_is_said_and_nothing_leaks():
@@ -122,7 +137,18 @@ def test_compute_sanitizer_finds_nothing(tool):
     program = shutil.which("compute-sanitizer")
     if program is None:
         pytest.skip("needs compute-sanitizer, which comes with CUDA's toolkit")
-    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-k", "cuda and 41", "tests/ops"]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "gpu",
+        "-k",
+        "cuda and 41",
+        "tests/ops",
+    ]
     command = [program, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all", *tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:]

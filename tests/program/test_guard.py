@@ -16,7 +16,9 @@ def guarded():
     torch.manual_seed(1)
     model = Translator(backward="int8")
     memory = plan_memory(model, largest(model), mode="guard")
-    memory.step = replace(memory.step, buffers=dict(memory.step.buffers), places=dict(memory.step.places))
+    memory.step = replace(
+        memory.step, buffers=dict(memory.step.buffers), places=dict(memory.step.places)
+    )
     return model, memory
 
 
@@ -27,14 +29,21 @@ def step(model):
 def shortenable(memory):
     """Keys of buffers that are read after the operation that writes them, and are not lent."""
     lent = memory.step.lent
-    return [key for key, buffer in memory.step.buffers.items() if buffer.last > buffer.first and key not in lent]
+    return [
+        key
+        for key, buffer in memory.step.buffers.items()
+        if buffer.last > buffer.first and key not in lent
+    ]
 
 
 def test_a_sound_plan_is_silent(guarded):
     model, memory = guarded
-    for _ in range(2):  # the first time gradients come to lie there, the second time they are added to others
+    # the first time gradients come to lie there, the second time they are added to others
+    for _ in range(2):
         step(model)
-        assert memory.fired == 0 and all(one.until == len(memory.step.passes) - 1 for one in memory.alive.values())
+        assert memory.fired == 0 and all(
+            one.until == len(memory.step.passes) - 1 for one in memory.alive.values()
+        )
     memory.next_step()
     assert memory.fired == 0 and not memory.alive
 
@@ -45,7 +54,11 @@ def test_what_was_lent_ends_as_poison(guarded):
     step(model)
     key, lending = next((key, one) for key, one in memory.step.lent.items() if one.leaf is not None)
     memory.next_step()
-    assert memory.arena.tensor(memory.step.places[key], lending.leaf.shape, torch.float32).isnan().all()
+    assert (
+        memory.arena.tensor(memory.step.places[key], lending.leaf.shape, torch.float32)
+        .isnan()
+        .all()
+    )
 
 
 def test_a_write_behind_what_was_lent(guarded):
@@ -54,7 +67,9 @@ def test_a_write_behind_what_was_lent(guarded):
     step(model)
     key = next(iter(memory.alive))
     memory.red_zone(memory.alive[key])[7] = 0
-    with pytest.raises(MemoryGuardError, match="something wrote behind the end of .*; found out after it was lent"):
+    with pytest.raises(
+        MemoryGuardError, match="something wrote behind the end of .*; found out after it was lent"
+    ):
         step(model)
 
 
@@ -75,7 +90,9 @@ def test_a_life_that_is_one_operation_too_short(guarded, which):
     key = shortenable(memory)[which]
     buffer = memory.step.buffers[key]
     memory.step.buffers[key] = replace(buffer, last=buffer.last - 1)
-    with pytest.raises(MemoryGuardError, match=f"reads {buffer.name.rpartition('/')[2]} after its planned end"):
+    with pytest.raises(
+        MemoryGuardError, match=f"reads {buffer.name.rpartition('/')[2]} after its planned end"
+    ):
         step(model)
     assert memory.fired == 1
 
@@ -86,7 +103,9 @@ def test_two_tensors_in_one_place(guarded):
         (a, b)
         for a, one in memory.step.buffers.items()
         for b, other in memory.step.buffers.items()
-        if a < b and one.first < other.first < one.last and one.size > MARGIN < other.size
+        if a < b
+        and one.first < other.first < one.last
+        and one.size > MARGIN < other.size
         and memory.step.lent.keys().isdisjoint((a, b))
     )
     memory.step.places[second] = memory.step.places[first]
@@ -109,7 +128,9 @@ def test_a_write_behind_the_end(guarded, monkeypatch):
         step(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.bool, torch.uint8]
+)
 def test_poison(dtype):
     tensor = torch.zeros(5, dtype=dtype)
     guard.poison(tensor)

@@ -1,4 +1,5 @@
-"""Results and gradients in planned memory that are lent: the same numbers, and nothing that is kept is overwritten."""
+"""Results and gradients in planned memory that are lent: the same numbers, and nothing that is kept
+is overwritten."""
 
 import copy
 import gc
@@ -55,7 +56,9 @@ def test_contributions_to_a_shared_table_are_added_in_its_first_place(pair):
                 tables.setdefault(source, []).append(key)
     ((first, *others),) = tables.values()
     lent = [memory.step.lent[key] for key in (first, *others)]
-    assert [one.keep for one in lent] == [False, True, True] and lent[0].until == max(one.until for one in lent)
+    assert [one.keep for one in lent] == [False, True, True] and lent[0].until == max(
+        one.until for one in lent
+    )
     before = table.grad.clone()
     backward(planned)
     total = memory.arena.tensor(memory.step.places[first], table.shape, table.dtype)
@@ -67,7 +70,9 @@ def test_a_projection_of_its_own():
     planned, naive = twins(backward="int8")
     for model in (planned, naive):
         torch.manual_seed(2)
-        model.projection = VocabularyProjection(VOCABULARY, 48, quant=model.projection.quant, padding_idx=PADDING)
+        model.projection = VocabularyProjection(
+            VOCABULARY, 48, quant=model.projection.quant, padding_idx=PADDING
+        )
     plan_memory(planned, largest(planned))
     for _ in range(3):
         assert equal(*both(planned, naive, backward))
@@ -94,25 +99,36 @@ def test_gradients_that_are_asked_for(pair):
     planned, naive, memory = pair
 
     def asked(model):
-        found = torch.autograd.grad(model(*batch(3, 7, 9)), list(model.parameters()), allow_unused=True)
+        found = torch.autograd.grad(
+            model(*batch(3, 7, 9)), list(model.parameters()), allow_unused=True
+        )
         backward(model, seed=1)
         return found
 
     found, expected = both(planned, naive, asked)
     memory.next_step()
-    assert equal(found, expected) and not any(inside(memory, one) for one in found if one is not None)
+    assert equal(found, expected) and not any(
+        inside(memory, one) for one in found if one is not None
+    )
 
 
 def test_a_view_that_is_kept_is_an_error_until_it_is_gone(pair):
     planned, naive, _ = pair
     kept = []
-    handle = planned.encoder[0].feed_forward.fc1_weight.register_hook(lambda gradient: kept.append(gradient[1:]))
-    with pytest.raises(RuntimeError, match="d_feed_forward.fc1_weight of encoder.0 lies in planned memory .* a view"):
+    handle = planned.encoder[0].feed_forward.fc1_weight.register_hook(
+        lambda gradient: kept.append(gradient[1:])
+    )
+    with pytest.raises(
+        RuntimeError,
+        match="d_feed_forward.fc1_weight of encoder.0 lies in planned memory .* a view",
+    ):
         backward(planned)
         planned(*batch(3, 7, 9))
     handle.remove()
     value = kept[0].clone()
-    with pytest.raises(RuntimeError, match="clone the views of results and gradients .*--lsq-memory naive"):
+    with pytest.raises(
+        RuntimeError, match="clone the views of results and gradients .*--lsq-memory naive"
+    ):
         planned(*batch(3, 7, 9))
     assert torch.equal(kept[0], value)
     kept.clear()
@@ -124,7 +140,8 @@ def test_a_view_that_is_kept_is_an_error_until_it_is_gone(pair):
 
 @pytest.mark.parametrize("to_none", [False, True])
 def test_the_first_contribution_may_be_left_out(pair, to_none):
-    """Without the loss, the table's first gradient is one that was planned to be added to another."""
+    """Without the loss, the table's first gradient is one that was planned to be added to
+    another."""
     planned, naive, memory = pair
 
     def without_loss(model):
@@ -201,7 +218,12 @@ def test_results_and_their_gradients_go_from_program_to_program(stacks):
     for _ in range(3):
         assert equal(*both(planned, naive, step))
     assert places == 3 * [True, True, True, False]
-    lent = [key for one in memory.step.passes for key, border, _ in crossing(one) if border.role != "parameter"]
+    lent = [
+        key
+        for one in memory.step.passes
+        for key, border, _ in crossing(one)
+        if border.role != "parameter"
+    ]
     assert len(memory.step.lent.keys() & set(lent)) == 6  # three results, and their gradients
 
 
@@ -225,7 +247,9 @@ def test_a_view_of_a_result_is_an_error(stacks):
     planned, _, _, x = stacks
     kept = []
     planned.look = lambda y: kept.append(y.detach())
-    with pytest.raises(RuntimeError, match="of layers.0 lies in planned memory .*clone the views of results"):
+    with pytest.raises(
+        RuntimeError, match="of layers.0 lies in planned memory .*clone the views of results"
+    ):
         planned(x).backward()
 
 

@@ -1,4 +1,5 @@
-"""First gradients of a step lie in planned memory, whoever holds them: never overwritten, the same numbers."""
+"""First gradients of a step lie in planned memory, whoever holds them: never overwritten, the same
+numbers."""
 
 import copy
 import gc
@@ -24,7 +25,11 @@ PACKING = Packing(shape=(2, 4))
 def pair(request):
     """(planned, naive, memory): equal translators without gradients."""
     planned, naive = twins(backward="int8", calibration_passes=0)
-    return planned, naive, plan_memory(planned, largest(planned), mode=getattr(request, "param", "planned"))
+    return (
+        planned,
+        naive,
+        plan_memory(planned, largest(planned), mode=getattr(request, "param", "planned")),
+    )
 
 
 def test_they_take_no_memory_beside_the_arena(pair):
@@ -33,15 +38,18 @@ def test_they_take_no_memory_beside_the_arena(pair):
         backward(model)
         model.zero_grad()
     bytes_of_gradients = sum(4 * parameter.numel() for parameter in planned.parameters())
-    found, expected = (traced_peak(lambda model=model: backward(model)) for model in (planned, naive))
+    found, expected = (
+        traced_peak(lambda model=model: backward(model)) for model in (planned, naive)
+    )
     assert found < bytes_of_gradients / 4 < bytes_of_gradients < expected
     assert all(inside(memory, gradient) for gradient in gradients(planned) if gradient is not None)
 
 
 @pytest.mark.parametrize(
-    "dropped, pair", in_turn(["before", "between", "after", "in part", "never"], ["planned", "guard"], 1),
+    "dropped, pair",
+    in_turn(["before", "between", "after", "in part", "never"], ["planned", "guard"], 1),
     indirect=["pair"],
-)  # fmt: skip
+)
 def test_wherever_gradients_are_dropped(pair, dropped):
     planned, naive, memory = pair
 
@@ -79,22 +87,32 @@ def test_lists_of_gradients_may_be_kept(pair):
         return found
 
     found, expected = both(planned, naive, kept)
-    assert equal(found, expected) and [inside(memory, one) for one in found].count(True) == len(gradients(planned))
+    assert equal(found, expected) and [inside(memory, one) for one in found].count(True) == len(
+        gradients(planned)
+    )
     memory.next_step()
     assert equal(found, expected) and not any(inside(memory, one) for one in found)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("view", [
-    lambda gradient: gradient[1:], torch.Tensor.detach, torch.Tensor.numpy, torch.Tensor.untyped_storage,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda gradient: gradient[1:],
+        torch.Tensor.detach,
+        torch.Tensor.numpy,
+        torch.Tensor.untyped_storage,
+    ],
+)
 def test_a_view_that_is_kept_is_an_error_until_it_is_gone(pair, view):
     planned, naive, _ = pair
     weight = planned.decoder[1].feed_forward.fc2_weight
     both(planned, naive, backward)
     kept, value = view(weight.grad), weight.grad.clone()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="fc2_weight of decoder.1 lies in planned memory .* clone the views"):
+        with pytest.raises(
+            RuntimeError, match="fc2_weight of decoder.1 lies in planned memory .* clone the views"
+        ):
             planned(*batch(3, 7, 9))
         assert torch.equal(weight.grad, value)
     del kept
@@ -135,7 +153,9 @@ def test_hooks_that_take_gradients_away(pair):
     weight.register_post_accumulate_grad_hook(take)
     backward(planned)
     value = kept[0].clone()
-    with pytest.raises(RuntimeError, match="d_feed_forward.fc1_weight of encoder.0 lies in planned memory"):
+    with pytest.raises(
+        RuntimeError, match="d_feed_forward.fc1_weight of encoder.0 lies in planned memory"
+    ):
         planned(*batch(3, 7, 9))
     assert torch.equal(kept[0], value)
 
@@ -158,10 +178,14 @@ def test_an_exception_on_the_way_back(pair):
     assert equal(*both(planned, naive, interrupted))
 
 
-@pytest.mark.parametrize("replace", [
-    release_memory, lambda model: plan_memory(model, largest(model)),
-    lambda model: plan_memory(model, largest(model), mode="naive"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "replace",
+    [
+        release_memory,
+        lambda model: plan_memory(model, largest(model)),
+        lambda model: plan_memory(model, largest(model), mode="naive"),
+    ],
+)
 def test_memory_that_is_taken_away_or_replaced(pair, replace):
     planned, naive, memory = pair
     found, expected = both(planned, naive, backward)
@@ -221,7 +245,9 @@ def test_parameters_of_a_functional_call(pair):
     planned, naive, _ = pair
 
     def call(model):
-        others = {name: torch.nn.Parameter(0.5 * one.detach()) for name, one in model.named_parameters()}
+        others = {
+            name: torch.nn.Parameter(0.5 * one.detach()) for name, one in model.named_parameters()
+        }
         for seed in range(2):
             torch.func.functional_call(model, others, tuple(batch(3, 7, 9, seed=seed))).backward()
         return [*(one.grad for one in others.values()), *gradients(model)]
@@ -234,7 +260,9 @@ def test_gradients_of_inputs(mode):
     torch.manual_seed(0)
     planned = TransformerEncoderLayer(config_of(backward="int8", calibration_passes=0))
     naive, x = copy.deepcopy(planned), torch.randn(8, 48)
-    memory = plan_memory(planned, lambda: planned.rows(x.requires_grad_(), PACKING).sum(), mode=mode)
+    memory = plan_memory(
+        planned, lambda: planned.rows(x.requires_grad_(), PACKING).sum(), mode=mode
+    )
 
     def step(model):
         found = []

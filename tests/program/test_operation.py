@@ -1,4 +1,5 @@
-"""What every operation has without saying so: its name, inputs and outputs, rounding, storing, refusals."""
+"""What every operation has without saying so: its name, inputs and outputs, rounding, storing,
+refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Sum(Operation):
 
 
 def norm(rounded=None, **fields) -> ResidualNorm:
-    return ResidualNorm(sum=ResidualSum(residual=torch.randn(3, 8), z=empty(3, 8), **fields), rounded=rounded)
+    return ResidualNorm(
+        sum=ResidualSum(residual=torch.randn(3, 8), z=empty(3, 8), **fields), rounded=rounded
+    )
 
 
 def test_inputs_and_outputs_are_the_tensors_that_are_there():
@@ -38,7 +41,9 @@ def test_inputs_and_outputs_are_the_tensors_that_are_there():
     read = one.sum.residual, one.sum.update, mask.key, coded.clip
     written = one.sum.z, coded.codes, coded.scale, coded.clipped, coded.seen
     for found, expected in ((one.inputs, read), (one.outputs, written)):
-        assert len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
+        assert len(found) == len(expected) and all(
+            a is b for a, b in zip(found, expected, strict=True)
+        )
 
 
 def test_what_is_rounded_under_a_clip():
@@ -53,9 +58,13 @@ def test_what_is_rounded_under_a_clip():
 def test_a_value_that_is_read_is_not_rounded_here():
     weight = Weight(format=None, codes=torch.zeros(16, 16, dtype=torch.int8), scale=torch.ones(16))
     given = Prediction(
-        x=Rows(coded=rounded(3, 16)), weight=weight, target=torch.zeros(3, dtype=torch.int64), vocabulary=5, padding=1,
+        x=Rows(coded=rounded(3, 16)),
+        weight=weight,
+        target=torch.zeros(3, dtype=torch.int64),
+        vocabulary=5,
+        padding=1,
         smoothing=0.0,
-    )  # fmt: skip
+    )
     loss = VocabularyLoss(prediction=given, loss=empty(1), nll=empty(1))
     assert loss.rounding() is None
 

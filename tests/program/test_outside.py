@@ -30,12 +30,18 @@ def test_a_rehearsal_counts_what_is_not_of_lsq():
     memory = plan_memory(model, lambda: model(x).square().mean())
     release_memory(model)
     assert memory.outside == {"GELU": BYTES, "the loss": BYTES}
-    assert repr(memory).startswith("<StepMemory: ") and "tensors of lsq's layers in 0." in str(memory)
+    assert repr(memory).startswith("<StepMemory: ") and "tensors of lsq's layers in 0." in str(
+        memory
+    )
     assert str(memory).endswith("not lsq's (GELU 0.0, the loss 0.0)")
 
 
 def test_in_words():
     assert described({}) == "nothing is kept"
     many = {f"Module{number}": (number + 1) * 2**20 for number in range(7)}
-    text = "28.0 MiB are kept by modules that are not lsq's (Module6 7.0, Module5 6.0, Module4 5.0, Module3 4.0, "
+    text = (
+        "28.0 MiB are kept by modules that are not lsq's (Module6 7.0, Module5 6.0, Module4"
+        " 5.0,"
+        " Module3 4.0, "
+    )
     assert described(many) == text + "Module2 3.0, 2 others)"

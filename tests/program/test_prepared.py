@@ -1,4 +1,5 @@
-"""Prepared passes: the same bits as operation by operation, prepared once, nothing held in between."""
+"""Prepared passes: the same bits as operation by operation, prepared once, nothing held in
+between."""
 
 import gc
 import weakref
@@ -21,7 +22,8 @@ from tests.layers.toy import batch, largest, twins
 
 @pytest.fixture
 def layer() -> TransformerEncoderLayer:
-    """A layer with memory for batches up to 5 x 2, that measures its clips in the first pass alone."""
+    """A layer with memory for batches up to 5 x 2, that measures its clips in the first pass
+    alone."""
     torch.manual_seed(0)
     found = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0))
     plan_memory(found, lambda: found(torch.ones(5, 2, 48)).sum())
@@ -30,7 +32,8 @@ def layer() -> TransformerEncoderLayer:
 
 @pytest.fixture
 def prepared(monkeypatch) -> list[list[str]]:
-    """The names of the operations that are prepared together from here on, without those of weights."""
+    """The names of the operations that are prepared together from here on, without those of
+    weights."""
     where, found = backend("cpu"), []
     original = where.prepare
 
@@ -59,7 +62,9 @@ def equal(found, expected) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("options", [{"backward": "int8"}, {"backward": "float", "pre_norm": True}, {"mode": "float"}])
+@pytest.mark.parametrize(
+    "options", [{"backward": "int8"}, {"backward": "float", "pre_norm": True}, {"mode": "float"}]
+)
 def test_a_training_that_repeats_its_batches_gives_the_same_gradients(options):
     planned, naive = twins(**options)
     memory = plan_memory(planned, largest(planned))
@@ -102,13 +107,19 @@ def test_loops_side_by_side_are_one_foreign_call(layer, monkeypatch):
             function = getattr(library, name)
             if name != "lsq_run_sequence":
                 return function
-            return lambda loops, structs, count: (counts.append(count.value), function(loops, structs, count))
+            return lambda loops, structs, count: (
+                counts.append(count.value),
+                function(loops, structs, count),
+            )
 
     monkeypatch.setattr(loader, "library", Listening)
     run(layer, x)  # prepares its passes
     program = next(iter(layer.step_memory.prepared))[0]
     kinds = [
-        [type(operation).cpu is Operation.cpu for operation in program.operations[indices.start : indices.stop]]
+        [
+            type(operation).cpu is Operation.cpu
+            for operation in program.operations[indices.start : indices.stop]
+        ]
         for indices in (range(program.forward_length), program.backward_range)
     ]
     wanted = [len(list(group)) for one in kinds for is_loop, group in groupby(one) if is_loop]
@@ -184,4 +195,6 @@ def test_passes_used_last_are_kept(layer, monkeypatch):
         for length in (2, 3, 4):
             run(layer, torch.randn(length, 2, 48))
     programs = {key[0] for key in layer.step_memory.prepared}
-    assert len(layer.step_memory.prepared) == 4 and {program.inputs[1].shape[0] for program in programs} == {6, 8}
+    assert len(layer.step_memory.prepared) == 4 and {
+        program.inputs[1].shape[0] for program in programs
+    } == {6, 8}

@@ -1,4 +1,5 @@
-"""Prepared passes on CUDA, and in the emulator: one list for a pass, whose inputs and gradients may move."""
+"""Prepared passes on CUDA, and in the emulator: one list for a pass, whose inputs and gradients may
+move."""
 
 import copy
 
@@ -36,7 +37,11 @@ def step(layer, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(upstream)
-    found = [y.detach().clone(), x.grad.clone(), *(parameter.grad.clone() for parameter in layer.parameters())]
+    found = [
+        y.detach().clone(),
+        x.grad.clone(),
+        *(parameter.grad.clone() for parameter in layer.parameters()),
+    ]
     layer.zero_grad()
     return found
 
@@ -45,7 +50,9 @@ def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, mon
     planned, fresh = layers
     runs, run, weights = [], LaunchList.run, 4
     for number in range(4):
-        x, upstream = torch.randn(2, 4, 2, 48).to(planned.backend.place, planned.backend.activations)
+        x, upstream = torch.randn(2, 4, 2, 48).to(
+            planned.backend.place, planned.backend.activations
+        )
         if number == 2:  # parameters, too, lie elsewhere from now on
             for parameter in planned.parameters():
                 parameter.data = parameter.data.clone()
@@ -56,7 +63,9 @@ def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, mon
             assert len(runs) == weights + 2
             runs.clear()
             found = step(planned, x, upstream)
-        for name, one, other in zip(["y", "dx", *dict(fresh.named_parameters())], found, expected, strict=True):
+        for name, one, other in zip(
+            ["y", "dx", *dict(fresh.named_parameters())], found, expected, strict=True
+        ):
             assert torch.equal(one, other), (number, name)
     assert len(runs) == weights + 2 and len(planned.step_memory.prepared) == 2
 

@@ -50,7 +50,12 @@ def test_gradients_live_to_the_end():
     found = lifetimes_of(
         [(x, y), (dy, dx), (dy, other), (other, dz)], 1, (x,), (y,), (dx, dz, None)
     )
-    assert found[dx] == (1, 3) and found[dz] == (3, 3) and found[dy] == (1, 2) and found[other] == (2, 3)
+    assert (
+        found[dx] == (1, 3)
+        and found[dz] == (3, 3)
+        and found[dy] == (1, 2)
+        and found[other] == (2, 3)
+    )
 
 
 def test_saved_is_what_crosses_into_the_backward_pass():
@@ -59,12 +64,24 @@ def test_saved_is_what_crosses_into_the_backward_pass():
     sums = (x, x, a), (a, x, b), (b, a, y), (dy, b, dx), (y, x, dx)
     listed = tuple(Add(a=first, b=second, out=out) for first, second, out in sums)
     scratch = (used,), (), (), (), ()
-    read_and_written = [(*one.inputs, *one.outputs, *extra) for one, extra in zip(listed, scratch, strict=True)]
+    read_and_written = [
+        (*one.inputs, *one.outputs, *extra) for one, extra in zip(listed, scratch, strict=True)
+    ]
     program = Program(
-        name="tiny", operations=listed, scratch=scratch, forward_length=3, inputs=(x,), parameters=(), weights={},
-        activations=(), outputs=(y,), output_gradients=(dy,), differentiable=(x,), gradients=(dx,),
+        name="tiny",
+        operations=listed,
+        scratch=scratch,
+        forward_length=3,
+        inputs=(x,),
+        parameters=(),
+        weights={},
+        activations=(),
+        outputs=(y,),
+        output_gradients=(dy,),
+        differentiable=(x,),
+        gradients=(dx,),
         lifetimes=lifetimes_of(read_and_written, 3, (x,), (y,), (dx,)),
-    )  # fmt: skip
+    )
     assert program.saved == (b,) and program.saved_bytes == 16
     assert program.written(0) == (a, used) and program.written(1) == (b,)
     assert program.backward_range == range(3, 5) and program.lifetimes[used] == (0, 0)
@@ -74,4 +91,7 @@ def test_scratch_memory_lives_for_its_operation():
     program = linear_program()
     assert any(program.scratch)
     for index, scratch in enumerate(program.scratch):
-        assert all(program.lifetimes[tensor] == (index, index) and tensor.role == "temporary" for tensor in scratch)
+        assert all(
+            program.lifetimes[tensor] == (index, index) and tensor.role == "temporary"
+            for tensor in scratch
+        )

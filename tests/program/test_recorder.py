@@ -21,14 +21,26 @@ def test_taken_names_are_numbered():
 def test_a_tensor_like_another():
     recorder = Recorder()
     like = recorder.like("twin", recorder.tensor("codes", (3, 4), torch.int8))
-    assert (like.name, like.shape, like.dtype, like.role) == ("twin", (3, 4), torch.int8, "temporary")
+    assert (like.name, like.shape, like.dtype, like.role) == (
+        "twin",
+        (3, 4),
+        torch.int8,
+        "temporary",
+    )
 
 
 def test_a_parameter_is_one_tensor_and_says_what_it_is():
     recorder = Recorder()
     table = recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5)
-    assert recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5) is table and table.role == "parameter"
-    assert (table.declared.name, table.declared.shape, table.declared.kind) == ("table", (3, 4), Kind.TABLE)
+    assert (
+        recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5) is table
+        and table.role == "parameter"
+    )
+    assert (table.declared.name, table.declared.shape, table.declared.kind) == (
+        "table",
+        (3, 4),
+        Kind.TABLE,
+    )
     assert (table.declared.deviation, table.declared.start, table.declared.bound) == (0.5, 0.0, 0.0)
 
 

@@ -18,7 +18,9 @@ def test_results_are_zeros_without_memory():
     with rehearsal.rehearsing() as rehearsed:
         y = layer(x)
     assert y.shape == x.shape and y.requires_grad and not y.any()
-    assert [(one.node, one.backward) for one in rehearsed.passes] == [(0, False)] and rehearsed.owners == [layer]
+    assert [(one.node, one.backward) for one in rehearsed.passes] == [
+        (0, False)
+    ] and rehearsed.owners == [layer]
     assert layer(x).any(), "after the rehearsal the layer computes"
     assert rehearsal.active() is None
 
@@ -44,7 +46,9 @@ def test_gradients_that_were_there_stay():
     before = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
     rehearsed = rehearsal.rehearse(lambda: layer(x).sum(), layer.parameters())
     assert [(one.node, one.backward) for one in rehearsed.passes] == [(0, False), (0, True)]
-    assert all(torch.equal(parameter.grad, before[name]) for name, parameter in layer.named_parameters())
+    assert all(
+        torch.equal(parameter.grad, before[name]) for name, parameter in layer.named_parameters()
+    )
 
 
 def test_tensors_at_borders_are_numbered_over_the_step():
@@ -53,9 +57,14 @@ def test_tensors_at_borders_are_numbered_over_the_step():
     twin.feed_forward.fc1_weight = layer.feed_forward.fc1_weight
     twin.feed_forward.fc2_weight.requires_grad_(False)
     packing, rows = Packing(shape=(2, 5)), x.view(10, 48)
-    rehearsed = rehearsal.rehearse(lambda: twin.rows(layer.rows(rows, packing), packing).sum(), layer.parameters())
+    rehearsed = rehearsal.rehearse(
+        lambda: twin.rows(layer.rows(rows, packing), packing).sum(), layer.parameters()
+    )
     first, second = (
-        {one.name: n for one, n in zip((*p.program.inputs, *p.program.parameters), p.reads, strict=True)}
+        {
+            one.name: n
+            for one, n in zip((*p.program.inputs, *p.program.parameters), p.reads, strict=True)
+        }
         for p in rehearsed.passes[:2]
     )
     assert first["x"] is None and first["starts"] is None
@@ -63,7 +72,9 @@ def test_tensors_at_borders_are_numbered_over_the_step():
     assert second["feed_forward.fc1_weight"] == first["feed_forward.fc1_weight"]
     assert second["feed_forward.fc2_weight"] is None
     assert second["feed_forward.fc2_bias"] not in first.values()
-    assert [one.reads for one in rehearsed.passes[2:]] == [one.reads for one in rehearsed.passes[1::-1]]
+    assert [one.reads for one in rehearsed.passes[2:]] == [
+        one.reads for one in rehearsed.passes[1::-1]
+    ]
 
 
 def test_an_error_ends_the_rehearsal():

@@ -1,4 +1,5 @@
-"""What is drawn for declared operations: values in the range of what they stand for, whatever tensors are called."""
+"""What is drawn for declared operations: values in the range of what they stand for, whatever
+tensors are called."""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ def sampled(**fields) -> Everything:
 
 def test_kinds():
     found = sampled(
-        x=empty(40, 50), statistics=empty(40), flags=empty(4000, dtype=torch.uint8),
+        x=empty(40, 50),
+        statistics=empty(40),
+        flags=empty(4000, dtype=torch.uint8),
         slopes=empty(40, 50, dtype=torch.int8),
-        tokens=empty(4000, dtype=torch.int64), others=empty(4000, dtype=torch.int64),
+        tokens=empty(4000, dtype=torch.int64),
+        others=empty(4000, dtype=torch.int64),
         starts=empty(4, dtype=torch.int32),
-    )  # fmt: skip
+    )
     assert found.x.dtype == found.y.dtype == torch.bfloat16 and found.x.float().std() > 0.5
     assert found.statistics.dtype == torch.float32 and 0.5 <= found.statistics.min()
     assert found.flags.unique().numel() > 50 and found.slopes.abs().max() == 127
@@ -62,17 +66,27 @@ def test_values(bits):
     codes = [empty(40, 50, dtype=torch.int8) for _ in range(3)]
     found = sampled(
         rounded=Coded(format=form, codes=codes[0], scale=empty(1), clip=empty(1)),
-        weight=Weight(format=form, codes=codes[1], scale=empty(40), values=empty(40, 50), clip=empty(40)),
+        weight=Weight(
+            format=form, codes=codes[1], scale=empty(40), values=empty(40, 50), clip=empty(40)
+        ),
         upstream=RoundedGradient(
-            format=GRADIENT, codes=codes[2], scale=empty(40), weight_scale=empty(50),
-            key=empty(1, dtype=torch.int64), subsequence=1,
+            format=GRADIENT,
+            codes=codes[2],
+            scale=empty(40),
+            weight_scale=empty(50),
+            key=empty(1, dtype=torch.int64),
+            subsequence=1,
         ),
         dropout=Dropout(key=ANOTHER, subsequence=2, probability=0.1),
     )
     assert found.rounded.codes.abs().max() == found.weight.codes.abs().max() == form.largest
     assert found.upstream.codes.abs().max() == 127
     assert 0 < found.weight.scale.min() and found.weight.scale.max() * form.largest < 1
-    assert found.rounded.clip == 1.5 and found.weight.values.std() < 0.2 and found.weight.clip.min() >= 0.1
+    assert (
+        found.rounded.clip == 1.5
+        and found.weight.values.std() < 0.2
+        and found.weight.clip.min() >= 0.1
+    )
     assert torch.equal(found.upstream.key, KEY) and found.dropout.key is not None
 
 
@@ -99,9 +113,14 @@ def test_a_tensor_in_two_fields_is_one_tensor():
 def test_placed_on_meta_takes_no_memory():
     everything = Everything(x=empty(40, 2**50), statistics=torch.ones(3), y=empty(40, 50))
     found = placed(everything, activations=torch.bfloat16)
-    assert found.x.device.type == found.statistics.device.type == "meta" and found.x.dtype == torch.bfloat16
+    assert (
+        found.x.device.type == found.statistics.device.type == "meta"
+        and found.x.dtype == torch.bfloat16
+    )
 
 
 def test_the_same_seed_draws_the_same():
-    first, again, other = (Sampler(seed=seed).operation(Everything(x=empty(4), y=empty(4))).x for seed in (1, 1, 2))
+    first, again, other = (
+        Sampler(seed=seed).operation(Everything(x=empty(4), y=empty(4))).x for seed in (1, 1, 2)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)

@@ -9,7 +9,8 @@ from lsq.optim import Adam
 
 
 class MasterCopy(torch.optim.SGD):
-    """Steps on copies of the parameters, and writes these back, as optimizers of mixed precision do."""
+    """Steps on copies of the parameters, and writes these back, as optimizers of mixed precision
+    do."""
 
     def __init__(self, parameters, lr: float):
         self.own = list(parameters)
@@ -45,8 +46,13 @@ def test_an_optimizer_that_puts_measured_clips_back_is_named(passes):
     net = layer()
     optimizer = MasterCopy(net.parameters(), lr=1e-3)
     train(net, optimizer, 1, passes)
-    message = r"a pass has measured input_clip as \d\.\d+, and the optimizer's step has put it back to 16"
-    with pytest.raises(RuntimeError, match=message + ".*Run one batch through the model before deepspeed.initialize"):
+    message = (
+        r"a pass has measured input_clip as \d\.\d+, and the optimizer's step has put it back to 16"
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=message + ".*Run one batch through the model before deepspeed.initialize",
+    ):
         train(net, optimizer, 1)
 
 

@@ -1,4 +1,5 @@
-"""Whether tensors still hold their values: counted writes, and those that PyTorch does not count."""
+"""Whether tensors still hold their values: counted writes, and those that PyTorch does not
+count."""
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from lsq.program.stamp import SAMPLES, SMALL, Stamp, checksum
 
 
 @pytest.mark.parametrize("library", [True, False])
-@pytest.mark.parametrize("rows, dtype", [(1, torch.bfloat16), (7, torch.float32), (20_001, torch.float32)])
+@pytest.mark.parametrize(
+    "rows, dtype", [(1, torch.bfloat16), (7, torch.float32), (20_001, torch.float32)]
+)
 def test_a_checksum_sees_every_value_and_their_order(monkeypatch, library, rows, dtype):
     monkeypatch.setattr(loader, "available", lambda: library)
     x = torch.arange(1, 1 + 3 * rows).reshape(rows, 3).to(dtype)

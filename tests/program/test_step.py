@@ -3,7 +3,16 @@
 import pytest
 
 from lsq.program.rehearsal import rehearse
-from lsq.program.step import buffers_of, crossing, is_placed, lent_by, node_names, operations_of, plan_step, signature
+from lsq.program.step import (
+    buffers_of,
+    crossing,
+    is_placed,
+    lent_by,
+    node_names,
+    operations_of,
+    plan_step,
+    signature,
+)
 from tests.layers.toy import Translator, batch
 
 
@@ -17,7 +26,8 @@ def names_of(model, rehearsal):
 
 
 def replay(passes):
-    """(node, name) -> [first, last] moment at which an operation of the step touches a tensor that stays inside."""
+    """(node, name) -> [first, last] moment at which an operation of the step touches a tensor that
+    stays inside."""
     seen, moment = {}, 0
     for one in passes:
         for index in operations_of(one):
@@ -28,16 +38,21 @@ def replay(passes):
     return seen
 
 
-@pytest.mark.parametrize("options", [{"backward": "int8"}, {"backward": "float", "twice": True}, {"mode": "float"}])
+@pytest.mark.parametrize(
+    "options", [{"backward": "int8"}, {"backward": "float", "twice": True}, {"mode": "float"}]
+)
 def test_lives_are_those_of_a_replay(options):
     model, rehearsal = rehearsed(**options)
     buffers = buffers_of(rehearsal.passes, range(len(rehearsal.owners)))
     lent = lent_by(rehearsal.passes)
     found = {
         tuple(buffer.name.split("/", 1)): [buffer.first, buffer.last]
-        for key, buffer in buffers.items() if key not in lent
-    }  # fmt: skip
-    assert found == {(str(node), name): life for (node, name), life in replay(rehearsal.passes).items()}
+        for key, buffer in buffers.items()
+        if key not in lent
+    }
+    assert found == {
+        (str(node), name): life for (node, name), life in replay(rehearsal.passes).items()
+    }
 
 
 def test_passes_go_forth_and_back():
@@ -48,7 +63,10 @@ def test_passes_go_forth_and_back():
     assert sorted(order[len(nodes) :]) == [(node, True) for node in nodes]
     assert order[len(nodes)] == (nodes[-1], True)
     assert [type(owner).__name__ for owner in rehearsal.owners] == [
-        "Embedding", *["TransformerEncoderLayer"] * 2, "Embedding", *["TransformerDecoderLayer"] * 2,
+        "Embedding",
+        *["TransformerEncoderLayer"] * 2,
+        "Embedding",
+        *["TransformerDecoderLayer"] * 2,
         "VocabularyProjection",
     ]
     assert names_of(model, rehearsal)[:4] == ("embedding", "encoder.0", "encoder.1", "embedding#2")
@@ -76,22 +94,34 @@ def test_of_what_crosses_a_border_gradients_of_parameters_alone_are_placed():
         assert buffer.size == tensor.size
     assert len(lent) == sum(
         gradient is not None and parameter.role == "parameter"
-        for one in rehearsal.passes if one.backward
-        for parameter, gradient in zip(one.program.differentiable, one.program.gradients, strict=True)
-    )  # fmt: skip
+        for one in rehearsal.passes
+        if one.backward
+        for parameter, gradient in zip(
+            one.program.differentiable, one.program.gradients, strict=True
+        )
+    )
 
 
 def test_what_is_lent_lives_to_the_end_of_a_pass():
-    """The first gradient of a parameter, to the end of the step; what is added to it, to the end of its own pass."""
+    """The first gradient of a parameter, to the end of the step; what is added to it, to the end of
+    its own pass."""
     _, rehearsal = rehearsed(backward="int8", twice=True)
     passes = rehearsal.passes
     buffers, lent = buffers_of(passes, range(len(rehearsal.owners))), lent_by(passes)
-    ends = [sum(len(operations_of(one)) for one in passes[: position + 1]) - 1 for position in range(len(passes))]
+    ends = [
+        sum(len(operations_of(one)) for one in passes[: position + 1]) - 1
+        for position in range(len(passes))
+    ]
     together = {}
     for position, one in enumerate(passes):
         for key, border, source in crossing(one) if one.backward else ():
             together.setdefault(source, []).append((position, border, lent[key]))
-    assert sorted({len(group) for group in together.values()}) == [1, 2, 3]  # alone, of the layer run twice, the table
+    # alone, of the layer run twice, the table
+    assert sorted({len(group) for group in together.values()}) == [
+        1,
+        2,
+        3,
+    ]
     for group in together.values():
         own, borders, lendings = zip(*group, strict=True)
         assert [lending.keep for lending in lendings] == [False] + [True] * (len(group) - 1)
@@ -108,7 +138,9 @@ def test_signatures_are_equal_for_all_shapes_of_a_layer():
     assert signature(different.passes[1].program) != signature(small.passes[1].program)
 
 
-@pytest.mark.parametrize("small, large", [((1, 16), (4, 16)), ((3, 5), (2, 16)), ((7, 2), (1, 16)), ((2, 15), (2, 16))])
+@pytest.mark.parametrize(
+    "small, large", [((1, 16), (4, 16)), ((3, 5), (2, 16)), ((7, 2), (1, 16)), ((2, 15), (2, 16))]
+)
 def test_no_tensor_of_a_smaller_batch_is_larger(small, large):
     """What dominates: as many rows and as long sentences."""
     (_, one), (_, other) = rehearsed(*small, backward="int8"), rehearsed(*large, backward="int8")
@@ -121,9 +153,14 @@ def test_margins_are_kept_free():
     names = names_of(model, rehearsal)
     plain = plan_step(tuple(rehearsal.passes), names, margin=0)
     apart = plan_step(tuple(rehearsal.passes), names, margin=256)
-    assert all(apart.buffers[key].size == buffer.size + 256 for key, buffer in plain.buffers.items())
+    assert all(
+        apart.buffers[key].size == buffer.size + 256 for key, buffer in plain.buffers.items()
+    )
     assert apart.places.keys() == apart.buffers.keys()
-    assert max(offset + apart.buffers[key].size for key, offset in apart.places.items()) == apart.plan.peak
+    assert (
+        max(offset + apart.buffers[key].size for key, offset in apart.places.items())
+        == apart.plan.peak
+    )
 
 
 def test_a_pass_back_that_never_came_keeps_what_it_would_read():

@@ -6,15 +6,23 @@ import torch
 from lsq.program.tensor import VirtualTensor
 
 
-@pytest.mark.parametrize("shape, dtype, size", [
-    ((21, 48), torch.float32, 4032), ((21, 48), torch.int8, 1008), ((5,), torch.int64, 40), ((0, 7), torch.float32, 0)
-])
+@pytest.mark.parametrize(
+    "shape, dtype, size",
+    [
+        ((21, 48), torch.float32, 4032),
+        ((21, 48), torch.int8, 1008),
+        ((5,), torch.int64, 40),
+        ((0, 7), torch.float32, 0),
+    ],
+)
 def test_bytes(shape, dtype, size):
     assert VirtualTensor(name="x", shape=shape, dtype=dtype).size == size
 
 
 def test_text():
-    assert repr(VirtualTensor(name="codes", shape=(21, 48), dtype=torch.int8)) == "codes int8[21, 48]"
+    assert (
+        repr(VirtualTensor(name="codes", shape=(21, 48), dtype=torch.int8)) == "codes int8[21, 48]"
+    )
     assert repr(VirtualTensor(name="scale", shape=(1,))) == "scale float32[1]"
 
 

@@ -1,4 +1,5 @@
-"""print(program) of small programs in full; tests/layers/test_programs.py looks at the text of every layer."""
+"""print(program) of small programs in full; tests/layers/test_programs.py looks at the text of
+every layer."""
 
 from lsq.layers import programs
 from tests.layers.examples import mode_on
@@ -7,7 +8,9 @@ from tests.program.tiny import linear_program
 
 
 def test_a_small_program_in_full():
-    assert str(linear_program()) == """\
+    assert (
+        str(linear_program())
+        == """\
 program linear: 1 operations forward, 3 backward
   inputs: random_key int64[1], x float32[5, 4]
   outputs: y float32[5, 3]
@@ -23,6 +26,7 @@ program linear: 1 operations forward, 3 backward
     3  ProjectWeightGradient(d_y, x, weight)
          -> d_weight float32[3, 4]  alive 3..3
   saved for the backward pass: 0 bytes"""
+    )
 
 
 def test_what_is_saved_has_its_bytes():

@@ -15,7 +15,10 @@ from lsq.quant import Grain, WeightFormat
 
 def offered(rows=4, columns=200):
     """(weight, clip, rounded) of which an optimizer has made the codes."""
-    weight, clip = torch.nn.Parameter(torch.randn(rows, columns)), torch.nn.Parameter(torch.ones(rows))
+    weight, clip = (
+        torch.nn.Parameter(torch.randn(rows, columns)),
+        torch.nn.Parameter(torch.ones(rows)),
+    )
     codes = torch.zeros(rows, columns, dtype=torch.int8)
     form = WeightFormat(name="weight", bits=8, grain=Grain.ROW)
     rounded = Weight(format=form, codes=codes, scale=torch.ones(rows))
@@ -27,8 +30,12 @@ def offered(rows=4, columns=200):
 def test_codes_that_were_made_count():
     weight, clip, rounded = offered()
     assert upkeep.current(weight, clip, rounded)
-    assert not upkeep.current(weight, clip, dataclasses.replace(rounded, codes=rounded.codes.clone()))
-    assert not upkeep.current(weight, clip, dataclasses.replace(rounded, transposed=rounded.codes.t().contiguous()))
+    assert not upkeep.current(
+        weight, clip, dataclasses.replace(rounded, codes=rounded.codes.clone())
+    )
+    assert not upkeep.current(
+        weight, clip, dataclasses.replace(rounded, transposed=rounded.codes.t().contiguous())
+    )
     upkeep.withdraw(weight)
     assert not upkeep.current(weight, clip, rounded)
 
@@ -36,7 +43,9 @@ def test_codes_that_were_made_count():
 def test_codes_that_a_pass_has_written_do_not_count():
     for other in (False, True):
         weight, clip, rounded = offered()
-        upkeep.offer(torch.nn.Parameter(weight.detach().clone()) if other else weight, clip, rounded)
+        upkeep.offer(
+            torch.nn.Parameter(weight.detach().clone()) if other else weight, clip, rounded
+        )
         assert not upkeep.current(weight, clip, rounded)
 
 
@@ -61,7 +70,8 @@ def test_changes_through_data_are_seen_but_of_few_values(which):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_step_of_another_optimizer_is_seen(which, monkeypatch):
-    """Also of one that steps through `.data`, as fairseq's do, and where values cannot be compared."""
+    """Also of one that steps through `.data`, as fairseq's do, and where values cannot be
+    compared."""
     monkeypatch.setattr(stamp, "_sample", lambda tensor: tensor.detach()[:0])
     weight, clip, rounded = found = offered()
     upkeep.remember([clip], 0.01)

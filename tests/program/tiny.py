@@ -16,16 +16,23 @@ from tests.layers.examples import mode_on
 FLOAT = QuantConfig(mode="float")
 
 
-def builder(quant: QuantConfig = FLOAT, *, training=True, backward=True, where: Backend | None = None) -> Builder:
+def builder(
+    quant: QuantConfig = FLOAT, *, training=True, backward=True, where: Backend | None = None
+) -> Builder:
     """An empty program called tiny."""
     return Builder(
-        "tiny", quant, training=training, backward=backward, backend=where or backend("cpu"),
+        "tiny",
+        quant,
+        training=training,
+        backward=backward,
+        backend=where or backend("cpu"),
         add=lambda a, b, out: Add(a=a, b=b, out=out),
     )
 
 
-def project(b: Builder, x, weight: str, shape, *, bias=None, rows=None, result="y", clip=None,
-            joins=False) -> VirtualTensor | Coded:  # fmt: skip
+def project(
+    b: Builder, x, weight: str, shape, *, bias=None, rows=None, result="y", clip=None, joins=False
+) -> VirtualTensor | Coded:
     """x [M, K], rounded or as floats, times a weight [N, K]: floats, or rounded under a clip."""
     w = b.weight(weight, shape, rows=rows)
     coded = isinstance(x, Coded)
@@ -50,6 +57,8 @@ def linear_program(*, backward: bool = True, where: str = "cpu"):
 def linear_tensors() -> dict[str, torch.Tensor]:
     """What it needs."""
     return {
-        "x": torch.randn(5, 4), "weight": torch.randn(3, 4), "bias": torch.randn(3),
+        "x": torch.randn(5, 4),
+        "weight": torch.randn(3, 4),
+        "bias": torch.randn(3),
         "random_key": torch.zeros(1, dtype=torch.int64),
     }

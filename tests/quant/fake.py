@@ -14,11 +14,13 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, clip: Tensor, bits: int = 8, clip_gradient: str = "pact") -> Tensor:
-    """Quantise and dequantise in floating point, differentiably: what int8 layers are tested against.
+    """Quantise and dequantise in floating point, differentiably: what int8 layers are tested
+    against.
 
-    With upstream gradient g, x gets g where |x| <= clip and 0 elsewhere. The clip gets sum(g * sign(x)) over
-    |x| > clip under "pact"; "lsq" adds sum(g * (x_hat - x) / clip) over |x| <= clip and multiplies the whole
-    by 1/sqrt(n * Q), n being the elements under one clip.
+    With upstream gradient g, x gets g where |x| <= clip and 0 elsewhere. The clip gets sum(g *
+    sign(x)) over
+    |x| > clip under "pact"; "lsq" adds sum(g * (x_hat - x) / clip) over |x| <= clip and multiplies
+    the whole by 1/sqrt(n * Q), n being the elements under one clip.
 
     Args:
         x: any shape and float dtype.
@@ -54,6 +56,9 @@ class _FakeQuantize(torch.autograd.Function):
         slope = torch.where(clipped, x.sign(), 0).to(torch.promote_types(x.dtype, clip.dtype))
         if x_hat is not None:
             elements = max(x.numel() // clip.numel(), 1)
-            slope = torch.where(clipped, slope, (x_hat - x) / row_clip) * (elements * ctx.maximum) ** -0.5
+            slope = (
+                torch.where(clipped, slope, (x_hat - x) / row_clip)
+                * (elements * ctx.maximum) ** -0.5
+            )
         of_clip = (gradient * slope).reshape(clip.numel(), -1).sum(1).to(clip.dtype)
         return gradient.masked_fill(clipped, 0), of_clip.view(clip.shape), None, None

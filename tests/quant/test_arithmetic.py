@@ -1,4 +1,5 @@
-"""Rounding of gradients at random, and the straight-through gradients, against their definitions."""
+"""Rounding of gradients at random, and the straight-through gradients, against their
+definitions."""
 
 import math
 
@@ -20,7 +21,8 @@ def mean_of_many(round_once, draws=400):
 
 
 def assert_unbiased(mean, error, expected):
-    """The second term is for values so near to a code that few draws, or none, rounded them away from it."""
+    """The second term is for values so near to a code that few draws, or none, rounded them away
+    from it."""
     assert ((mean - expected).abs() <= 5.5 * error + 1e-4 * expected.abs().max()).all()
 
 
@@ -57,7 +59,8 @@ def test_one_value_goes_up_as_often_as_its_fraction():
 
 
 def test_codes_of_many_rows_have_no_bias():
-    """One row after another has the same values, whose mean is off by what rounding is off by, and no more."""
+    """One row after another has the same values, whose mean is off by what rounding is off by, and
+    no more."""
     row = torch.cat([torch.tensor([127.0]), 3 * torch.randn(40)])
     codes, _ = arithmetic.round_rows(row.expand(200_000, 41), torch.ones(41), KEY, 1)
     fraction = row - row.floor()
@@ -73,11 +76,14 @@ def test_sums_of_rows_and_of_columns_have_no_bias():
         rounded = codes.double() * scale[:, None]
         return torch.cat([rounded.sum(1), rounded.sum(0)])
 
-    assert_unbiased(*mean_of_many(once), torch.cat([gradient.double().sum(1), gradient.double().sum(0)]))
+    assert_unbiased(
+        *mean_of_many(once), torch.cat([gradient.double().sum(1), gradient.double().sum(0)])
+    )
 
 
 def test_neighbours_that_go_up_together_add_no_noise_to_products():
-    """Errors of a row have one word in common; a product with a matrix adds them up as if each had its own."""
+    """Errors of a row have one word in common; a product with a matrix adds them up as if each had
+    its own."""
     gradient, weight = torch.randn(400, 512), torch.randn(512, 64)
     codes, scale = arithmetic.round_rows(gradient, torch.ones(512), KEY, 3)
     error = codes.float() - gradient / scale[:, None]
@@ -85,11 +91,14 @@ def test_neighbours_that_go_up_together_add_no_noise_to_products():
     fraction -= fraction.floor()
     independent = (fraction * (1 - fraction)) @ weight.square()
     assert 0.85 < ((error @ weight).square() / independent).mean() < 1.15
-    assert (error.sum(1).square() / (fraction * (1 - fraction)).sum(1)).mean() < 0.8  # they even out along a row
+    assert (
+        error.sum(1).square() / (fraction * (1 - fraction)).sum(1)
+    ).mean() < 0.8  # they even out along a row
 
 
 def test_the_product_of_two_rounded_matrices_has_no_bias():
-    """As the gradient of a weight is made: errors of one and the same element of both must not go together."""
+    """As the gradient of a weight is made: errors of one and the same element of both must not go
+    together."""
     gradient, x = torch.randn(16, 5), torch.randn(16, 5)
     largest = 1  # rounded as coarsely as can be
 
@@ -136,7 +145,9 @@ def test_the_smallest_gradient_that_counts():
 def test_straight_through_follows_the_bits():
     gradient, x = torch.randn(7, 5), 2 * torch.randn(7, 5)
     for bits, with_error in ((8, False), (4, True)):
-        codes, scale, clipped, error = arithmetic.round_activation(x, torch.tensor([1.5]), bits=bits, error=with_error)
+        codes, scale, clipped, error = arithmetic.round_activation(
+            x, torch.tensor([1.5]), bits=bits, error=with_error
+        )
         outside = x.abs() > 1.5
         dx, dclip = arithmetic.straight_through(gradient, codes, clipped, error, bits=bits)
         assert torch.equal(dx, torch.where(outside, 0.0, gradient))
@@ -152,12 +163,16 @@ def test_activations_are_rounded_with_their_error():
     codes, scale, clipped, error = arithmetic.round_activation(x, clip, bits=8, error=True)
     assert codes.tolist() == [[127, 0, 127, 38]] and scale.isnan()
     assert quant.unpack_bits(clipped, 4).tolist() == [False, False, True, False]
-    torch.testing.assert_close(error[0, [0, 2, 3]], torch.tensor([0.0, 0.0, (38 - 0.3 * 127) / 127]))
+    torch.testing.assert_close(
+        error[0, [0, 2, 3]], torch.tensor([0.0, 0.0, (38 - 0.3 * 127) / 127])
+    )
 
 
 def test_random_rounding_uses_its_subsequence():
     gradient = torch.randn(3, 8)
     codes, _ = arithmetic.round_rows(gradient, torch.ones(8), KEY, 7)
-    expected = (gradient * (127 / gradient.abs().amax(1))[:, None] + uniform_rows(KEY, 7, 3, 8)).floor()
+    expected = (
+        gradient * (127 / gradient.abs().amax(1))[:, None] + uniform_rows(KEY, 7, 3, 8)
+    ).floor()
     assert torch.equal(codes, expected.clamp(-127, 127).to(torch.int8))
     assert not torch.equal(codes, arithmetic.round_rows(gradient, torch.ones(8), KEY, 8)[0])

@@ -25,10 +25,11 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def squared_errors(x: torch.Tensor, clips: torch.Tensor, maximum: int) -> torch.Tensor:
-    """Sum of (x_hat - x)^2 at each clip, exactly and fast, from the sorted magnitudes and their running sums.
+    """Sum of (x_hat - x)^2 at each clip, exactly and fast, from the sorted magnitudes and their
+    running sums.
 
-    With t_j = (j - 1/2) s for j = 1..Q, the code of |x| is the number of t_j at or below it, so that
-    sum |x| q = sum_j (sum of |x| >= t_j) and sum q^2 = sum_j (2j - 1) (number of |x| >= t_j).
+    With t_j = (j - 1/2) s for j = 1..Q, the code of |x| is the number of t_j at or below it, so
+    that sum |x| q = sum_j (sum of |x| >= t_j) and sum q^2 = sum_j (2j - 1) (number of |x| >= t_j).
     """
     magnitudes = x.double().abs().sort().values
     running = torch.cat([torch.zeros(1, dtype=torch.float64), magnitudes.cumsum(0)])
@@ -41,7 +42,8 @@ def squared_errors(x: torch.Tensor, clips: torch.Tensor, maximum: int) -> torch.
 
 
 def heavy_and_light_tails(count: int) -> torch.Tensor:
-    """[5, count]: Gaussian, Laplacian, Student t of 3 degrees, Cauchy and uniform; their scales differ."""
+    """[5, count]: Gaussian, Laplacian, Student t of 3 degrees, Cauchy and uniform; their scales
+    differ."""
     random = generator(3)
     normal = torch.randn(4, count, generator=random)
     laplacian = torch.empty(count).exponential_(generator=random) * normal[3].sign()
@@ -56,14 +58,18 @@ def test_squared_errors_of_this_file():
     clips = torch.linspace(0.1, 4, 41, dtype=torch.float64)
     for bits in ALL_BITS:
         expected = [((fake_quantize(x, clip.view(1), bits) - x) ** 2).sum() for clip in clips]
-        torch.testing.assert_close(squared_errors(x, clips, maximum_code(bits)), torch.stack(expected))
+        torch.testing.assert_close(
+            squared_errors(x, clips, maximum_code(bits)), torch.stack(expected)
+        )
 
 
-@pytest.mark.parametrize("bits", [
-    pytest.param(bits, marks=() if bits in (2, 8) else pytest.mark.thorough) for bits in ALL_BITS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bits",
+    [pytest.param(bits, marks=() if bits in (2, 8) else pytest.mark.thorough) for bits in ALL_BITS],
+)
 def test_mse_is_as_good_as_brute_force(bits):
-    """Within 0.1 % of the best of 10,000 clips from 0 to absmax, for five distributions, each one channel."""
+    """Within 0.1 % of the best of 10,000 clips from 0 to absmax, for five distributions, each one
+    channel."""
     x = heavy_and_light_tails(200_000)
     clips = calibrate(x, "mse", bits, per_channel=True)
     for row, clip in zip(x, clips, strict=True):
@@ -76,7 +82,8 @@ def test_mse_is_as_good_as_brute_force(bits):
 
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_octav_fixed_point_is_where_its_model_turns(bits):
-    """Half the derivative, c * #{0 < |x| <= c} / (12 Q^2) - sum of (|x| - c) over |x| > c, changes its sign."""
+    """Half the derivative, c * #{0 < |x| <= c} / (12 Q^2) - sum of (|x| - c) over |x| > c, changes
+    its sign."""
     rows = heavy_and_light_tails(20_000).abs()
     rows[:, ::3] = 0
     rows /= rows.amax(1, keepdim=True)
@@ -84,7 +91,9 @@ def test_octav_fixed_point_is_where_its_model_turns(bits):
     for factor in (0.995, 1.005):
         clip = (clips * factor).double()
         inside = ((rows > 0) & (rows <= clip)).sum(1, keepdim=True)
-        derivative = clip * inside / (12 * maximum_code(bits) ** 2) - (rows - clip).clamp(min=0).sum(1, True)
+        derivative = clip * inside / (12 * maximum_code(bits) ** 2) - (rows - clip).clamp(
+            min=0
+        ).sum(1, True)
         assert torch.equal(derivative > 0, torch.full((5, 1), factor > 1))
 
 
@@ -109,7 +118,9 @@ def test_mse_on_one_magnitude_finds_it(bits):
 def test_mse_ignores_how_many_zeros_there_are():
     x = torch.randn(2_000, generator=generator())
     sparse = torch.cat([x, torch.zeros(50_000)])
-    torch.testing.assert_close(calibrate(sparse, "mse", 4), calibrate(x, "mse", 4), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        calibrate(sparse, "mse", 4), calibrate(x, "mse", 4), rtol=1e-2, atol=0
+    )
 
 
 @pytest.mark.parametrize("factor", (2.0**-30, 2.0**100))
@@ -155,7 +166,9 @@ def test_absmax_and_percentile():
 
 
 def test_fixed_measures_nothing():
-    assert calibrate(torch.tensor([[NAN], [1.0]]), "fixed", per_channel=True, fixed=16).tolist() == [16, 16]
+    assert calibrate(
+        torch.tensor([[NAN], [1.0]]), "fixed", per_channel=True, fixed=16
+    ).tolist() == [16, 16]
     with pytest.raises(ValueError, match="fixed="):
         calibrate(torch.ones(1), "fixed")
     with pytest.raises(ValueError, match="fixed is -1"):

@@ -49,29 +49,49 @@ def test_formats_of_patterns_exist():
 
 
 def test_patterns_that_fit_nothing_are_named():
-    with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc2\\*', but no tensor .* a.fc1.weight"):
+    with pytest.raises(
+        ValueError, match="weight_format gives nvfp4 to '\\*fc2\\*', but no tensor .* a.fc1.weight"
+    ):
         QuantConfig(weight_format=TEXT).check_fitted(
-            {"weight_format": {"encoder.layers.0.*": {"float32"}}}, {"weight_format": ["a.fc1.weight"]}
+            {"weight_format": {"encoder.layers.0.*": {"float32"}}},
+            {"weight_format": ["a.fc1.weight"]},
         )
 
 
 def test_weights_of_one_tensor_have_one_format():
-    names = {"qkv": ["q", "k", "v"], "out": ["o"]}, {"input": ["input", "q", "k", "v"], "context": ["context", "o"]}
-    assert QuantConfig(weight_format="int8,*.[qkv]=int4").at("a", *names).weight_format == "int8,qkv=int4"
-    with pytest.raises(ValueError, match="weight_format gives int8 to a.q, int4 to a.k, int8 to a.v; .* one tensor"):
+    names = (
+        {"qkv": ["q", "k", "v"], "out": ["o"]},
+        {"input": ["input", "q", "k", "v"], "context": ["context", "o"]},
+    )
+    assert (
+        QuantConfig(weight_format="int8,*.[qkv]=int4").at("a", *names).weight_format
+        == "int8,qkv=int4"
+    )
+    with pytest.raises(
+        ValueError, match="weight_format gives int8 to a.q, int4 to a.k, int8 to a.v; .* one tensor"
+    ):
         QuantConfig(weight_format="int8,*.k=int4").at("a", *names)
-    with pytest.raises(ValueError, match="gradient_format gives int8 to a.q, int8 to a.k, mxint8 to a.v; "):
+    with pytest.raises(
+        ValueError, match="gradient_format gives int8 to a.q, int8 to a.k, mxint8 to a.v; "
+    ):
         QuantConfig(gradient_format="int8,*.v=mxint8").at("a", *names)
-    with pytest.raises(ValueError, match="activation_format gives nvfp4 to the input of a.q, int8 to the input of a.k"):
+    with pytest.raises(
+        ValueError,
+        match="activation_format gives nvfp4 to the input of a.q, int8 to the input of a.k",
+    ):
         QuantConfig(activation_format="int8,*.q=nvfp4").at("a", *names)
-    chosen = QuantConfig(activation_format="int8,*.q=nvfp4,*.input=mxint8,*.o=nvfp4").at("a", *names)
+    chosen = QuantConfig(activation_format="int8,*.q=nvfp4,*.input=mxint8,*.o=nvfp4").at(
+        "a", *names
+    )
     assert chosen.activation_format == "mxint8,context=nvfp4"
 
 
 def test_patterns_that_decide_nothing_are_named():
     quant, fitted = QuantConfig(weight_format="int8,a.*=int4,*.q=int4,a.?=int8"), {}
     quant.at("a", {"q": ["q"]}, {}, fitted)
-    with pytest.raises(ValueError, match="int4 to 'a.\\*', but later patterns give all that it fits int8, since"):
+    with pytest.raises(
+        ValueError, match="int4 to 'a.\\*', but later patterns give all that it fits int8, since"
+    ):
         quant.check_fitted(fitted, {"weight_format": ["a.q"]})
     quant.at("a", {"out": ["out"]}, {}, fitted)
     with pytest.raises(ValueError, match="int4 to '\\*.q', but later patterns"):

@@ -1,6 +1,5 @@
 """Formats of weights, and a packed one of the test's own on its way through layers."""
 
-
 import pytest
 import torch
 
@@ -57,7 +56,8 @@ def test_an_unknown_format_is_refused():
 
 
 def layers(**options):
-    """The same layers for the same options but for their format; on the reference, which alone knows this one."""
+    """The same layers for the same options but for their format; on the reference, which alone
+    knows this one."""
     torch.manual_seed(0)
     config = QuantConfig(clips="learned", **options)
     made = QuantizedLinear(32, 16, quant=config), VocabularyProjection(33, 32, quant=config)
@@ -66,7 +66,9 @@ def layers(**options):
     return made
 
 
-@pytest.mark.parametrize("options", [{"backward": "int8"}, {"backward": "float", "clip_gradient": "lsq"}])
+@pytest.mark.parametrize(
+    "options", [{"backward": "int8"}, {"backward": "float", "clip_gradient": "lsq"}]
+)
 def test_a_packed_format_changes_nothing_that_products_see(options):
     found = []
     for name in ("int8", "turned"):
@@ -76,7 +78,9 @@ def test_a_packed_format_changes_nothing_that_products_see(options):
         loss, _ = vocabulary.loss(x, torch.arange(5))
         with observe(linear) as statistics:
             (loss + linear(x).square().sum()).backward()
-        gradients = [p.grad for layer in (linear, vocabulary) for p in layer.parameters() if p.requires_grad]
+        gradients = [
+            p.grad for layer in (linear, vocabulary) for p in layer.parameters() if p.requires_grad
+        ]
         found.append(([loss, x.grad, *gradients], statistics))
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
     assert all(map(torch.equal, found[0][0], found[1][0]))

@@ -1,4 +1,5 @@
-"""Weights of 4 bits in groups: the search for multipliers, the C++ loops, and layers that train with them."""
+"""Weights of 4 bits in groups: the search for multipliers, the C++ loops, and layers that train
+with them."""
 
 import copy
 import math
@@ -22,16 +23,23 @@ INT4 = WEIGHT_FORMATS["int4"](8, Grain.ROW)
 
 
 def rounded(values, clip, rows=None):
-    """The weight after both loops, each of which agrees with its reference exactly: (decoded [N, K], weight)."""
+    """The weight after both loops, each of which agrees with its reference exactly: (decoded [N,
+    K], weight)."""
     form = WEIGHT_FORMATS["int4"](8, Grain.ROW if len(clip) == len(values) else Grain.TENSOR)
     (count, columns), rows = values.shape, rows or len(values)
     stored = empty(rows, form.stored_columns(columns), dtype=torch.int8)
-    found = compare(RoundWeight(weight=Weight(format=form, codes=stored, scale=empty(rows), values=values, clip=clip)))
+    found = compare(
+        RoundWeight(
+            weight=Weight(format=form, codes=stored, scale=empty(rows), values=values, clip=clip)
+        )
+    )
     weight = found.weight
     reference, scale = form.encode(values, clip)
     assert torch.equal(weight.codes[:count], reference)
     assert torch.equal(weight.scale[:count].nan_to_num(-1.0), scale.nan_to_num(-1.0))
-    unpacking = compare(UnpackWeight(weight=weight.bare(), codes=empty(rows, columns, dtype=torch.int8)))
+    unpacking = compare(
+        UnpackWeight(weight=weight.bare(), codes=empty(rows, columns, dtype=torch.int8))
+    )
     assert torch.equal(unpacking.codes, form.unpack(weight.codes, columns))
     assert not unpacking.codes[count:].any() and (weight.scale[count:] == 1).all()
     return unpacking.codes[:count].float() * weight.scale[:count, None], weight
@@ -43,7 +51,8 @@ def snr(values, decoded):
 
 
 def by_hand(group, step):
-    """The best [32] of all multipliers within the four, one by one, from the definition and in float64."""
+    """The best [32] of all multipliers within the four, one by one, from the definition and in
+    float64."""
     x = (group.double() / step).clamp(-120, 120)
     top = x[x.abs().argmax()]
     first = max(math.ceil(top.abs() / 8), 1)
@@ -79,10 +88,15 @@ def test_bytes():
     assert INT4.stored_columns(512) == 512 // 2 + 512 // 32 and INT4.stored_columns(48) == 34
     layer = QuantizedLinear(512, 64, quant=QuantConfig(weight_format="int4")).eval()
     layer(torch.randn(3, 512))
-    assert sorted(codes.nbytes for codes in layer.codes.kept.values()) == [4 * 64, 64 * 512 * 17 // 32]
+    assert sorted(codes.nbytes for codes in layer.codes.kept.values()) == [
+        4 * 64,
+        64 * 512 * 17 // 32,
+    ]
 
 
-@pytest.mark.parametrize("value, back", [(math.inf, 1.2), (-math.inf, -1.2), (0.0, 0.0), (1e-42, 0.0)])
+@pytest.mark.parametrize(
+    "value, back", [(math.inf, 1.2), (-math.inf, -1.2), (0.0, 0.0), (1e-42, 0.0)]
+)
 def test_values_at_the_ends(value, back):
     decoded, _ = rounded(torch.full((1, 40), value), torch.tensor([1.2]))
     assert torch.allclose(decoded, torch.full((1, 40), back))
@@ -93,27 +107,39 @@ def test_nan_poisons_what_shares_its_clip(clips):
     values = torch.randn(7, 48)
     values[3, 40] = math.nan
     _, weight = rounded(values, torch.ones(clips))
-    assert weight.scale.isnan().nonzero().flatten().tolist() == ([3] if clips == 7 else list(range(7)))
+    assert weight.scale.isnan().nonzero().flatten().tolist() == (
+        [3] if clips == 7 else list(range(7))
+    )
 
 
 def test_signal_to_noise_on_gaussian_weights():
-    """Better than 4 bits under one scale a row by 2.3 dB, and than float scales for symmetric groups by 0.5."""
+    """Better than 4 bits under one scale a row by 2.3 dB, and than float scales for symmetric
+    groups by 0.5."""
     values = torch.randn(64, 512)
     decoded, _ = rounded(values, quant.calibrate(values, "mse", INT4.bits, per_channel=True))
-    plain = dequantize(*quant.quantize(values, quant.calibrate(values, "mse", 4, per_channel=True), 4)[:2])
+    plain = dequantize(
+        *quant.quantize(values, quant.calibrate(values, "mse", 4, per_channel=True), 4)[:2]
+    )
     groups = values.view(64, 16, 32)
-    shares = torch.linspace(0.6, 1.2, 61)[:, None, None, None] * groups.abs().amax(2, keepdim=True) / 7
+    shares = (
+        torch.linspace(0.6, 1.2, 61)[:, None, None, None] * groups.abs().amax(2, keepdim=True) / 7
+    )
     floats = (groups / shares).round().clamp(-7, 7) * shares
     best = (floats - groups).square().sum(3, keepdim=True).argmin(0, keepdim=True)
     floats = floats.gather(0, best.expand(1, -1, -1, 32)).view(64, 512)
     assert snr(values, decoded) > max(snr(values, plain) + 2.3, snr(values, floats) + 0.5)
 
 
-@pytest.mark.parametrize("options", [{"backward": "int8"}, {"backward": "float", "clip_gradient": "lsq"}])
+@pytest.mark.parametrize(
+    "options", [{"backward": "int8"}, {"backward": "float", "clip_gradient": "lsq"}]
+)
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_gradients_are_straight_through(options, granularity):
-    """Against autograd on a composite in float64: what is within the clip moves, what is outside moves the clip."""
-    layer = QuantizedLinear(48, 32, quant=QuantConfig(weight_format="int4", weight_granularity=granularity, **options))
+    """Against autograd on a composite in float64: what is within the clip moves, what is outside
+    moves the clip."""
+    layer = QuantizedLinear(
+        48, 32, quant=QuantConfig(weight_format="int4", weight_granularity=granularity, **options)
+    )
     layer(torch.randn(41, 48))
     layer.load_state_dict(layer.state_dict() | {"weight_clip": 0.7 * layer.weight_clip.detach()})
     x, given = torch.randn(41, 48), torch.randn(41, 32)
@@ -131,7 +157,10 @@ def test_gradients_are_straight_through(options, granularity):
     if layer.quant.clip_gradient == "lsq":
         slope = torch.where(outside, slope, (decoded - values) / limit)
         factor = (values.numel() // clip.numel() * 127) ** -0.5
-    wanted, of_clip = product.masked_fill(outside, 0.0), (product * slope * factor).view(len(clip), -1).sum(1)
+    wanted, of_clip = (
+        product.masked_fill(outside, 0.0),
+        (product * slope * factor).view(len(clip), -1).sum(1),
+    )
     loose = 0.03 if layer.quant.backward == "int8" else 1e-5
     assert (layer.weight.grad - wanted).norm() <= loose * wanted.norm()
     assert (layer.weight_clip.grad - of_clip).norm() <= 2 * loose * of_clip.norm()
@@ -156,7 +185,8 @@ def test_a_layer_is_the_same_on_both_backends(backward):
 
 
 def test_planned_memory_changes_nothing():
-    """Unpacked codes lie in the arena, too; guard mode says so if two tensors share a place at once."""
+    """Unpacked codes lie in the arena, too; guard mode says so if two tensors share a place at
+    once."""
     torch.manual_seed(0)
     config = config_of(weight_format="int4")
     layer, x, found = TransformerEncoderLayer(config), torch.randn(9, 3, config.hidden), []
@@ -165,7 +195,9 @@ def test_planned_memory_changes_nothing():
         plan_memory(layer, lambda: layer(x).square().sum(), mode=mode)
         torch.manual_seed(1)
         y = layer(x)
-        found.append([y.detach().clone(), *torch.autograd.grad(y.square().sum(), [*layer.parameters()])])
+        found.append(
+            [y.detach().clone(), *torch.autograd.grad(y.square().sum(), [*layer.parameters()])]
+        )
     assert all(map(torch.equal, *found))
 
 
@@ -176,7 +208,10 @@ def test_training_learns_and_goes_on_from_a_checkpoint():
     x, target = torch.randn(256, 48), torch.randint(0, 33, (256,))
 
     def model():
-        layers = QuantizedLinear(48, 64, quant=quantization), VocabularyProjection(33, 64, quant=quantization)
+        layers = (
+            QuantizedLinear(48, 64, quant=quantization),
+            VocabularyProjection(33, 64, quant=quantization),
+        )
         return torch.nn.ModuleList(layers)
 
     def train(layers, optimizer, updates):

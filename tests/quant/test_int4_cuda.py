@@ -21,7 +21,9 @@ def compared(values, clip, rows):
     """The weight after both kernels, each of which makes the CPU's bytes."""
     form = WEIGHT_FORMATS["int4"](8, Grain.ROW if len(clip) == len(values) else Grain.TENSOR)
     stored = empty(rows, form.stored_columns(values.shape[1]), dtype=torch.int8)
-    operation = RoundWeight(weight=Weight(format=form, codes=stored, scale=empty(rows), values=values, clip=clip))
+    operation = RoundWeight(
+        weight=Weight(format=form, codes=stored, scale=empty(rows), values=values, clip=clip)
+    )
     weight = compare_cuda(operation, exact=True).weight
     codes = empty(rows, values.shape[1], dtype=torch.int8)
     found = compare_cuda(UnpackWeight(weight=weight.bare(), codes=codes), exact=True)
@@ -39,7 +41,9 @@ def test_every_code_under_every_multiplier():
     q = torch.arange(-8, 8.0).repeat(2)
     multipliers = [*range(-15, 0), *range(1, 16)]
     ends = torch.tensor([math.inf, -math.inf]).repeat(16)
-    weight = compared(torch.stack([*(m * q / 2 for m in multipliers), 0 * q, ends]), torch.tensor([60.0]), 32)
+    weight = compared(
+        torch.stack([*(m * q / 2 for m in multipliers), 0 * q, ends]), torch.tensor([60.0]), 32
+    )
     assert weight.codes[:30, 0].tolist() == multipliers
 
 
@@ -51,7 +55,8 @@ def test_nan_poisons_what_shares_its_clip(clips):
 
 
 def turns():
-    """Three turns of each loop where two blocks stride: rows and their groups, padding, and scales that NaN poisons."""
+    """Three turns of each loop where two blocks stride: rows and their groups, padding, and scales
+    that NaN poisons."""
     for rows, columns, padded in ((41, 144, 48), (3, 208, 64), (800, 16, 800)):
         values = torch.randn(rows, columns)
         values[-1, 5] = math.nan
@@ -89,4 +94,6 @@ def test_a_layer_trains_as_on_the_cpu(backward):
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_nothing_spills(target):
-    assert not any(taken.spill_bytes for taken in compile_kernels("int4.cu", (), target).resources.values())
+    assert not any(
+        taken.spill_bytes for taken in compile_kernels("int4.cu", (), target).resources.values()
+    )

@@ -1,4 +1,5 @@
-"""Philox against the known answers of Random123 and a plain implementation; shares and repetition of dropout."""
+"""Philox against the known answers of Random123 and a plain implementation; shares and repetition
+of dropout."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ KNOWN_ANSWERS = [  # (counter, key, words) from Random123's kat_vectors, philox4
     ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
         (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 ]
@@ -21,7 +23,12 @@ def plain_philox(counter, key):
     for _ in range(7):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         low = 0xFFFFFFFF
-        counter = [second >> 32 ^ counter[1] ^ key[0], second & low, first >> 32 ^ counter[3] ^ key[1], first & low]
+        counter = [
+            second >> 32 ^ counter[1] ^ key[0],
+            second & low,
+            first >> 32 ^ counter[3] ^ key[1],
+            first & low,
+        ]
         key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
     return tuple(counter)
 
@@ -42,7 +49,9 @@ def test_words_of_a_subsequence(key, subsequence):
     expected = [
         word
         for group in range(5)
-        for word in plain_philox((group, 0, subsequence, 0), (unsigned & 0xFFFFFFFF, unsigned >> 32))
+        for word in plain_philox(
+            (group, 0, subsequence, 0), (unsigned & 0xFFFFFFFF, unsigned >> 32)
+        )
     ]
     for numel in (1, 3, 4, 18, 20):
         assert philox_random.philox(key, subsequence, numel).tolist() == expected[:numel]
@@ -67,14 +76,17 @@ def test_words_of_any_elements():
         counter = (group & 0xFFFFFFFF, group >> 32, 3, 0)
         assert word == plain_philox(counter, (-7 & 0xFFFFFFFF, -7 >> 32 & 0xFFFFFFFF))[element % 4]
     x = torch.ones(2, 3)
-    assert torch.equal(philox_random.dropout(x, 0.5, torch.tensor([-7]), 3, elements), 2.0 * (found >= 2**31))
+    assert torch.equal(
+        philox_random.dropout(x, 0.5, torch.tensor([-7]), 3, elements), 2.0 * (found >= 2**31)
+    )
 
 
 def test_masks_depend_on_key_and_subsequence_alone():
     x = torch.ones(1000)
     masks = {
         (key, subsequence): philox_random.dropout(x, 0.5, torch.tensor([key]), subsequence)
-        for key in (1, 2) for subsequence in (1, 2)
+        for key in (1, 2)
+        for subsequence in (1, 2)
     }
     first = masks[1, 1]
     assert torch.equal(philox_random.dropout(x, 0.5, torch.tensor([1]), 1), first)
@@ -85,7 +97,9 @@ def test_masks_depend_on_key_and_subsequence_alone():
 
 
 def test_neighbours_are_independent():
-    kept = (philox_random.dropout(torch.ones(100_000), 0.5, torch.tensor([9]), 1) != 0).float() - 0.5
+    kept = (
+        philox_random.dropout(torch.ones(100_000), 0.5, torch.tensor([9]), 1) != 0
+    ).float() - 0.5
     for distance in (1, 2, 3, 4, 5, 64):
         correlation = 4 * (kept[:-distance] * kept[distance:]).mean()
         assert abs(correlation) < 5 / 100_000**0.5
@@ -103,7 +117,9 @@ def test_uniform_numbers():
 def test_the_words_of_rows():
     drawn = philox_random.uniform_rows(torch.tensor([-7]), 3, 6, 70)
     first = philox_random.philox(-7, 3, 6).tolist()
-    expected = [[((word + n * 0x9E3779B9) % 2**32 >> 8) / 2**24 for n in range(70)] for word in first]
+    expected = [
+        [((word + n * 0x9E3779B9) % 2**32 >> 8) / 2**24 for n in range(70)] for word in first
+    ]
     assert drawn.dtype == torch.float32 and drawn.tolist() == expected
 
 
@@ -127,7 +143,10 @@ def test_no_dropout_returns_x():
 
 
 def test_float64_keeps_its_dtype():
-    assert philox_random.dropout(torch.ones(5, dtype=torch.float64), 0.5, torch.tensor([1]), 1).dtype == torch.float64
+    assert (
+        philox_random.dropout(torch.ones(5, dtype=torch.float64), 0.5, torch.tensor([1]), 1).dtype
+        == torch.float64
+    )
 
 
 def test_keys_come_from_torchs_generator():
@@ -137,4 +156,6 @@ def test_keys_come_from_torchs_generator():
     assert philox_random.draw_key() != first
     torch.manual_seed(4)
     assert philox_random.draw_key() == first
-    assert philox_random.draw_key(torch.device("meta")).is_meta, "a key may be drawn where it is read"
+    assert philox_random.draw_key(torch.device("meta")).is_meta, (
+        "a key may be drawn where it is read"
+    )

@@ -34,7 +34,9 @@ def codes_of(values, clip: float, bits: int = 8) -> list[int]:
 # codes
 
 
-@pytest.mark.parametrize("bits, maximum", list(zip(ALL_BITS, (1, 3, 7, 15, 31, 63, 127), strict=True)))
+@pytest.mark.parametrize(
+    "bits, maximum", list(zip(ALL_BITS, (1, 3, 7, 15, 31, 63, 127), strict=True))
+)
 def test_maximum_code(bits, maximum):
     assert maximum_code(bits) == maximum
 
@@ -48,7 +50,8 @@ def test_maximum_code_refuses_other_widths(bits):
 @pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize("scale", (2.0**-3, 1.0, 2.0**20))
 def test_codes_are_exact_at_every_rounding_boundary(bits, scale):
-    """With a power of two as scale, k + 1/2 is exact and goes to the even side; the next floats do not."""
+    """With a power of two as scale, k + 1/2 is exact and goes to the even side; the next floats do
+    not."""
     maximum = maximum_code(bits)
     clip = torch.tensor([maximum * scale])
     lower = torch.arange(-maximum, maximum)

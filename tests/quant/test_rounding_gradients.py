@@ -10,6 +10,7 @@ from tests.quant.fake import fake_quantize
 INFINITY = math.inf
 NAN = math.nan
 
+
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

@@ -17,7 +17,8 @@ PUBLIC = ("iwslt14_de_en", "wmt14_en_de")
 
 @pytest.fixture
 def run(tmp_path):
-    """run(script, *arguments) starts a script of recipes/ in an empty folder, where nothing can be downloaded."""
+    """run(script, *arguments) starts a script of recipes/ in an empty folder, where nothing can be
+    downloaded."""
     programs = tmp_path / "programs"
     programs.mkdir()
     curl = programs / "curl"
@@ -26,10 +27,17 @@ def run(tmp_path):
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     common = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
 
-    def run(script: str, *arguments: str, environment: Mapping[str, str] = {}) -> subprocess.CompletedProcess:
+    def run(
+        script: str, *arguments: str, environment: Mapping[str, str] = {}
+    ) -> subprocess.CompletedProcess:
         command = [str(RECIPES / script), *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=common | environment, capture_output=True, text=True, timeout=110
+            command,
+            cwd=tmp_path,
+            env=common | environment,
+            capture_output=True,
+            text=True,
+            timeout=110,
         )
 
     return run
@@ -42,14 +50,19 @@ def check(done: subprocess.CompletedProcess) -> None:
 @pytest.mark.thorough
 def test_numbers(run, tmp_path):
     check(run("numbers/run.sh", "--dry-run", "--quiet", "--threads", "1"))
-    assert json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())["test_pairs"] == 12
+    assert (
+        json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())["test_pairs"] == 12
+    )
 
 
 @pytest.mark.thorough
 def test_text(run, tmp_path):
     check(run("text/run.sh", "--dry-run", "out", "--quiet"))
     for mode in ("float", "int8"):
-        assert json.loads((tmp_path / "out/dry-run" / mode / "results.json").read_text())["updates"] == 3
+        assert (
+            json.loads((tmp_path / "out/dry-run" / mode / "results.json").read_text())["updates"]
+            == 3
+        )
 
 
 def test_text_without_files(run):
@@ -58,7 +71,9 @@ def test_text_without_files(run):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("recipe", "mode", "processes"), [(PUBLIC[0], "int8", 1), (PUBLIC[1], "float", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "mode", "processes"), [(PUBLIC[0], "int8", 1), (PUBLIC[1], "float", 2)]
+)
 def test_dry_run(run, tmp_path, recipe, mode, processes):
     given = ["--processes", str(processes), "--gradients", "int8"]
     done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode, *given)
@@ -91,12 +106,21 @@ def test_unknown_options(run, script):
 
 @pytest.mark.parametrize(
     "options",
-    [["--mode", "in8"], ["--processes", "0"], ["--processes", "many"], ["--updates", "-1"], ["--machine", "1"]],
+    [
+        ["--mode", "in8"],
+        ["--processes", "0"],
+        ["--processes", "many"],
+        ["--updates", "-1"],
+        ["--machine", "1"],
+    ],
 )
 def test_unusable_values(run, options):
     done = run("wmt14_en_de/run.sh", "out", "--print", *options)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith(f"run.sh: {' '.join(options)} ") and len(done.stderr.splitlines()) == 1
+    assert (
+        done.stderr.startswith(f"run.sh: {' '.join(options)} ")
+        and len(done.stderr.splitlines()) == 1
+    )
 
 
 @pytest.mark.thorough
@@ -109,16 +133,33 @@ def test_training_without_data(run):
     ("options", "start", "update_freq"),
     [
         ([], "lsq train ", 8),
-        (["--processes", "8"], f"torchrun {' '.join(ONE_MACHINE)} --nproc-per-node 8 --no-python lsq train ", 1),
+        (
+            ["--processes", "8"],
+            f"torchrun {' '.join(ONE_MACHINE)} --nproc-per-node 8 --no-python lsq train ",
+            1,
+        ),
         (
             ["--processes", "8", "--machines", "2", "--machine", "1", "--master", "host0"],
-            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id lsq --nproc-per-node 8"
+            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id lsq"
+            " --nproc-per-node 8"
             " --no-python lsq train ",
             1,
         ),
         (
-            ["--processes", "4", "--machines", "4", "--machine", "0", "--master", "host0:1234", "--name", "job7"],
-            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint host0:1234 --rdzv-id job7 --nproc-per-node 4"
+            [
+                "--processes",
+                "4",
+                "--machines",
+                "4",
+                "--machine",
+                "0",
+                "--master",
+                "host0:1234",
+                "--name",
+                "job7",
+            ],
+            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint host0:1234 --rdzv-id job7"
+            " --nproc-per-node 4"
             " --no-python lsq train ",
             1,
         ),
@@ -134,7 +175,9 @@ def test_launches(run, options, start, update_freq):
 
 
 def test_gradients_are_passed_on(run):
-    done = run("wmt14_en_de/run.sh", "out", "--print", "--processes", "2", "--gradients", "int8_hier")
+    done = run(
+        "wmt14_en_de/run.sh", "out", "--print", "--processes", "2", "--gradients", "int8_hier"
+    )
     assert "--lsq-gradients int8_hier " in done.stdout
     done = run("wmt14_en_de/run.sh", "out", "--gradients")
     assert done.returncode == 2 and not done.stdout
@@ -150,12 +193,19 @@ def test_slurm(run, tmp_path):
     for name, line in programs.items():
         (tmp_path / "programs" / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / "programs" / name).chmod(0o755)
-    job = {"JOB_NODELIST": "node[07-08]", "JOB_NUM_NODES": 2, "GPUS_ON_NODE": 8, "CPUS_ON_NODE": 64, "JOB_ID": 12345}
+    job = {
+        "JOB_NODELIST": "node[07-08]",
+        "JOB_NUM_NODES": 2,
+        "GPUS_ON_NODE": 8,
+        "CPUS_ON_NODE": 64,
+        "JOB_ID": 12345,
+    }
     job = {f"SLURM_{name}": str(value) for name, value in job.items()}
     done = run("multi_gpu/slurm.sh", "runs/wmt14", "--print", "--", "--lr", "1e-3", environment=job)
     check(done)
     assert done.stdout.startswith(
-        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node07:29845 --rdzv-id 12345 --nproc-per-node 8"
+        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node07:29845 --rdzv-id 12345"
+        " --nproc-per-node 8"
         " --no-python lsq train runs/wmt14/data --save-dir runs/wmt14/float/model "
     )
     assert "--lsq-gradients auto " in done.stdout and done.stdout.split()[-2:] == ["--lr", "1e-3"]
@@ -167,18 +217,23 @@ def test_slurm(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_machines(tmp_path):
-    """As two torchruns on this machine that meet at a port; each counts as a node, so that auto means int8_hier."""
+    """As two torchruns on this machine that meet at a port; each counts as a node, so that auto
+    means int8_hier."""
     data = tmp_path / "out"
     environment = os.environ | {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1"
-    }  # fmt: skip
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "OMP_NUM_THREADS": "1",
+    }
     with socket.create_server(("127.0.0.1", 0)) as free:
         master = f"127.0.0.1:{free.getsockname()[1]}"
     command = [RECIPES / "wmt14_en_de" / "run.sh", data, "--mode", "float", "--dry-run"]
     command += ["--processes", "2", "--machines", "2", "--master", master, "--print"]
-    line = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=190).stdout.splitlines()[-1]
+    line = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=190
+    ).stdout.splitlines()[-1]
     started = [
-        subprocess.Popen(line, shell=True, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(line, shell=True, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     said = [process.communicate(timeout=190)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
@@ -202,7 +257,9 @@ def archive(path: Path, files: dict[str, str]) -> None:
 
 
 def evaluation(sentences: list[str]) -> str:
-    segments = "".join(f'<seg id="{number}"> {text} </seg>\n' for number, text in enumerate(sentences, 1))
+    segments = "".join(
+        f'<seg id="{number}"> {text} </seg>\n' for number, text in enumerate(sentences, 1)
+    )
     return f"<?xml version='1.0'?>\n<refset><doc>\n{segments}</doc></refset>\n"
 
 
@@ -213,15 +270,30 @@ def test_iwslt_text(run, tmp_path):
     }
     for number in range(30):
         train["de"].append(f"das ist Satz {number}")
-        train["en"].append(f"this is sentence {number}" if number != 5 else "far too many words for such a short one")
+        train["en"].append(
+            f"this is sentence {number}"
+            if number != 5
+            else "far too many words for such a short one"
+        )
     train["de"][10] = train["en"][20] = ""
     files = {f"de-en/train.tags.de-en.{side}": "\n".join(train[side]) + "\n" for side in train}
     for name in ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012"):
         for side in ("de", "en"):
             files[f"de-en/IWSLT14.{name}.de-en.{side}.xml"] = evaluation([f"{side} &amp; {name}"])
     write(tmp_path / "raw", files)
-    check(subprocess.run([sys.executable, RECIPES / "extract.py", "iwslt14", tmp_path / "raw", tmp_path / "plain"],
-                         capture_output=True, text=True))  # fmt: skip
+    check(
+        subprocess.run(
+            [
+                sys.executable,
+                RECIPES / "extract.py",
+                "iwslt14",
+                tmp_path / "raw",
+                tmp_path / "plain",
+            ],
+            capture_output=True,
+            text=True,
+        )
+    )
     lines = {
         (split, side): (tmp_path / "plain" / f"{split}.{side}").read_text().splitlines()
         for split in ("train", "valid", "test")
@@ -253,7 +325,10 @@ def test_wmt_archives_to_data(run, tmp_path):
     ):
         archive(raw / name, {f"{corpus}.de-en.{side}": text[side] for side in text})
     test = {"ref.de": evaluation(["rot 1", "blau 2"]), "src.en": evaluation(["red 1", "blue 2"])}
-    archive(raw / "test-full.tgz", {f"test-full/newstest2014-deen-{kind}.sgm": test[kind] for kind in test})
+    archive(
+        raw / "test-full.tgz",
+        {f"test-full/newstest2014-deen-{kind}.sgm": test[kind] for kind in test},
+    )
     small = (RECIPES / "wmt14_en_de" / "prepare.sh").read_text().replace("32000", "70")
     script = tmp_path / "recipes" / "wmt14_en_de" / "prepare.sh"
     script.parent.mkdir(parents=True)

@@ -33,9 +33,14 @@ class Echo(Translator):
 
     def __init__(self, file: Path):
         self.model = TranslationModel(
-            file=file, stamp=stamp_of(file), steps=None, symbols=Symbols(), subwords=Subwords(WORDS, WORDS, None),
-            longest_source=20, options=SearchOptions(),
-        )  # fmt: skip
+            file=file,
+            stamp=stamp_of(file),
+            steps=None,
+            symbols=Symbols(),
+            subwords=Subwords(WORDS, WORDS, None),
+            longest_source=20,
+            options=SearchOptions(),
+        )
         self.batch_tokens, self.long_lines, self.batches, self.interrupted = 64, "cut", [], 0
         self.may_go, self.at_work = threading.Event(), threading.Event()
         self.may_go.set()
@@ -44,7 +49,9 @@ class Echo(Translator):
         """Words of the sources alone."""
         return SimpleNamespace(holds=lambda count, longest: count * longest <= self.batch_tokens)
 
-    def search(self, parts: list[Part], options: SearchOptions, before_step=None) -> list[list[Hypothesis]]:
+    def search(
+        self, parts: list[Part], options: SearchOptions, before_step=None
+    ) -> list[list[Hypothesis]]:
         """The words of each part; w99 is what no option allows, and w98 breaks down."""
         self.batches.append((len(parts), options))
         self.at_work.set()
@@ -62,7 +69,10 @@ class Echo(Translator):
         if any("w98" in text for text in texts):
             raise RuntimeError("broken")
         scores = torch.zeros(1)
-        return [[Hypothesis(words=part.words, score=-1.0, word_scores=scores)] * options.nbest for part in parts]
+        return [
+            [Hypothesis(words=part.words, score=-1.0, word_scores=scores)] * options.nbest
+            for part in parts
+        ]
 
 
 @pytest.fixture
@@ -90,14 +100,22 @@ class Served:
         self.port = self.address.getsockname()[1]
         ready = threading.Event()
         self.server = server_of(service.application(), limits, ready.set)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self.address])))
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(self.server.serve(sockets=[self.address]))
+        )
         self.thread.start()
         assert ready.wait(20)
 
-    def ask(self, method: str, path: str, body: object = None, timeout: float = 60) -> tuple[int, object]:
+    def ask(
+        self, method: str, path: str, body: object = None, timeout: float = 60
+    ) -> tuple[int, object]:
         """(status, JSON or text); a body that is no bytes is sent as JSON."""
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
-            connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        ) as connection:
+            connection.request(
+                method, path, body if isinstance(body, bytes) else json.dumps(body).encode()
+            )
             answer = connection.getresponse()
             content = answer.read().decode()
             is_json = answer.headers["Content-Type"] == "application/json"

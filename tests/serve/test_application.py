@@ -31,12 +31,20 @@ def test_lines_that_are_too_long(serve, echo):
     lines, long = ["w1", " ".join(["w2"] * 40)], {}
     for echo.long_lines in ("cut", "skip", "copy"):
         status, found = serve(echo).translate(lines)
-        assert status == 200 and [answer["too_long"] for answer in found["translations"]] == [False, True]
+        assert status == 200 and [answer["too_long"] for answer in found["translations"]] == [
+            False,
+            True,
+        ]
         long[echo.long_lines] = found["translations"][1]["text"]
-    assert long == {"cut": lines[1], "skip": "", "copy": lines[1]} and echo.batches[0] == (4, SearchOptions())
+    assert long == {"cut": lines[1], "skip": "", "copy": lines[1]} and echo.batches[0] == (
+        4,
+        SearchOptions(),
+    )
     echo.long_lines = "refuse"
     status, found = serve(echo).translate(lines)
-    assert status == 400 and found["error"].startswith("line 2: it has 40 subwords, and the model takes 19 at most")
+    assert status == 400 and found["error"].startswith(
+        "line 2: it has 40 subwords, and the model takes 19 at most"
+    )
 
 
 @pytest.mark.thorough
@@ -61,8 +69,10 @@ def test_the_page_shows_an_error_in_the_place_of_an_earlier_translation():
         const made = {}, document = { getElementById: id => made[id] ??= {
             value: "", textContent: "", addEventListener(kind, act) { this[kind] = act },
         } };
-        const answer = (ok, text) => ({ ok, headers: { get: () => "application/json" }, text: async () => text });
-        const answers = [answer(true, '{"translations": [{"text": "rot"}]}'), answer(false, '{"error": "too long"}')];
+        const headers = { get: () => "application/json" };
+        const answer = (ok, text) => ({ ok, headers, text: async () => text });
+        const first = answer(true, '{"translations": [{"text": "rot"}]}');
+        const answers = [first, answer(false, '{"error": "too long"}')];
         const fetch = async () => answers.shift();
     """
     ending = """
@@ -73,8 +83,13 @@ def test_the_page_shows_an_error_in_the_place_of_an_earlier_translation():
             }
         })();
     """
-    done = subprocess.run(["node", "-e", browser + script + ending], capture_output=True, text=True, check=True)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [["rot", ""], ["", "too long"]]
+    done = subprocess.run(
+        ["node", "-e", browser + script + ending], capture_output=True, text=True, check=True
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        ["rot", ""],
+        ["", "too long"],
+    ]
 
 
 def test_page_health_and_metrics(serve, echo):
@@ -101,18 +116,24 @@ def test_page_health_and_metrics(serve, echo):
     assert served.ask("GET", "/translate")[0] == 405
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    (b"", "not JSON"),
-    (b'{"text": "\xff"}', "not JSON"),
-    (b"[" * 100_000, "not JSON"),
-    ({"txt": "w1"}, 'no "text"'),
-    ({"text": "a\0b"}, "line 1: a NUL character is no text"),
-    ({"text": "a\ud800b"}, "line 1: .* half of a character"),
-    ({"text": "w99"}, "no hypothesis"),
-    ({"text": "w1", "beam": 17}, "beam is 17; this service takes 16 at most"),
-    ({"text": "w1", "max_len_b": 10**400}, "longest, 512 words; with this max_len_a of 0, max_len_b may be 512"),
-    ({"text": "w1", "max_len_a": 16}, r"max_len_a \* 20 \+ max_len_b .*, max_len_b may be 192"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not JSON"),
+        (b'{"text": "\xff"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        ({"txt": "w1"}, 'no "text"'),
+        ({"text": "a\0b"}, "line 1: a NUL character is no text"),
+        ({"text": "a\ud800b"}, "line 1: .* half of a character"),
+        ({"text": "w99"}, "no hypothesis"),
+        ({"text": "w1", "beam": 17}, "beam is 17; this service takes 16 at most"),
+        (
+            {"text": "w1", "max_len_b": 10**400},
+            "longest, 512 words; with this max_len_a of 0, max_len_b may be 512",
+        ),
+        ({"text": "w1", "max_len_a": 16}, r"max_len_a \* 20 \+ max_len_b .*, max_len_b may be 192"),
+    ],
+)
 def test_mistakes_of_clients(serve, echo, body, message):
     status, found = serve(echo).ask("POST", "/translate", body)
     assert status == 400
@@ -121,9 +142,14 @@ def test_mistakes_of_clients(serve, echo, body, message):
 
 def test_a_default_that_every_request_would_be_refused_for(echo):
     Service(echo, SearchOptions(beam=3), Limits(beam=3))
-    with pytest.raises(ValueError, match="every request .* would be refused: beam is 4; this service takes 3 at most"):
+    with pytest.raises(
+        ValueError,
+        match="every request .* would be refused: beam is 4; this service takes 3 at most",
+    ):
         Service(echo, SearchOptions(beam=4), Limits(beam=3))
-    with pytest.raises(ValueError, match="longest, 200 words; with this max_len_a of 0.05, max_len_b may be 199"):
+    with pytest.raises(
+        ValueError, match="longest, 200 words; with this max_len_a of 0.05, max_len_b may be 199"
+    ):
         Service(echo, SearchOptions(max_len_a=0.05), Limits(words=200))
 
 
@@ -174,13 +200,16 @@ def test_five_hundred_at_once(serve, echo):
         else:
             assert (status, answer) == (503, {"error": "too many sentences wait; try again later"})
     assert 100 <= translated < 500
-    assert f'lsq_requests_total{{status="200"}} {translated:.1f}' in served.ask("GET", "/metrics")[1]
+    assert (
+        f'lsq_requests_total{{status="200"}} {translated:.1f}' in served.ask("GET", "/metrics")[1]
+    )
 
 
 def test_more_than_the_queue_takes(serve, echo):
     status, found = serve(echo, queue=3).translate(["w1"] * 4)
     assert status == 413 and "more than 3 sentences" in found["error"]
-    assert serve(echo, queue=3).translate([""] * 4)[0] == 413  # nothing waits for these, but their answer is long
+    # nothing waits for these, but their answer is long
+    assert serve(echo, queue=3).translate([""] * 4)[0] == 413
 
 
 def test_more_bytes_than_all_requests_may_have(serve, echo):
@@ -189,7 +218,10 @@ def test_more_bytes_than_all_requests_may_have(serve, echo):
     with concurrent.futures.ThreadPoolExecutor(1) as clients:
         first = clients.submit(served.translate, "w1 " + " " * 900)
         assert echo.at_work.wait(20)
-        assert served.translate("w2" + " " * 900) == (503, {"error": "too many bytes wait; try again later"})
+        assert served.translate("w2" + " " * 900) == (
+            503,
+            {"error": "too many bytes wait; try again later"},
+        )
         echo.may_go.set()
         assert first.result()[0] == 200
     assert served.translate("w2" + " " * 900)[0] == 200
@@ -199,8 +231,9 @@ def test_large_requests_are_refused(serve, echo):
     served = serve(echo)
     for body in (b'{"text": "' + b"w" * 10_000_000 + b'"}', b" " * (2**20 + 1)):
         assert served.ask("POST", "/translate", body) == (
-            413, {"error": "the request has more than 1048576 bytes; send fewer lines at a time"},
-        )  # fmt: skip
+            413,
+            {"error": "the request has more than 1048576 bytes; send fewer lines at a time"},
+        )
     assert served.translate("w1")[0] == 200
 
 
@@ -218,7 +251,9 @@ def test_slow_clients(serve, echo):
         in_body.sendall(HEAD % 100 + b"{")
         assert served.translate("w1")[0] == 200
         answer = b"".join(iter(lambda: in_body.recv(4096), b""))
-        assert answer.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.3 seconds" in answer
+        assert (
+            answer.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.3 seconds" in answer
+        )
         assert in_header.recv(100) == silent.recv(100) == b""
     with connected(served) as second:  # a slow second request on the same connection
         body = b'{"text": "w1"}'

@@ -10,7 +10,9 @@ from lsq.translate import RefusedLine
 BEAM, OTHER = SearchOptions(beam=2), SearchOptions(beam=3)
 
 
-async def filled(batcher: Batcher, *requests: tuple[list[str], SearchOptions]) -> list[asyncio.Task]:
+async def filled(
+    batcher: Batcher, *requests: tuple[list[str], SearchOptions]
+) -> list[asyncio.Task]:
     """Requests that wait; nobody is at work yet."""
     tasks = []
     for lines, options in requests:
@@ -26,7 +28,9 @@ def test_one_of_each_request_in_turn(echo):
 
     async def run() -> list[list[str]]:
         batcher, order = Batcher(echo, 1000, Metrics()), []
-        long, *short = await filled(batcher, (["w1 w1"] * 60, BEAM), (["w2 w2"], BEAM), (["w3 w3"] * 2, BEAM))
+        long, *short = await filled(
+            batcher, (["w1 w1"] * 60, BEAM), (["w2 w2"], BEAM), (["w3 w3"] * 2, BEAM)
+        )
         async with batcher.at_work():
             for name, task in (("short", short[0]), ("short", short[1]), ("long", long)):
                 task.add_done_callback(lambda _, name=name: order.append(name))
@@ -75,7 +79,10 @@ def test_what_cannot_be_taken_is_refused_at_once(echo):
             await batcher.translate(["w2"] * 4 + ["\0"], [""] * 5, BEAM)
         with pytest.raises(RefusedLine, match="line 2"):
             await batcher.translate(["w1", "\0"], ["", ""], BEAM)
-        assert [found[0].text for found in await batcher.translate(["", " "], ["", ""], BEAM)] == ["", ""]
+        assert [found[0].text for found in await batcher.translate(["", " "], ["", ""], BEAM)] == [
+            "",
+            "",
+        ]
         waiting.cancel()
 
     asyncio.run(run())

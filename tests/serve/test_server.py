@@ -25,15 +25,23 @@ def test_addresses_in_use_are_named():
     with bound("127.0.0.1", 0) as address:
         address.listen()
         port = address.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot serve at 127.0.0.1, port {port}: Address already in use"):
+        with pytest.raises(
+            OSError, match=f"cannot serve at 127.0.0.1, port {port}: Address already in use"
+        ):
             bound("127.0.0.1", port)
-    with pytest.raises(OSError, match="^cannot serve at 192.0.2.1, port 0: Cannot assign requested address$"):
+    with pytest.raises(
+        OSError, match="^cannot serve at 192.0.2.1, port 0: Cannot assign requested address$"
+    ):
         bound("192.0.2.1", 0)
-    with pytest.raises(OSError, match="^cannot serve at no.such.host.invalid, port 0: Name or service not known$"):
+    with pytest.raises(
+        OSError, match="^cannot serve at no.such.host.invalid, port 0: Name or service not known$"
+    ):
         bound("no.such.host.invalid", 0)
     with pytest.raises(ValueError, match="--host is empty"):
         bound("", 0)
-    with pytest.raises(ValueError, match=r"--host '\\udcff' is no address .*; give one, e.g. 127.0.0.1"):
+    with pytest.raises(
+        ValueError, match=r"--host '\\udcff' is no address .*; give one, e.g. 127.0.0.1"
+    ):
         bound("\udcff", 0)
 
 
@@ -48,7 +56,10 @@ def never_reading(served: Served) -> socket.socket:
 
 def send(client: socket.socket, text: str, times: int = 1) -> None:
     body = json.dumps({"text": text}).encode()
-    client.sendall((b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body) * times)
+    client.sendall(
+        (b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        * times
+    )
 
 
 def test_a_client_that_reads_no_answer_is_left(serve, echo):
@@ -74,9 +85,14 @@ def test_a_client_that_sends_more_and_more_before_it_is_answered_is_left(serve, 
     assert served.translate("w1")[0] == 200
 
 
-@pytest.mark.parametrize(("soft", "hard", "expected"), [
-    (1024, 4096, (3152, 4096)), (3200, 4096, None), (1024, resource.RLIM_INFINITY, (3152, resource.RLIM_INFINITY))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (1024, 4096, (3152, 4096)),
+        (3200, 4096, None),
+        (1024, resource.RLIM_INFINITY, (3152, resource.RLIM_INFINITY)),
+    ],
+)
 def test_room_for_connections(monkeypatch, soft, hard, expected):
     chosen = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
@@ -87,7 +103,9 @@ def test_room_for_connections(monkeypatch, soft, hard, expected):
 
 def test_connections_that_the_system_does_not_allow(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2000))
-    with pytest.raises(ValueError, match="--limit-connections is 2048, and the 2000 files .* are enough for 848"):
+    with pytest.raises(
+        ValueError, match="--limit-connections is 2048, and the 2000 files .* are enough for 848"
+    ):
         make_room(2048)
 
 
@@ -105,7 +123,8 @@ def test_more_connections_than_are_told_that_they_are_too_many(serve, echo):
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_who_is_not_answered_at_the_end_is_told_so(serve, echo, caplog, signals):
-    """At the first signal after a time, at the second at once; what is at work is interrupted, and nothing fails."""
+    """At the first signal after a time, at the second at once; what is at work is interrupted, and
+    nothing fails."""
     served = serve(echo, shutdown_seconds=0.1 if signals == 1 else 1000)
     echo.may_go.clear()
     with concurrent.futures.ThreadPoolExecutor(2) as clients:

@@ -1,4 +1,5 @@
-"""QuantConfig(sparsity=...): layers that have their masks from the beginning, and who chooses these."""
+"""QuantConfig(sparsity=...): layers that have their masks from the beginning, and who chooses
+these."""
 
 import copy
 import warnings
@@ -25,7 +26,9 @@ def test_as_sparsify_does():
     for quant in (SPARSE, QuantConfig(**QUANT)):
         model = layer(quant=quant)
         optimizer = Adam(model.parameters(), lr=0.01)
-        sparsity = sparsity_of(model) if quant.sparsity else sparsify(model, Pruning(every=2, decay=0.2))
+        sparsity = (
+            sparsity_of(model) if quant.sparsity else sparsify(model, Pruning(every=2, decay=0.2))
+        )
         sparsity.follow(optimizer)
         found.append(train(model, optimizer, 6))
         assert list(sparsity.weights) == ["weight"] and sparsity.updates == 6
@@ -37,7 +40,9 @@ def test_dense_until_somebody_chooses():
     assert wants_sparsity(model) and not wants_sparsity(dense)
     assert torch.equal(model(x), dense(x))
     model.train()
-    with pytest.warns(UserWarning, match=r"masks stay as they are, .*sparsity_of\(model\).follow\(optimizer\)"):
+    with pytest.warns(
+        UserWarning, match=r"masks stay as they are, .*sparsity_of\(model\).follow\(optimizer\)"
+    ):
         model(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,7 +108,9 @@ def test_converted_models():
     model = models.model()
     lsq.convert(model, SPARSE)
     sparsity = sparsity_of(model)
-    assert set(sparsity.weights) == {f"blocks.{n}.{name}.weight" for n in (0, 1) for name in ("up", "mix", "down")}
+    assert set(sparsity.weights) == {
+        f"blocks.{n}.{name}.weight" for n in (0, 1) for name in ("up", "mix", "down")
+    }
     models.loss_of(model(models.tokens())).backward()
     assert lsq.conversion.float_state_dict(model).keys() == models.model().state_dict().keys()
     lsq.revert(model)
@@ -113,18 +120,40 @@ def test_converted_models():
 def test_language_models():
     config = LayerConfig(hidden=32, heads=2, feed_forward=48, quant=SPARSE)
     model = TransformerLanguageModel(48, config, layers=2, padding_idx=0)
-    assert len(sparsity_of(model).weights) == 8 and "output_projection.weight_kept" not in model.state_dict()
+    assert (
+        len(sparsity_of(model).weights) == 8
+        and "output_projection.weight_kept" not in model.state_dict()
+    )
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (layer, r"QuantizedLinear has no sparsity .* no layer of it is to be sparse; make them with one QuantConfig"),
-    (lambda: nn.Sequential(layer(quant=SPARSE), layer(quant=QuantConfig(sparsity="2:4"))),
-     r"its layers ask for sparsity '2:4', '2:4,every=2,decay=0.2'; make them"),
-    (lambda: QuantizedLinear(6, 4, quant=QuantConfig(mode="float", sparsity="2:4")), r"weight has 6 inputs, .* use 8"),
-    (lambda: LayerConfig(hidden=6, heads=2, feed_forward=8, quant=QuantConfig(mode="float", sparsity="2:4")),
-     r"hidden has 6 inputs, .* use 8"),
-    (lambda: lsq.convert(models.model().to("meta"), SPARSE), r"on the meta device, .*; load or initialise it first"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            layer,
+            r"QuantizedLinear has no sparsity .* no layer of it is to be sparse; make them with one"
+            r" QuantConfig",
+        ),
+        (
+            lambda: nn.Sequential(layer(quant=SPARSE), layer(quant=QuantConfig(sparsity="2:4"))),
+            r"its layers ask for sparsity '2:4', '2:4,every=2,decay=0.2'; make them",
+        ),
+        (
+            lambda: QuantizedLinear(6, 4, quant=QuantConfig(mode="float", sparsity="2:4")),
+            r"weight has 6 inputs, .* use 8",
+        ),
+        (
+            lambda: LayerConfig(
+                hidden=6, heads=2, feed_forward=8, quant=QuantConfig(mode="float", sparsity="2:4")
+            ),
+            r"hidden has 6 inputs, .* use 8",
+        ),
+        (
+            lambda: lsq.convert(models.model().to("meta"), SPARSE),
+            r"on the meta device, .*; load or initialise it first",
+        ),
+    ],
+)
 def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
         sparsity_of(make())
@@ -135,5 +164,8 @@ def test_own_masks_and_those_of_the_configuration():
     sparsify(model)
     with pytest.raises(ValueError, match="its layers ask for sparsity ''"):
         sparsity_of(model)
-    with pytest.raises(ValueError, match=r"weight is sparse already; call finish\(\) of its Sparsity \(lsq.sparsity"):
+    with pytest.raises(
+        ValueError,
+        match=r"weight is sparse already; call finish\(\) of its Sparsity \(lsq.sparsity",
+    ):
         sparsify(layer(quant=SPARSE))

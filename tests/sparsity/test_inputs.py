@@ -9,7 +9,9 @@ from lsq.sparsity.inputs import mean_squares
 from tests.layers.shapes import HIDDEN, config_of
 
 
-@pytest.mark.parametrize("quant", [QuantConfig(), QuantConfig(weight_format="int4"), QuantConfig(mode="float")])
+@pytest.mark.parametrize(
+    "quant", [QuantConfig(), QuantConfig(weight_format="int4"), QuantConfig(mode="float")]
+)
 def test_of_a_projection_over_two_passes(quant):
     torch.manual_seed(1)
     layer = QuantizedLinear(48, 32, quant=quant)
@@ -22,7 +24,9 @@ def test_of_a_projection_over_two_passes(quant):
         x = (x / scale).clamp(-127, 127).round() * scale
     assert found.keys() == {layer} and found[layer].keys() == {"weight"}
     assert found[layer]["weight"].dtype == torch.float32
-    torch.testing.assert_close(found[layer]["weight"], x.square().mean(0).float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        found[layer]["weight"], x.square().mean(0).float(), rtol=1e-4, atol=1e-6
+    )
     assert layer._observer is None
 
 
@@ -30,9 +34,11 @@ def test_of_all_products_of_a_layer():
     layer = TransformerEncoderLayer(config_of(mode="float"))
     found = mean_squares([layer], lambda: layer(torch.randn(5, 2, HIDDEN)))[layer]
     assert {name: len(one) for name, one in found.items()} == {
-        "self_attn.qkv_weight": HIDDEN, "self_attn.out_weight": HIDDEN, "feed_forward.fc1_weight": HIDDEN,
+        "self_attn.qkv_weight": HIDDEN,
+        "self_attn.out_weight": HIDDEN,
+        "feed_forward.fc1_weight": HIDDEN,
         "feed_forward.fc2_weight": layer.config.feed_forward,
-    }  # fmt: skip
+    }
     assert all((one > 0).any() for one in found.values())
 
 

@@ -1,4 +1,5 @@
-"""Sparse models: what they compute against dense ones whose weights have zeros, and how their masks go on."""
+"""Sparse models: what they compute against dense ones whose weights have zeros, and how their masks
+go on."""
 
 import copy
 import io
@@ -55,13 +56,22 @@ def train(model: nn.Module, optimizer, steps: int, seed: int = 0) -> list[float]
 # What it computes
 
 
-@pytest.mark.parametrize("options", [
-    {"mode": "float"}, {}, {"weight_granularity": "tensor"}, {"bits": 4}, {"weight_format": "int4"},
-    {"clip_gradient": "lsq"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "float"},
+        {},
+        {"weight_granularity": "tensor"},
+        {"bits": 4},
+        {"weight_format": "int4"},
+        {"clip_gradient": "lsq"},
+    ],
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_equals_a_dense_layer_with_zeros(options, training):
-    sparse = layer(quant=QuantConfig(backward="float", calibration_passes=0, **options)).train(training)
+    sparse = layer(quant=QuantConfig(backward="float", calibration_passes=0, **options)).train(
+        training
+    )
     dense, x = pruned(sparse), batch()
     with torch.no_grad():
         dense.weight[3, 5] = sparse.weight[3, 5] = float("nan")
@@ -91,8 +101,11 @@ def test_all_weights_of_an_encoder_layer(mode):
     sparse, dense = dense, pruned(dense)
     found = sparsify(sparse)
     assert list(found.weights) == [
-        "self_attn.qkv_weight", "self_attn.out_weight", "feed_forward.fc1_weight", "feed_forward.fc2_weight",
-    ]  # fmt: skip
+        "self_attn.qkv_weight",
+        "self_attn.out_weight",
+        "feed_forward.fc1_weight",
+        "feed_forward.fc2_weight",
+    ]
     x = torch.randn(5, 3, HIDDEN)
     assert torch.equal(sparse(x), dense(x))
     found.finish()
@@ -101,7 +114,8 @@ def test_all_weights_of_an_encoder_layer(mode):
 
 
 def test_by_output():
-    """Of inputs of different sizes, the weights of the smallest are pruned; the error of the output is less."""
+    """Of inputs of different sizes, the weights of the smallest are pruned; the error of the output
+    is less."""
     plain, x = layer(quant=QuantConfig(mode="float")), batch(rows=500)
     x = x * torch.tensor([0.01, 3.0, 1.0, 0.3]).repeat(INPUTS // 4)
     wanted, errors = plain(x), {}
@@ -127,7 +141,9 @@ def test_fixed_masks(make):
     mask, before = model.weight_masks.mask(model, "weight"), model.weight.detach().clone()
     losses = train(model, optimizer, 20)
     assert losses[-1] < losses[0]
-    assert torch.equal(model.weight[~mask], before[~mask]) and not torch.equal(model.weight[mask], before[mask])
+    assert torch.equal(model.weight[~mask], before[~mask]) and not torch.equal(
+        model.weight[mask], before[mask]
+    )
     assert torch.equal(model.weight_masks.mask(model, "weight"), mask) and sparsity.updates == 20
     sparsity.finish()
     assert torch.equal(model.weight != 0, mask)
@@ -136,7 +152,8 @@ def test_fixed_masks(make):
 
 
 def test_equal_steps_of_both_optimizers():
-    """lsq's Adam writes codes of new weights, and multiplies gradients later than the decay is added."""
+    """lsq's Adam writes codes of new weights, and multiplies gradients later than the decay is
+    added."""
     found = []
     for make in (Adam, torch.optim.AdamW):
         model = layer()
@@ -167,7 +184,9 @@ def test_decay_is_of_what_is_pruned():
     share = 0.5 * model.weight.grad.norm() / before.norm()
     optimizer.step()
     drawn = before - 0.1 * (0.3 + share * before)
-    torch.testing.assert_close(model.weight, torch.where(mask, before - 0.03, drawn), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        model.weight, torch.where(mask, before - 0.03, drawn), rtol=0, atol=1e-6
+    )
 
 
 def test_decay_of_nothing():
@@ -193,14 +212,19 @@ def test_masks_follow_the_weights():
     sparsity.step()
     now = model.weight_masks.mask(model, "weight")
     assert not now[:, ::4].any() and not now[:, 1::4].any()
-    assert sparsity.changed == pytest.approx((now != before).float().mean().item()) and sparsity.changed > 0
+    assert (
+        sparsity.changed == pytest.approx((now != before).float().mean().item())
+        and sparsity.changed > 0
+    )
     assert torch.equal(model(x), pruned(strip(model)).eval()(x))
 
 
 def strip(model: nn.Module) -> nn.Module:
     """A dense layer with the state of a sparse one."""
     dense = layer(quant=model.quant)
-    dense.load_state_dict({name: one for name, one in model.state_dict().items() if not name.endswith("_kept")})
+    dense.load_state_dict(
+        {name: one for name, one in model.state_dict().items() if not name.endswith("_kept")}
+    )
     return dense
 
 
@@ -240,7 +264,9 @@ def test_goes_on_from_a_checkpoint():
     torch.save([one.state_dict() for one in parts], file)
     expected = train(parts[0], parts[2], 6, seed=5)
     others = made(4)
-    for one, state in zip(others, torch.load(io.BytesIO(file.getvalue()), weights_only=True), strict=True):
+    for one, state in zip(
+        others, torch.load(io.BytesIO(file.getvalue()), weights_only=True), strict=True
+    ):
         one.load_state_dict(state)
     assert train(others[0], others[2], 6, seed=5) == expected
     assert others[1].updates == 11
@@ -268,7 +294,9 @@ def test_converted_models(converted):
     tokens = models.tokens()
     converted(tokens)
     found = sparsify(converted, skip="blocks.1.up")
-    assert set(found.weights) == {f"blocks.{path}.weight" for path in ("0.up", "0.mix", "0.down", "1.mix", "1.down")}
+    assert set(found.weights) == {
+        f"blocks.{path}.weight" for path in ("0.up", "0.mix", "0.down", "1.mix", "1.down")
+    }
     mix = converted.blocks[0].mix
     assert torch.equal(mix.weight_masks.mask(mix, "weight").t(), choose(mix.weight.t().abs()))
     names = lsq.conversion.float_state_dict(converted).keys()
@@ -298,16 +326,39 @@ def test_widths():
     assert list(sparsify(model, skip="1").weights) == ["0.weight"]
 
 
-@pytest.mark.parametrize(("make", "options", "message"), [
-    (lambda: nn.Linear(16, 16), {}, r"Linear has no weight to prune; none of its layers is lsq's: call lsq.convert"),
-    (lambda: VocabularyProjection(16, 16), {}, r"no weight to prune; its layers of lsq are projections onto a voc"),
-    (lambda: QuantizedLinear(16, 16), {"skip": "weight"}, r"no weight to prune; skip leaves none of 1: skip less"),
-    (layer, {"skip": "wieght"}, r"skip names 'wieght', .* near are weight"),
-    (layer, {"pruning": Pruning(measure="output")}, r"measure is 'output' and run is None; give run="),
-    (layer, {"run": lambda: None}, r"measure is 'magnitude' and run is <function"),
-    (layer, {"pruning": Pruning(measure="output"), "run": lambda: None}, r"weight was not used in this batch"),
-    (lambda: layer().to("meta"), {}, r"weight is on the meta device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (
+            lambda: nn.Linear(16, 16),
+            {},
+            r"Linear has no weight to prune; none of its layers is lsq's: call lsq.convert",
+        ),
+        (
+            lambda: VocabularyProjection(16, 16),
+            {},
+            r"no weight to prune; its layers of lsq are projections onto a voc",
+        ),
+        (
+            lambda: QuantizedLinear(16, 16),
+            {"skip": "weight"},
+            r"no weight to prune; skip leaves none of 1: skip less",
+        ),
+        (layer, {"skip": "wieght"}, r"skip names 'wieght', .* near are weight"),
+        (
+            layer,
+            {"pruning": Pruning(measure="output")},
+            r"measure is 'output' and run is None; give run=",
+        ),
+        (layer, {"run": lambda: None}, r"measure is 'magnitude' and run is <function"),
+        (
+            layer,
+            {"pruning": Pruning(measure="output"), "run": lambda: None},
+            r"weight was not used in this batch",
+        ),
+        (lambda: layer().to("meta"), {}, r"weight is on the meta device"),
+    ],
+)
 def test_refused(make, options, message):
     model = make()
     with pytest.raises(ValueError, match=message):
@@ -318,14 +369,18 @@ def test_refused(make, options, message):
 def test_what_there_is_is_named():
     with pytest.raises(TypeError, match="model is 'model.pt', a str; give a torch.nn.Module"):
         sparsify("model.pt")
-    with pytest.raises(ValueError, match="skip names 'zzz', but no module .* is called so; there are weight"):
+    with pytest.raises(
+        ValueError, match="skip names 'zzz', but no module .* is called so; there are weight"
+    ):
         sparsify(layer(), skip="zzz")
 
 
 def test_sparse_already():
     model = layer()
     sparsify(model)
-    with pytest.raises(ValueError, match=r"weight is sparse already; call finish\(\) of its Sparsity"):
+    with pytest.raises(
+        ValueError, match=r"weight is sparse already; call finish\(\) of its Sparsity"
+    ):
         sparsify(model)
 
 
@@ -339,7 +394,9 @@ def test_finished_and_sparse_again():
 
 def test_state_of_another_measure():
     sparsity = sparsify(layer())
-    with pytest.raises(ValueError, match=r"other weights or another measure: weight is in one of both alone"):
+    with pytest.raises(
+        ValueError, match=r"other weights or another measure: weight is in one of both alone"
+    ):
         sparsity.load_state_dict({"updates": 3, "squares": {"weight": torch.ones(INPUTS)}})
     assert sparsity.updates == 0
 

@@ -28,7 +28,9 @@ def test_planned_memory_changes_no_number():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{"backward": "int8"}, {"backward": "float"}, {"mode": "float"}])
+@pytest.mark.parametrize(
+    "options", [{"backward": "int8"}, {"backward": "float"}, {"mode": "float"}]
+)
 @pytest.mark.parametrize("every", [0, 1])
 def test_guarded_memory_finds_no_fault(options, every):
     assert planned_and_naive(3, every=every, guarded=True, **options) == 0
@@ -59,7 +61,9 @@ def test_distributed_data_parallel():
     expected = trained(0, False)
     for found in run(trained, 2, True):
         for name, one in expected.items():
-            torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-3, msg=lambda why, at=name: f"{at}: {why}")
+            torch.testing.assert_close(
+                found[name], one, rtol=1e-3, atol=1e-3, msg=lambda why, at=name: f"{at}: {why}"
+            )
 
 
 def sharded(rank: int) -> list[str]:
@@ -80,4 +84,7 @@ def sharded(rank: int) -> list[str]:
 def test_shards_are_refused():
     (messages,) = run(sharded, 1)
     for message in messages:
-        assert "is a shard of FSDP2, which masks do not know; train sparse weights with Distributed" in message
+        assert (
+            "is a shard of FSDP2, which masks do not know; train sparse weights with Distributed"
+            in message
+        )

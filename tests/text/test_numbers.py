@@ -28,14 +28,20 @@ def test_names():
 
 def test_splits_do_not_overlap(tmp_path):
     numbers.write_numbers(tmp_path, train_pairs=3000, test_pairs=50, seed=1)
-    lines = {split: (tmp_path / f"{split}.src").read_text().splitlines() for split in ("train", "valid", "test")}
+    lines = {
+        split: (tmp_path / f"{split}.src").read_text().splitlines()
+        for split in ("train", "valid", "test")
+    }
     assert [len(lines[split]) for split in lines] == [3000, numbers.VALID_PAIRS, 50]
     assert len(set().union(*lines.values())) == 3000 + numbers.VALID_PAIRS + 50
 
 
 def test_short_numbers_are_all_for_training(tmp_path):
     numbers.write_numbers(tmp_path, train_pairs=3000, test_pairs=500, seed=1)
-    lines = {split: (tmp_path / f"{split}.src").read_text().splitlines() for split in ("train", "valid", "test")}
+    lines = {
+        split: (tmp_path / f"{split}.src").read_text().splitlines()
+        for split in ("train", "valid", "test")
+    }
     short = {line for line in lines["train"] if "hundred" not in line and "thousand" not in line}
     assert len(short) == 100
     held_out = lines["valid"] + lines["test"]

@@ -14,7 +14,9 @@ def test_dictionary_has_every_piece_and_a_padded_size(learnt):
 
 
 def test_too_large_vocabulary_names_the_largest(tmp_path):
-    with pytest.raises(ValueError, match=r"--vocabulary-size 5000 is too large for this text; use at most \d+"):
+    with pytest.raises(
+        ValueError, match=r"--vocabulary-size 5000 is too large for this text; use at most \d+"
+    ):
         vocabulary.learn_vocabulary(Corpus.of(LINES, LINES), tmp_path, size=5000, coverage=1.0)
 
 
@@ -32,11 +34,18 @@ def test_too_small_vocabulary_names_the_smallest(tmp_path):
         (LINES, {"coverage": 2.0}, "--character-coverage is 2.0; it must be from 0.98 to 1"),
         (LINES, {"coverage": float("nan")}, "--character-coverage is nan"),
         (["a"], {}, "--vocabulary-size 50 is too large for this text; use at most 7"),
-        (["ab" * 5000], {}, "every line of this text is longer than 4192 bytes, or there is none; split it into sen"),
+        (
+            ["ab" * 5000],
+            {},
+            "every line of this text is longer than 4192 bytes, or there is none; split it"
+            " into sen",
+        ),
         (["\u200b", "\u2581"], {}, "the text has no characters to learn from, only white space"),
     ],
 )
-def test_what_cannot_be_learnt_is_told_without_the_librarys_own_words(tmp_path, lines, options, message):
+def test_what_cannot_be_learnt_is_told_without_the_librarys_own_words(
+    tmp_path, lines, options, message
+):
     with pytest.raises(ValueError) as refused:
         vocabulary.learn_vocabulary(
             Corpus.of(lines, lines), tmp_path, **{"size": 50, "coverage": 1.0, **options}

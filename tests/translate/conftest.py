@@ -1,4 +1,5 @@
-"""A small translator of a toy language, trained once: words, and the same words backwards in capitals."""
+"""A small translator of a toy language, trained once: words, and the same words backwards in
+capitals."""
 
 from pathlib import Path
 
@@ -16,7 +17,9 @@ def train(folder: Path, *options: str) -> Path:
         source, target = write_pairs(folder, name, count, seed=count)
         given += [f"--{option}src", str(source), f"--{option}tgt", str(target)]
     with pytest.MonkeyPatch.context() as patch:  # pictures take as long as the training
-        patch.setattr("lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+        patch.setattr(
+            "lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
+        )
         train_text.run(given)
     return folder / "out"
 

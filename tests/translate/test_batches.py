@@ -9,7 +9,9 @@ GREEDY = SearchOptions(beam=1, max_len_b=SHORT - 1)
 
 
 def limit(tokens, options=GREEDY, **sizes):
-    return BatchLimit(tokens=tokens, options=options, **({"vocabulary": 100, "positions": 1024} | sizes))
+    return BatchLimit(
+        tokens=tokens, options=options, **({"vocabulary": 100, "positions": 1024} | sizes)
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40, 1000])
@@ -19,7 +21,9 @@ def test_every_sentence_once_and_no_batch_too_large(tokens):
     found = list(batches(lengths, limit(tokens)))
     assert sorted(sentence for batch in found for sentence in batch) == list(range(101))
     for batch in found:
-        assert len(batch) == 1 or len(batch) * max(lengths[sentence] for sentence in batch) <= tokens
+        assert (
+            len(batch) == 1 or len(batch) * max(lengths[sentence] for sentence in batch) <= tokens
+        )
     in_order = [lengths[sentence] for batch in found for sentence in batch]
     assert in_order == sorted(lengths, reverse=True)
 
@@ -36,7 +40,9 @@ def test_hypotheses_are_counted_with_their_words():
     long = SearchOptions(beam=4, max_len_a=20.0, max_len_b=23)  # 1024 words of sources of 50 words
     assert [limit(1024, long).holds(16, words) for words in (2, 50)] == [True, True]
     assert [limit(1024, long).holds(17, words) for words in (2, 50)] == [True, False]
-    assert [len(batch) for batch in batches([1] * 1024, limit(1024, SearchOptions(beam=16)))] == [16] * 64
+    assert [len(batch) for batch in batches([1] * 1024, limit(1024, SearchOptions(beam=16)))] == [
+        16
+    ] * 64
     assert KEPT * 1024 == 256 * SHORT
 
 

@@ -19,11 +19,17 @@ def test_byte_order_mark_is_no_text():
     assert read(b"\xef\xbb\xbfa\n\xef\xbb\xbfb") == ["a\n", "\ufeffb"]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"a\nb\xffc\n", "in.txt, line 2: byte 0xff is not valid UTF-8; convert the file first, e.g. with iconv"),
-    (b"a\n\n\xe4\xbd", "in.txt, line 3: byte 0xe4 is not valid UTF-8"),
-    (b"\xff\xfea\0\n", "in.txt, line 1: a NUL byte is no text; remove it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"a\nb\xffc\n",
+            "in.txt, line 2: byte 0xff is not valid UTF-8; convert the file first, e.g. with iconv",
+        ),
+        (b"a\n\n\xe4\xbd", "in.txt, line 3: byte 0xe4 is not valid UTF-8"),
+        (b"\xff\xfea\0\n", "in.txt, line 1: a NUL byte is no text; remove it"),
+    ],
+)
 def test_what_is_no_text_is_refused_with_its_line(content, message):
     with pytest.raises(ValueError) as refused:
         read(content)

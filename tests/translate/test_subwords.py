@@ -6,13 +6,19 @@ from lsq.text.corpus import read_items
 from lsq.text.vocabulary import dictionary_of, load_vocabulary
 from lsq.translate.subwords import Subwords, Words, processor_of
 
-SMALL = Words(symbols=["<s>", "<pad>", "</s>", "<unk>", "red", "\u2581cat"], beginning=0, end=2, unknown=3)
+SMALL = Words(
+    symbols=["<s>", "<pad>", "</s>", "<unk>", "red", "\u2581cat"], beginning=0, end=2, unknown=3
+)
 
 
 def test_words_are_those_that_the_training_was_given(output, translator):
     vocabulary = load_vocabulary(output / "vocabulary")
     _, index = dictionary_of(vocabulary)
-    for line in (*read_items(output / "data" / "test.src"), "\u4f60 <s> </s> <unk>", "madeupword0000"):
+    for line in (
+        *read_items(output / "data" / "test.src"),
+        "\u4f60 <s> </s> <unk>",
+        "madeupword0000",
+    ):
         expected = [*index[vocabulary.encode(line, out_type=int)].tolist(), 2]
         assert translator.model.subwords.source_words(line).tolist() == expected
         assert translator.model.subwords.target_words(line).tolist() == expected[:-1]
@@ -22,14 +28,21 @@ def test_text_is_what_fairseq_prints(output, translator):
     words = Dictionary.load(str(output / "data" / "dict.tgt.txt"))
     for _ in range(20):
         target = torch.randint(0, len(words), (12,))
-        expected = words.string(target, extra_symbols_to_ignore={2}).replace(" ", "").replace("\u2581", " ").strip()
+        expected = (
+            words.string(target, extra_symbols_to_ignore={2})
+            .replace(" ", "")
+            .replace("\u2581", " ")
+            .strip()
+        )
         assert translator.model.subwords.text(target) == expected
 
 
 def test_without_sentencepiece_lines_are_words():
     subwords = Subwords(SMALL, SMALL, None)
     assert subwords.source_words("red  \u2581cat dog").tolist() == [4, 5, 3, 2]
-    assert subwords.target_words("").tolist() == [] and subwords.target_words("").dtype == torch.int64
+    assert (
+        subwords.target_words("").tolist() == [] and subwords.target_words("").dtype == torch.int64
+    )
     assert subwords.text(torch.tensor([0, 4, 5, 3, 2])) == "red \u2581cat <unk>"
 
 

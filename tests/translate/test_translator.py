@@ -21,7 +21,8 @@ def test_hypotheses_are_those_of_the_run(output, translator):
     found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
     assert [translations[0].text for translations in found] == hypotheses
-    assert translator.translate(read_items(output / "data" / "test.src")) == found  # its own options are the default
+    # its own options are the default
+    assert translator.translate(read_items(output / "data" / "test.src")) == found
     assert len(set(hypotheses)) > 2
 
 
@@ -29,7 +30,9 @@ def test_order_and_batches_change_nothing(output, translator):
     lines = read_items(output / "data" / "test.src")[:4]
     whole = translator.translate(lines, BEAM)
     small = Translator(output, batch_tokens=1)
-    assert [small.translate([line], BEAM)[0][0].text for line in lines] == [found[0].text for found in whole]
+    assert [small.translate([line], BEAM)[0][0].text for line in lines] == [
+        found[0].text for found in whole
+    ]
     backwards = translator.translate(lines[::-1], BEAM)
     assert [found[0].text for found in backwards] == [found[0].text for found in whole][::-1]
 
@@ -61,7 +64,9 @@ def test_empty_lines_stay_empty(translator):
 def test_lines_without_a_known_visible_character_are_empty(output, caplog):
     translator = Translator(output)
     blank = ["\u200b", "\ufeff", "\u200e", "\x07", "\u00ad \u2060"]
-    found = translator.translate([*blank, "\u200ered\u200b cat"], BEAM, prefixes=["RED", *blank[1:], "\u200e"])
+    found = translator.translate(
+        [*blank, "\u200ered\u200b cat"], BEAM, prefixes=["RED", *blank[1:], "\u200e"]
+    )
     assert not any(translations[0].text for translations in found[:-1])
     sources = translator.sources([*blank, "\u200ered\u200b cat"], ["RED", *blank[1:], "\u200e"])
     (seen,) = (part for source in sources for part in source.parts)
@@ -69,12 +74,16 @@ def test_lines_without_a_known_visible_character_are_empty(output, caplog):
     for line in ("\u4f60\u597d", "\U0001f600", "\u4f60. \u597d. " * 20):
         assert translator.translate([line], BEAM)[0][0].text == ""
     (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told.startswith("line 1: '\u4f60\u597d' has no character or word that the model knows; it is transl")
+    assert told.startswith(
+        "line 1: '\u4f60\u597d' has no character or word that the model knows; it is transl"
+    )
 
 
 def test_a_sentence_without_a_known_character_is_left_out_of_a_long_line(translator):
     line = "red cat. " * 8
-    parts, mixed = (translator.source(0, text).parts for text in (line * 2, f"{line}\u4f60\u597d. {line}"))
+    parts, mixed = (
+        translator.source(0, text).parts for text in (line * 2, f"{line}\u4f60\u597d. {line}")
+    )
     assert [part.words.tolist() for part in mixed] == [part.words.tolist() for part in parts]
     assert len(parts) == 16
 
@@ -87,7 +96,9 @@ def test_spaces_do_not_count(translator):
 def test_best_come_first(translator):
     (found,) = translator.translate(["red cat five"], SearchOptions(beam=4, nbest=3, max_len_b=40))
     assert len(found) == 3 and len({translation.text for translation in found}) > 1
-    assert [translation.score for translation in found] == sorted((one.score for one in found), reverse=True)
+    assert [translation.score for translation in found] == sorted(
+        (one.score for one in found), reverse=True
+    )
 
 
 def test_prefixes(translator):
@@ -119,10 +130,17 @@ def test_score_of_a_line_that_was_cut_is_a_sum_where_scores_are_not_normalised(t
 def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
     line = "Two. " + "red cat " * 100
     (source,) = translator.sources([line], [""])
-    texts = [translator.model.subwords.processor.decode([
-        translator.model.subwords.processor.piece_to_id(translator.model.subwords.source.symbols[word])
-        for word in part.words[:-1].tolist()
-    ]) for part in source.parts]  # fmt: skip
+    texts = [
+        translator.model.subwords.processor.decode(
+            [
+                translator.model.subwords.processor.piece_to_id(
+                    translator.model.subwords.source.symbols[word]
+                )
+                for word in part.words[:-1].tolist()
+            ]
+        )
+        for part in source.parts
+    ]
     assert " ".join(texts[1:]).split() == ["red", "cat"] * 100  # no word is cut in two
     assert len(texts) > 2 and all(len(part.words) <= 41 for part in source.parts)
     (found,) = translator.translate([line], BEAM)
@@ -133,18 +151,26 @@ def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
 @pytest.mark.parametrize(("long_lines", "expected"), [("skip", ""), ("copy", "red cat. red cat.")])
 def test_lines_that_are_too_long_may_be_skipped_or_copied(translator, long_lines, expected):
     other = copy_of(translator, long_lines=long_lines)
-    short, long = other.translate(["red cat.", "red  cat. " * 30], SearchOptions(beam=2, nbest=2, max_len_b=40))
-    assert short == translator.translate(["red cat."], SearchOptions(beam=2, nbest=2, max_len_b=40))[0]
+    short, long = other.translate(
+        ["red cat.", "red  cat. " * 30], SearchOptions(beam=2, nbest=2, max_len_b=40)
+    )
+    assert (
+        short == translator.translate(["red cat."], SearchOptions(beam=2, nbest=2, max_len_b=40))[0]
+    )
     assert not short[0].too_long and [one.too_long for one in long] == [True]
     assert long[0].text == (expected and " ".join(["red cat."] * 30)) and long[0].score == 0.0
 
 
 def test_lines_that_are_too_long_are_refused_if_that_is_wanted(translator):
     other = copy_of(translator, long_lines="refuse")
-    with pytest.raises(RefusedLine, match=r"^line 2: it has \d+ subwords, and the model takes 40 at most") as refused:
+    with pytest.raises(
+        RefusedLine, match=r"^line 2: it has \d+ subwords, and the model takes 40 at most"
+    ) as refused:
         other.translate(["red", "red cat. " * 30])
     assert refused.value.line == 1
-    with pytest.raises(ValueError, match="long_lines is 'split'; allowed: 'cut', 'skip', 'copy', 'refuse'"):
+    with pytest.raises(
+        ValueError, match="long_lines is 'split'; allowed: 'cut', 'skip', 'copy', 'refuse'"
+    ):
         Translator("missing", long_lines="split")
 
 
@@ -194,13 +220,17 @@ def test_batch_tokens_are_checked(output):
 
 
 def test_prefixes_that_cannot_be_are_refused(translator):
-    with pytest.raises(RefusedLine, match=r"^line 2: its prefix has \d+ words or subwords, and a translation 40"):
+    with pytest.raises(
+        RefusedLine, match=r"^line 2: its prefix has \d+ words or subwords, and a translation 40"
+    ):
         translator.translate(["red", "red"], BEAM, prefixes=["", "GREEN " * 100])
 
 
 def test_unknown_words_of_prefixes_are_told_of_once(output, caplog):
     translator = Translator(output)
-    found = translator.translate(["red", "two dog", "red"], BEAM, prefixes=["GREEN", "\u4f60", "\u597d"])
+    found = translator.translate(
+        ["red", "two dog", "red"], BEAM, prefixes=["GREEN", "\u4f60", "\u597d"]
+    )
     assert all(isinstance(translations[0].text, str) for translations in found)
     (record,) = (record for record in caplog.records if "does not know" in record.message)
     assert record.message.startswith("line 2: its prefix '\u4f60' has")
@@ -232,9 +262,13 @@ def test_texts_are_a_list_of_strings(texts, translator):
 def test_it_is_neither_copied_nor_sent_to_a_process(translator, take):
     """multiprocessing moves the memory of tensors that it sends, which prepared steps point to."""
     before = translator.translate(["red cat"], BEAM)
-    with pytest.raises(TypeError, match="a Translator is neither copied nor pickled; make one in each process"):
+    with pytest.raises(
+        TypeError, match="a Translator is neither copied nor pickled; make one in each process"
+    ):
         take(translator)
     assert isinstance(translator.model.steps, Engine)
-    with pytest.raises(TypeError, match="a decoding engine is neither copied nor pickled; make one of its model"):
+    with pytest.raises(
+        TypeError, match="a decoding engine is neither copied nor pickled; make one of its model"
+    ):
         take(translator.model.steps)
     assert translator.translate(["red cat"], BEAM) == before

@@ -22,12 +22,18 @@ class FakeTrial:
     """A trial whose candidates take given times.
 
     Args:
-        times: rows of the configuration -> seconds of a run, or a function of the number of its measurement.
+        times: rows of the configuration -> seconds of a run, or a function of the number of its
+            measurement.
         faults: rows -> what is wrong with the result.
     """
 
     def __init__(self, times, faults=(), clock=None, floats=10.0):
-        self.times, self.faults, self.clock, self.floats = times, dict(faults), clock or Clock(), floats
+        self.times, self.faults, self.clock, self.floats = (
+            times,
+            dict(faults),
+            clock or Clock(),
+            floats,
+        )
         self.measured = {rows: 0 for rows in times}
         self.log = []
         self.closed = False

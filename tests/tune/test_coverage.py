@@ -11,8 +11,11 @@ from tests.gemm.tuned import CPU, entry, file, key
 
 
 def table(*uses, tuned=()):
-    """A table with entries for numbers of tokens, of which products (tokens, calls, seconds) were asked for."""
-    found = [Found(path=Path("/a.json"), source="user", file=file(*map(entry, tuned)), refusal=None)] * bool(tuned)
+    """A table with entries for numbers of tokens, of which products (tokens, calls, seconds) were
+    asked for."""
+    found = [
+        Found(path=Path("/a.json"), source="user", file=file(*map(entry, tuned)), refusal=None)
+    ] * bool(tuned)
     made = Table(CPU, found)
     for tokens, calls, seconds in uses:
         for _ in range(calls):
@@ -27,7 +30,9 @@ MIXED = table((8, 1, 0.25), (16, 3, 0.5), tuned=[16])
 def test_shares():
     assert coverage.shares(MIXED, "calls") == (0.75, 0.25)
     assert coverage.shares(MIXED, "time") == pytest.approx((2 / 3, 1 / 3))
-    assert coverage.shares(MIXED, "arithmetic") == pytest.approx((3 * 16 / (8 + 3 * 16), 8 / (8 + 3 * 16)))
+    assert coverage.shares(MIXED, "arithmetic") == pytest.approx(
+        (3 * 16 / (8 + 3 * 16), 8 / (8 + 3 * 16))
+    )
     assert coverage.shares(table((8, 1, 0.5)), "calls") == (0, 0)
     assert coverage.shares(table((8, 1, 0.0)), "time") is None
     assert coverage.shares(table(), "calls") is None
@@ -49,10 +54,14 @@ def test_text():
         "  missed project 8 x 128 x 256 (int8 to int32, nt): 1 calls, 0.250 s; ran as 16 tokens",
     ]
     assert coverage.text(table((8, 1, 0.0))) == (
-        "tuned products on Example CPU: none, for there is no file for this device; lsq tune makes one"
+        "tuned products on Example CPU: none, for there is no file for this device; lsq tune makes"
+        " one"
     )
     assert coverage.text(table()) == "tuned products on Example CPU: none was asked for"
 
 
 def test_long_lists_are_cut():
-    assert coverage.text(table(*((m, 1, 0.0) for m in range(1, 31)), tuned=[64])).splitlines()[-1] == "  and 20 more"
+    assert (
+        coverage.text(table(*((m, 1, 0.0) for m in range(1, 31)), tuned=[64])).splitlines()[-1]
+        == "  and 20 more"
+    )

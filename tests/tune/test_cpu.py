@@ -1,4 +1,7 @@
-"""The CPU's candidates are sane, and its trials find what is wrong. Nothing is timed for its own sake."""
+"""The CPU's candidates are sane, and its trials find what is wrong.
+
+Nothing is timed for its own sake.
+"""
 
 import pytest
 
@@ -14,7 +17,9 @@ from tests.gemm.operands import asked, matmul
 
 
 @pytest.mark.parametrize("op", REQUESTS)
-@pytest.mark.parametrize("m, n, k", [(1, 16, 16), (20, 1024, 4096), (3000, 48, 64), (4096, 32000, 512)])
+@pytest.mark.parametrize(
+    "m, n, k", [(1, 16, 16), (20, 1024, 4096), (3000, 48, 64), (4096, 32000, 512)]
+)
 def test_candidates(op, m, n, k):
     key = asked(op, m, n, k)
     found = candidates(key)
@@ -28,7 +33,9 @@ def test_candidates(op, m, n, k):
 
 def test_products_that_the_cpu_does_not_choose_for_are_refused():
     for wrong in (matmul(), matmul(dtype="bfloat16", out="bfloat16")):
-        with pytest.raises(ValueError, match="kind is 'cpu', which multiplies for its operations alone, not matmul"):
+        with pytest.raises(
+            ValueError, match="kind is 'cpu', which multiplies for its operations alone, not matmul"
+        ):
             candidates(wrong)
 
 
@@ -55,9 +62,13 @@ def test_wrong_results_are_found(monkeypatch):
 
     monkeypatch.setattr(cpu_product, "int8_product", wrong)
     assert trial.fault(CpuConfiguration(rows=32)) is None
-    assert trial.fault(CpuConfiguration(rows=0, a_layout="padded")) == "row 3 of the result is wrong"
+    assert (
+        trial.fault(CpuConfiguration(rows=0, a_layout="padded")) == "row 3 of the result is wrong"
+    )
     found = compare(trial, candidates(key), Settings(rounds=3, final_rounds=3, seconds=1e-6))
-    assert {each.a_layout for each, _ in found.refused} == {"padded"} and found.configuration.a_layout == "as_is"
+    assert {each.a_layout for each, _ in found.refused} == {
+        "padded"
+    } and found.configuration.a_layout == "as_is"
 
 
 def test_wrong_tiles_are_found(monkeypatch):

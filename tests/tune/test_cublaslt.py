@@ -1,4 +1,5 @@
-"""The tuner's side of cuBLASLt, against the emulated library: what is found runs, and what is wrong is refused.
+"""The tuner's side of cuBLASLt, against the emulated library: what is found runs, and what is wrong
+is refused.
 
 On a CPU this shows nothing of times on a GPU.
 """
@@ -94,7 +95,9 @@ def test_wrong_results_are_refused(products, monkeypatch, kind):
     trial = backend.trial(key)
     run, chosen = Matmul.run, []
     choose = Matmul.choose
-    monkeypatch.setattr(Matmul, "choose", lambda self, data: chosen.append(data) or choose(self, data))
+    monkeypatch.setattr(
+        Matmul, "choose", lambda self, data: chosen.append(data) or choose(self, data)
+    )
 
     def wrong(self, operands, **options):
         run(self, operands, **options)
@@ -143,9 +146,12 @@ class FakeGpu:
                 return end.at - self.at
 
         for name, value in (
-            ("Stream", Stream), ("CUDAGraph", Graph), ("Event", Event), ("stream", lambda stream: stream),
+            ("Stream", Stream),
+            ("CUDAGraph", Graph),
+            ("Event", Event),
+            ("stream", lambda stream: stream),
             ("current_stream", Stream),
-        ):  # fmt: skip
+        ):
             monkeypatch.setattr(torch.cuda, name, value)
 
     def run(self, number):

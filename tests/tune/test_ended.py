@@ -1,4 +1,5 @@
-"""Products with their ends, by cuBLASLt and a kernel or in one kernel, in the emulator: checked, timed, written."""
+"""Products with their ends, by cuBLASLt and a kernel or in one kernel, in the emulator: checked,
+timed, written."""
 
 import dataclasses
 import shutil
@@ -40,15 +41,20 @@ def trial(backend):
 def test_the_default_comes_first_then_algorithms_and_tiles(backend, trial, monkeypatch):
     found = trial.candidates()
     assert found[0] == default_tile(KEY) and len(found) == len(set(found))
-    assert {each for each in found if isinstance(each, TileConfiguration)} == set(ended.tiles(KEY, None))
-    assert [each for each in found if isinstance(each, CublasConfiguration)] == backend.candidates(KEY)
+    assert {each for each in found if isinstance(each, TileConfiguration)} == set(
+        ended.tiles(KEY, None)
+    )
+    assert [each for each in found if isinstance(each, CublasConfiguration)] == backend.candidates(
+        KEY
+    )
     monkeypatch.setattr(ended, "default_tile", lambda key, sm: None)
     assert trial.candidates()[0] == backend.candidates(KEY)[0]
 
 
-@pytest.mark.parametrize("op, splits", [
-    ("project", [1]), ("project_input_gradient", [1]), ("project_weight_gradient", [1, 3])
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "op, splits",
+    [("project", [1]), ("project_input_gradient", [1]), ("project_weight_gradient", [1, 3])],
+)
 def test_both_ways_are_right_and_take_time(backend, op, splits):
     trial = backend.trial(asked(op, 48, 48, 208))
     algorithm = next(each for each in trial.candidates() if isinstance(each, CublasConfiguration))
@@ -63,14 +69,20 @@ def test_both_ways_are_right_and_take_time(backend, op, splits):
 def test_products_over_tokens_are_tried_in_parts():
     few, many = (asked("project_weight_gradient", size, size, 2048) for size in (512, 8192))
     assert {each.split for each in ended.tiles(few, None)} == {1, 2, 4, 8}
-    assert {each.split for each in ended.tiles(many, None) if (each.rows, each.columns) == (64, 64)} == {1}
+    assert {
+        each.split for each in ended.tiles(many, None) if (each.rows, each.columns) == (64, 64)
+    } == {1}
 
 
 def test_hopper_tries_both_instructions():
     wide = tile(rows=128, columns=256, stages=8, instruction="wgmma")
     for sm in (None, 80, 90, 100):
         found = ended.tiles(KEY, sm)
-        assert (wide in found) == ({each.instruction for each in found} == {"mma", "wgmma"}) == (sm == 90)
+        assert (
+            (wide in found)
+            == ({each.instruction for each in found} == {"mma", "wgmma"})
+            == (sm == 90)
+        )
 
 
 def test_operands_are_used_in_turn(backend, monkeypatch):
@@ -89,7 +101,7 @@ def test_wrong_results_are_refused(trial, monkeypatch):
         made = project_product(operation, chosen)
         return dataclasses.replace(
             made, arguments=tuple(32 if one == 64 else one for one in made.arguments)
-        )  # fmt: skip
+        )
 
     monkeypatch.setattr("lsq.ops.project.project_product", wrong)
     assert "of its results are wrong" in trial.fault(tile())
@@ -108,12 +120,16 @@ def test_what_does_not_run_is_refused_with_the_reason(trial, monkeypatch):
 
 @pytest.mark.parametrize("op", TILED_ALONE)
 def test_operations_that_are_not_tuned_are_refused(backend, op):
-    with pytest.raises(ValueError, match=f"op is '{op}', which a GPU makes by tiles of a rule alone: leave it out"):
+    with pytest.raises(
+        ValueError, match=f"op is '{op}', which a GPU makes by tiles of a rule alone: leave it out"
+    ):
         backend.trial(asked(op, 41, 48, 64))
 
 
 def test_the_best_of_both_is_written(backend, tmp_path, monkeypatch):
-    monkeypatch.setattr(ended.EndedTrial, "seconds", lambda self, each, repeats: 2.0 + few.index(each) / 100)
+    monkeypatch.setattr(
+        ended.EndedTrial, "seconds", lambda self, each, repeats: 2.0 + few.index(each) / 100
+    )
     few = [tile(), tile(stages=2), backend.candidates(KEY)[0]]
     monkeypatch.setattr(ended.EndedTrial, "candidates", lambda self: few)
     summary = tune(backend.trial, [KEY], tmp_path / "gpu.json", GPU, settings=SETTINGS)

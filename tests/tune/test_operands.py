@@ -1,4 +1,5 @@
-"""Checksums find every single wrong sum, and pass right ones in every layout; operands make the largest sums."""
+"""Checksums find every single wrong sum, and pass right ones in every layout; operands make the
+largest sums."""
 
 import pytest
 import torch
@@ -53,5 +54,9 @@ def test_operands_have_all_values_and_lie_as_the_key_says(largest):
         flat = whole_numbers(key, name, largest, torch.Generator().manual_seed(0))
         made = laid(flat, key, name)
         assert made.shape == key.matrices[name] and made.stride() == strides
-        assert made.dtype == torch.int8 and made.abs().max() == largest and made.unique().numel() > largest
+        assert (
+            made.dtype == torch.int8
+            and made.abs().max() == largest
+            and made.unique().numel() > largest
+        )
         assert (made[0, 1:] == largest).all() and (made[:, 0] == -largest).all()

@@ -23,9 +23,16 @@ def test_lists_of_products(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("op,m,n\n", r"shapes\.csv: line 1: no column k; the heading is op,m,n,k,dtype.*\(correct the file\)$"),
+        (
+            "op,m,n\n",
+            r"shapes\.csv: line 1: no column k; the heading is op,m,n,k,dtype.*\(correct the"
+            r" file\)$",
+        ),
         ("", "line 1: the file is empty; its heading must be op,m,n,k,dtype"),
-        ("op,m,n,k\nproject,1,16\n", "line 2: the heading and this line have different numbers of columns"),
+        (
+            "op,m,n,k\nproject,1,16\n",
+            "line 2: the heading and this line have different numbers of columns",
+        ),
         ("op,m,n,k\nproject,1,16,16,5\n", "line 2: .*different numbers of columns"),
         ("op,m,n,k\nproject,x,16,16\n", "line 2: m is 'x'"),
         ("op,m,n,k\nproject,0,16,16\n", "line 2: m is 0"),
@@ -33,7 +40,10 @@ def test_lists_of_products(tmp_path):
         ("op,m,n,k\nproject,٦٤,48,64\n", "line 2: m is .*; it must be a whole number"),
         ("op,m,n,k\nproject,6_4,48,64\n", "line 2: m is '6_4'; it must be a whole number"),
         ("op,m,n,k\nconv,1,16,16\n", "line 2: op is 'conv'; allowed"),
-        ("op,m,n,k,layout\nproject,1,16,16,nn\n", "line 2: layout is 'nn'; project says that itself"),
+        (
+            "op,m,n,k,layout\nproject,1,16,16,nn\n",
+            "line 2: layout is 'nn'; project says that itself",
+        ),
         ("op,m,n,k,colour\nproject,1,16,16,red\n", "line 2: .*unknown field 'colour'"),
         ("op,m,n,k\nproject,1,,16\n", "line 2: .*no field 'n'"),
         (b"\xff\xfe\0", "line 1: .*can't decode"),

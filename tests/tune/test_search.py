@@ -27,7 +27,9 @@ def path(tmp_path):
 
 def run(path, backend=None, keys=KEYS, validators=CPU, settings=SETTINGS, **options):
     backend = backend or FakeBackend(TIMES)
-    return tune(backend.trial, keys, path, validators, settings=settings, clock=backend.clock, **options), backend
+    return tune(
+        backend.trial, keys, path, validators, settings=settings, clock=backend.clock, **options
+    ), backend
 
 
 def known(path):
@@ -42,15 +44,22 @@ def test_entries_are_written(path):
     for entry in file.entries:
         assert entry.configuration == way(7) and entry.gain == 2
         assert (entry.times.chosen, entry.times.default, entry.times.float) == (5e5, 1e6, 1e7)
-    assert len(summary.entries) == 3 and (summary.skipped, summary.left, summary.interrupted) == (0, 0, False)
+    assert len(summary.entries) == 3 and (summary.skipped, summary.left, summary.interrupted) == (
+        0,
+        0,
+        False,
+    )
     assert all(trial.closed for trial in backend.trials)
 
 
 def test_an_estimate_grows_with_the_product():
-    """From the middle one, which runs in a second; a measurement lasts as long as it is set to at least."""
+    """From the middle one, which runs in a second; a measurement lasts as long as it is set to at
+    least."""
     backend = FakeBackend(TIMES)
     found = estimate(backend.trial, KEYS, SETTINGS)
-    assert found == {one: pytest.approx(MEASUREMENTS * one.arithmetic / key(64).arithmetic) for one in KEYS}
+    assert found == {
+        one: pytest.approx(MEASUREMENTS * one.arithmetic / key(64).arithmetic) for one in KEYS
+    }
     assert backend.keys == [key(64)] and all(trial.closed for trial in backend.trials)
     long = dataclasses.replace(SETTINGS, seconds=100.0)
     assert set(estimate(backend.trial, KEYS, long).values()) == {100.0 * MEASUREMENTS}
@@ -63,7 +72,9 @@ def test_a_product_that_does_not_run_does_not_stop_the_estimate():
     assert estimate(trial, KEYS[:1], SETTINGS) == {KEYS[0]: MEASUREMENTS * SETTINGS.seconds}
 
 
-@pytest.mark.parametrize(("elsewhere", "kept"), [({512: 1.0, 7: 0.5}, 7), ({512: 1.0, 7: 0.99}, 512)])
+@pytest.mark.parametrize(
+    ("elsewhere", "kept"), [({512: 1.0, 7: 0.5}, 7), ({512: 1.0, 7: 0.99}, 512)]
+)
 def test_the_best_must_win_again_on_other_memory(path, elsewhere, kept):
     class Backend(FakeBackend):
         def trial(self, asked):
@@ -74,7 +85,9 @@ def test_the_best_must_win_again_on_other_memory(path, elsewhere, kept):
     _, backend = run(path, Backend(TIMES), keys=KEYS[:1], settings=settings)
     (entry,) = configuration_file.read(path).entries
     assert entry.configuration == way(kept)
-    assert len(backend.trials) == (3 if kept == 7 else 2) and all(trial.closed for trial in backend.trials)
+    assert len(backend.trials) == (3 if kept == 7 else 2) and all(
+        trial.closed for trial in backend.trials
+    )
 
 
 def test_keys_that_round_to_one_are_tuned_once(path):
@@ -115,7 +128,11 @@ def test_products_that_fail_are_told_and_the_others_go_on(path):
             raise RuntimeError("no such product")
 
     summary, _ = run(path, FakeBackend(TIMES, before=fail))
-    assert summary.failed == [(KEYS[1], "no such product")] and len(known(path)) == 2 and summary.left == 0
+    assert (
+        summary.failed == [(KEYS[1], "no such product")]
+        and len(known(path)) == 2
+        and summary.left == 0
+    )
     wrong, _ = run(path, FakeBackend(TIMES, faults={512: "row 1"}), again=True)
     assert len(wrong.failed) == 3 and "untuned" in wrong.failed[0][1] and len(known(path)) == 2
 
@@ -138,7 +155,10 @@ def test_the_time_is_kept_to(path):
 def test_progress_is_told(path):
     told = []
     run(path, keys=KEYS[:1])
-    run(path, progress=lambda asked, outcome: told.append((asked, outcome and outcome.configuration)))
+    run(
+        path,
+        progress=lambda asked, outcome: told.append((asked, outcome and outcome.configuration)),
+    )
     assert told == [(KEYS[0], None), (KEYS[1], way(7)), (KEYS[2], way(7))]
 
 
@@ -160,7 +180,9 @@ def test_a_damaged_file_is_refused_and_kept(path):
 
 def test_a_second_tuner_is_refused(path):
     with locked_file(path, "choose another --output"):
-        with pytest.raises(OSError, match=rf"process {os.getpid()} on .* is writing into .*file\.json; wait"):
+        with pytest.raises(
+            OSError, match=rf"process {os.getpid()} on .* is writing into .*file\.json; wait"
+        ):
             run(path)
     run(path)
     assert len(known(path)) == 3

@@ -1,4 +1,5 @@
-"""Candidates are compared fairly: wrong ones refused, slow ones dropped, the default kept if in doubt."""
+"""Candidates are compared fairly: wrong ones refused, slow ones dropped, the default kept if in
+doubt."""
 
 import pytest
 
@@ -11,7 +12,9 @@ SETTINGS = Settings(rounds=5, final_rounds=5, seconds=0.1)
 
 
 def outcome(times, settings=SETTINGS, **options):
-    trial = FakeTrial(times, **{name: options.pop(name) for name in ("faults", "clock") if name in options})
+    trial = FakeTrial(
+        times, **{name: options.pop(name) for name in ("faults", "clock") if name in options}
+    )
     return compare(trial, [way(rows) for rows in times], settings, **options), trial
 
 
@@ -38,7 +41,9 @@ class Other(CpuConfiguration):
 )
 def test_the_best_of_the_other_kind_is_measured_beside_the_chosen(times, chosen, other):
     ways = [Other(rows=-number) if number < 0 else way(number) for number in times]
-    found = compare(FakeTrial({abs(number): time for number, time in times.items()}), ways, SETTINGS)
+    found = compare(
+        FakeTrial({abs(number): time for number, time in times.items()}), ways, SETTINGS
+    )
     assert (found.configuration.rows, found.other) == (chosen, other)
 
 
@@ -68,7 +73,10 @@ def test_gains_within_the_spread_keep_the_default():
 
 def test_a_drift_of_the_clock_cancels():
     """Both get slower by a half from round to round, which is far more than the gain."""
-    drifting = {rows: lambda number, base=base: base * 1.5**number for rows, base in {0: 1.0, 1: 0.95}.items()}
+    drifting = {
+        rows: lambda number, base=base: base * 1.5**number
+        for rows, base in {0: 1.0, 1: 0.95}.items()
+    }
     assert outcome(drifting)[0].configuration == way(1)
 
 
@@ -133,7 +141,10 @@ def test_an_entry_is_run_once():
     ("options", "message"),
     [
         ({"faults": {96: "row 3 is wrong"}}, "row 3 is wrong; tune this product again"),
-        ({"before": RuntimeError("no memory")}, "it does not run here (no memory); tune this product again"),
+        (
+            {"before": RuntimeError("no memory")},
+            "it does not run here (no memory); tune this product again",
+        ),
         ({"before": ValueError("bad")}, "it does not run here (bad); tune this product again"),
     ],
 )
@@ -149,4 +160,6 @@ def test_faults_of_an_entry(options, message):
 def test_entries_that_no_memory_holds_are_not_run():
     backend = FakeBackend({96: 1.0})
     fault = entry_fault(entry(2**31 - 32, n=2**31 - 1), backend.trial)
-    assert fault.startswith("not run, because its operands and its result take") and not backend.trials
+    assert (
+        fault.startswith("not run, because its operands and its result take") and not backend.trials
+    )

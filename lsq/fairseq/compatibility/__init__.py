@@ -2,16 +2,20 @@
 
 Importing this package prepares fairseq once for the whole process:
 
-* loading: the types that fairseq puts into its own checkpoints are registered as safe for torch.load, which stays as
-  strict as it is by default about all others; files that are damaged, missing or no checkpoints of fairseq's are named;
-* saving: under another name first, then renamed. fairseq does so for the first file of a save but copies
-  checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full;
-* resuming: every epoch goes on with the batches of a training that was not interrupted, and on another number of
-  processes without skipping any; an optimizer of other parameters is refused;
+* loading: the types that fairseq puts into its own checkpoints are registered as safe for
+  torch.load, which stays as strict as it is by default about all others; files that are damaged,
+  missing or no checkpoints of fairseq's are named;
+* saving: under another name first, then renamed. fairseq does so for the first file of a save but
+  copies checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the
+  disk is full;
+* resuming: every epoch goes on with the batches of a training that was not interrupted, and on
+  another number of processes without skipping any; an optimizer of other parameters is refused;
 * blocks: text is cut into sentences for language models, with a NumPy that has no numpy.compat;
 * batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
-* divergence: the first tensor that holds NaN or infinity is named, and no checkpoint of it is written;
-* data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only.
+* divergence: the first tensor that holds NaN or infinity is named, and no checkpoint of it is
+  written;
+* data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts
+  for GPUs only.
 """
 
 import contextlib
@@ -50,5 +54,6 @@ Trainer.get_train_iterator = resuming.train_iterator
 Trainer.reset_dummy_batch = resuming.keep_dummy_batch
 Trainer.clip_grad_norm = divergence.clip_grad_norm
 Trainer.train_step = divergence.train_step
-fairseq.trainer.NanDetector = contextlib.nullcontext  # this PyTorch refuses its hooks on modules that return a dict
+# this PyTorch refuses its hooks on modules that return a dict
+fairseq.trainer.NanDetector = contextlib.nullcontext
 fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel

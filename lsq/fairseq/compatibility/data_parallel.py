@@ -9,7 +9,7 @@ _wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref] = weakref.Weak
 
 
 class CPUSafeDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that ignores the device which fairseq names for modules on the CPU."""
+    """DistributedDataParallel that ignores the device that fairseq names for modules on CPUs."""
 
     def __init__(self, module: torch.nn.Module, device_ids=None, output_device=None, **options):
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):

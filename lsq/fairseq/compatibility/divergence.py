@@ -15,7 +15,8 @@ class Diverged(FloatingPointError):
 
 
 def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
-    """Takes the place of Trainer.clip_grad_norm; looks at the parameters as long as they are those of this update.
+    """Takes the place of Trainer.clip_grad_norm; looks at the parameters as long as they are those
+    of this update.
 
     Raises:
         Diverged: the norm is not finite because a parameter is not.
@@ -39,15 +40,20 @@ def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict
     except (FloatingPointError, ValueError) as error:  # a ValueError: a quantiser has met NaN
         parameters = dict(trainer.get_model().named_parameters())
         _require_finite(trainer, parameters, error)
-        gradients = {f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()}
+        gradients = {
+            f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()
+        }
         _require_finite(trainer, gradients, error)  # of the second try that fairseq makes
         raise
 
 
-def _require_finite(trainer: Trainer, tensors: dict[str, Tensor | None], cause: Exception | None = None) -> None:
+def _require_finite(
+    trainer: Trainer, tensors: dict[str, Tensor | None], cause: Exception | None = None
+) -> None:
     found = soundness.not_finite(tensors)
     if found is not None:
         raise Diverged(
-            f"{found}, after {trainer.get_num_updates()} updates; the training has diverged: lower --lr, or raise "
+            f"{found}, after {trainer.get_num_updates()} updates; the training has diverged: lower"
+            " --lr, or raise "
             "--warmup-updates, and go on from an earlier checkpoint"
         ) from cause

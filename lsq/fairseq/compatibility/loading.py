@@ -29,22 +29,33 @@ NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
 
 
 def register_types() -> None:
-    """Let torch.load take the types in fairseq's checkpoints, as on disk and as processes send them to each other."""
+    """Let torch.load take the types in fairseq's checkpoints, as on disk and as processes send them
+    to each other."""
     of_numpy = [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
     of_numpy += [type(numpy.dtype(name)) for name in NUMPY_DTYPES]
     of_omegaconf = [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.base.ContainerMetadata]
-    of_omegaconf += [omegaconf.base.Metadata, omegaconf.nodes.AnyNode, typing.Any, defaultdict, dict, list, int]
+    of_omegaconf += [
+        omegaconf.base.Metadata,
+        omegaconf.nodes.AnyNode,
+        typing.Any,
+        defaultdict,
+        dict,
+        list,
+        int,
+    ]
     own = [argparse.Namespace, fairseq.distributed.utils._TensorPlaceholder]
     torch.serialization.add_safe_globals([*own, *of_numpy, *of_omegaconf])
 
 
-def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False) -> dict:
+def load_checkpoint(
+    path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False
+) -> dict:
     """Takes the place of fairseq's load_checkpoint_to_cpu, which reads no checksums.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: the file is damaged or no checkpoint of fairseq's, or holds types that are not safe to load, or NaN
-            or infinity in a tensor of the model or the optimizer.
+        ValueError: the file is damaged or no checkpoint of fairseq's, or holds types that are not
+            safe to load, or NaN or infinity in a tensor of the model or the optimizer.
     """
     soundness.require_file(path)
     damage = soundness.damage(path)
@@ -56,9 +67,14 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
     except Exception as error:  # whatever is in the file decides what fails
         fault = loading_fault(error)
-        raise ValueError(f"{path} is not a checkpoint of fairseq's ({fault}){soundness.beside(path)}") from error
+        raise ValueError(
+            f"{path} is not a checkpoint of fairseq's ({fault}){soundness.beside(path)}"
+        ) from error
     if damage == soundness.NO_CHECKSUMS:
-        logger.warning("%s is of PyTorch before 1.6 and has no checksums, so that damage would not be noticed", path)
+        logger.warning(
+            "%s is of PyTorch before 1.6 and has no checksums, so that damage would not be noticed",
+            path,
+        )
     for name, part in tensors.items():
         found = soundness.not_finite(part, name)
         if found is not None:
@@ -81,13 +97,19 @@ def updates_of(path: str | os.PathLike) -> int:
             return soundness.updates_in(path)
     except Exception as error:  # whatever is in the file decides what fails
         damage = loading_fault(error)
-    raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}")
+    raise ValueError(
+        f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}"
+    )
 
 
-def load_training(trainer: Trainer, filename: str, *arguments: object, **options: object) -> dict | None:
-    """Takes the place of Trainer.load_checkpoint, which begins anew where a file is missing that was asked for.
+def load_training(
+    trainer: Trainer, filename: str, *arguments: object, **options: object
+) -> dict | None:
+    """Takes the place of Trainer.load_checkpoint, which begins anew where a file is missing that
+    was asked for.
 
-    A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only finetuned from.
+    A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only
+    finetuned from.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.

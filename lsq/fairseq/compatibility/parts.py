@@ -1,4 +1,5 @@
-"""What fairseq's code takes for granted in a checkpoint: files of other programs may have something else there."""
+"""What fairseq's code takes for granted in a checkpoint: files of other programs may have something
+else there."""
 
 import argparse
 import types
@@ -19,7 +20,8 @@ PARTS = {
 }
 """Of which types the parts of a checkpoint are, where it has them."""
 NUMBERS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
-"""Settings of optimizers that are numbers; those of other optimizers than fairseq's may be anything."""
+"""Settings of optimizers that are numbers; those of other optimizers than fairseq's may be
+anything."""
 SEVERAL = {"params", "betas", "eps"}
 """Those that may be several numbers."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -38,7 +40,8 @@ def check(state: dict) -> None:
         if name in state and not isinstance(state[name], kind):
             raise TypeError(f"{name} is of type {type(state[name]).__name__}")
     for name, tensor in state["model"].items():
-        if not isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):  # PyTorch's own exception
+        # PyTorch's own exception
+        if not isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
             raise TypeError(f"{name} is of type {type(tensor).__name__} and no tensor")
     optimizer = state.get("last_optimizer_state") or {}
     for name, tensor in soundness.tensors({"model": state["model"], "optimizer": optimizer}, ""):
@@ -60,7 +63,9 @@ def _check_optimizer(optimizer: dict) -> None:
     for number, moments in optimizer.get("state", {}).items():
         shapes = {getattr(moments[name], "shape", None) for name in MOMENTS if name in moments}
         if None in shapes or len(shapes) > 1:
-            raise ValueError(f"the moments of parameter {number} have other types or shapes than one another")
+            raise ValueError(
+                f"the moments of parameter {number} have other types or shapes than one another"
+            )
     for group in optimizer.get("param_groups", []):
         for name in NUMBERS & group.keys():
             value = group[name]

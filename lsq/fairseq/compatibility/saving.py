@@ -20,7 +20,8 @@ class CheckpointNotWritten(OSError):
 
 
 def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
-    """Takes the place of fairseq's torch_persistent_save; `async_write` is for remote paths, which lsq does not know.
+    """Takes the place of fairseq's torch_persistent_save; `async_write` is for remote paths, which
+    lsq does not know.
 
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
@@ -29,7 +30,9 @@ def save_checkpoint(content: object, filename: str, async_write: bool = False) -
     if isinstance(content, dict) and os.path.basename(filename) != CRASH:
         found = soundness.not_finite(content.get("model"))
         if found is not None:
-            raise FloatingPointError(f"{found}; {filename} is not written, and earlier checkpoints are kept")
+            raise FloatingPointError(
+                f"{found}; {filename} is not written, and earlier checkpoints are kept"
+            )
     write_whole(filename, lambda file: torch.save(content, file))
 
 
@@ -59,7 +62,8 @@ def write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
         if reason is None:
             raise
         raise CheckpointNotWritten(
-            f"could not write {filename} ({reason.strerror}); the checkpoints that were there before are kept"
+            f"could not write {filename} ({reason.strerror}); the checkpoints that were there"
+            " before are kept"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """Whether a checkpoint is as it was written, and its numbers are numbers.
 
-PyTorch writes a CRC-32 with every record of a file and never reads it. Reading them takes half a second for a gigabyte.
+PyTorch writes a CRC-32 with every record of a file and never reads it. Reading them takes half a
+second for a gigabyte.
 """
 
 import os
@@ -20,7 +21,8 @@ def damage(path: str | Path) -> str | None:
     """What the checksums in a file of torch.save's say of it.
 
     Returns:
-        None if they all fit; NO_CHECKSUMS for what is no zip file, as before PyTorch 1.6; else what is wrong.
+        None if they all fit; NO_CHECKSUMS for what is no zip file, as before PyTorch 1.6; else what
+        is wrong.
 
     Raises:
         OSError: it cannot be read.
@@ -40,7 +42,9 @@ def damage(path: str | Path) -> str | None:
         except zipfile.BadZipFile:
             return "its end is missing or its table of contents is unreadable"
         except Exception as error:  # zipfile trusts the fields of its headers
-            return f"its table of contents is unreadable: {str(error)[:200] or type(error).__name__}"
+            return (
+                f"its table of contents is unreadable: {str(error)[:200] or type(error).__name__}"
+            )
     return None if bad is None else f"the checksum of its record {bad!r} does not fit"
 
 
@@ -51,23 +55,31 @@ def _plain(record: zipfile.ZipInfo) -> bool:
 
 
 def newest_sound(path: str | Path) -> Path | None:
-    """The other checkpoint in the folder of `path` of the most updates whose checksums all fit, the last written one.
+    """The other checkpoint in the folder of `path` of the most updates whose checksums all fit, the
+    last written one.
 
     Files that do not say their updates come after all others: a clock may go backward.
     """
     folder = Path(path).absolute().parent
-    others = [file for file in folder.glob("checkpoint*.pt") if file.is_file() and file.name != Path(path).name]
+    others = [
+        file
+        for file in folder.glob("checkpoint*.pt")
+        if file.is_file() and file.name != Path(path).name
+    ]
     sound = (file for file in others if damage(file) is None)
     return max(sound, key=lambda file: (_updates_said(file), file.stat().st_mtime), default=None)
 
 
 def updates_in(path: str | Path) -> int:
-    """After how many updates a sound checkpoint of fairseq's was written; its tensors stay on the disk.
+    """After how many updates a sound checkpoint of fairseq's was written; its tensors stay on the
+    disk.
 
     Raises:
         Exception: it is no checkpoint of fairseq's; whatever is in the file decides what fails.
     """
-    return int(torch.load(path, map_location="cpu", mmap=True)["optimizer_history"][-1]["num_updates"])
+    return int(
+        torch.load(path, map_location="cpu", mmap=True)["optimizer_history"][-1]["num_updates"]
+    )
 
 
 def _updates_said(path: Path) -> int:
@@ -83,17 +95,23 @@ def beside(path: str | Path) -> str:
     other = newest_sound(path)
     if other is None:
         return ""
-    return f"; the newest sound checkpoint beside it is {other.name}: give that one, or copy it over this one"
+    return (
+        f"; the newest sound checkpoint beside it is {other.name}: give that one, or copy it"
+        " over this one"
+    )
 
 
 def not_finite(state: object, name: str = "") -> str | None:
-    """Which tensor in nested mappings and sequences is the first that holds NaN or infinity; None: none does."""
+    """Which tensor in nested mappings and sequences is the first that holds NaN or infinity; None:
+    none does."""
     for full_name, tensor in tensors(state, name):
         # a sum shows both; it may also overflow, so that it is no proof
         if tensor.is_floating_point() and not tensor.sum().isfinite():
             count = tensor.numel() - int(torch.isfinite(tensor).sum())
             if count:
-                return f"{full_name} holds {count} values of {tensor.numel()} that are NaN or infinite"
+                return (
+                    f"{full_name} holds {count} values of {tensor.numel()} that are NaN or infinite"
+                )
     return None
 
 

@@ -1,5 +1,5 @@
-"""Number formats as plain data, to compare and to choose from: what a code is worth, which values share a scale, how
-scales are stored and clips are measured.
+"""Number formats as plain data, to compare and to choose from: what a code is worth, which values
+share a scale, how scales are stored and clips are measured.
 
 What products read today is described in lsq/quant/formats.py.
 """

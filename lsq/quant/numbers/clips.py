@@ -1,7 +1,9 @@
-"""How the clip of each block is measured. Shapes: B blocks of N values, in [-1, 1] once they are over their largest.
+"""How the clip of each block is measured.
 
-"mse" is OCTAV (Sakr et al. 2022, arXiv:2206.06501) for integers and a search for all others; "kl" is the threshold of
-least information lost (Migacz 2017, "8-bit inference with TensorRT").
+Shapes: B blocks of N values, in [-1, 1] once they are over their largest.
+
+"mse" is OCTAV (Sakr et al. 2022, arXiv:2206.06501) for integers and a search for all others; "kl"
+is the threshold of least information lost (Migacz 2017, "8-bit inference with TensorRT").
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from lsq.quant.numbers.scaled import ScaledFormat
 
 METHODS = ("absmax", "percentile", "mse", "kl")
-"""absmax: the largest magnitude; percentile: all but a share of the magnitudes; mse and kl: see above."""
+"""absmax: the largest magnitude; percentile: all but a share of the magnitudes; mse and kl: see
+above."""
 PERCENTILE = 99.99
 INTEGERS = {integer(bits): bits for bits in range(2, 9)}
 """What OCTAV knows."""
@@ -35,7 +38,8 @@ TOGETHER = 2**16
 
 
 def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) -> Tensor:
-    """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all is finite.
+    """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all is
+    finite.
 
     Of long blocks, mse and kl look at a sample (calibration.sample_stride). No clip is above MOST.
 
@@ -43,7 +47,9 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
         ValueError: `method` or `percentile` is not allowed.
     """
     if method not in METHODS:
-        raise ValueError(f"clip is {method!r}; allowed: {', '.join(map(repr, METHODS))}, or a tensor of clips")
+        raise ValueError(
+            f"clip is {method!r}; allowed: {', '.join(map(repr, METHODS))}, or a tensor of clips"
+        )
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
     if not matrix.numel():
@@ -57,7 +63,8 @@ def _measured(form: ScaledFormat, matrix: Tensor, method: str, percentile: float
     largest = torch.where(largest.isfinite(), largest, math.nan)
     if method == "absmax":
         return largest.squeeze(1)
-    blocks = torch.where(largest > 0, blocks / largest, 0.0)  # also where there is a NaN, as its clip is known
+    # also where there is a NaN, as its clip is known
+    blocks = torch.where(largest > 0, blocks / largest, 0.0)
     if method == "percentile":
         return (largest * _percentile(blocks, inside, percentile)).squeeze(1)
     stride = sample_stride(blocks.shape[1])
@@ -70,7 +77,9 @@ def _measured(form: ScaledFormat, matrix: Tensor, method: str, percentile: float
     return torch.cat([_least_error(form, *part) for part in parts])
 
 
-def _least_error(form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor) -> Tensor:
+def _least_error(
+    form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor
+) -> Tensor:
     """[B], in units of the values."""
     if form.scales.fine and form.number in INTEGERS:
         clip = octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
@@ -80,25 +89,37 @@ def _least_error(form: ScaledFormat, blocks: Tensor, inside: Tensor | None, larg
 
 
 def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Tensor:
-    """[B, 1]; the largest magnitude, 1, where this would be 0. Zeros that fill up a block come first in order."""
+    """[B, 1]; the largest magnitude, 1, where this would be 0.
+
+    Zeros that fill up a block come first in order.
+    """
     width = blocks.shape[1]
-    count = torch.full((len(blocks), 1), width, device=blocks.device) if inside is None else inside.sum(1, keepdim=True)
+    count = (
+        torch.full((len(blocks), 1), width, device=blocks.device)
+        if inside is None
+        else inside.sum(1, keepdim=True)
+    )
     place = width - count + (count * (percentile / 100) - 1e-9).ceil().long().clamp(min=1) - 1
     found = blocks.abs().sort(1).values.gather(1, place)
     return torch.where(found > 0, found, 1.0)
 
 
-def _least_squares(form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor) -> Tensor:
-    """[B, 1] of least squared error: of 42 clips from 2 down to 2^-10 in equal ratios, then of 17 around the best.
+def _least_squares(
+    form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor
+) -> Tensor:
+    """[B, 1] of least squared error: of 42 clips from 2 down to 2^-10 in equal ratios, then of 17
+    around the best.
 
-    Clips above 1 pay for formats that are coarse at their upper end. Errors are those under the scale that is stored,
-    unless that depends on other blocks.
+    Clips above 1 pay for formats that are coarse at their upper end. Errors are those under the
+    scale that is stored, unless that depends on other blocks.
     """
 
     def error(clip: Tensor) -> Tensor:
         scale = clip / form.number.largest
         if not form.scales.fine:
-            scale = form.scales.decode(form.scales.encode(scale * largest)) / largest.clamp(min=1e-45)
+            scale = form.scales.decode(form.scales.encode(scale * largest)) / largest.clamp(
+                min=1e-45
+            )
         rounding = form.number.decode(form.number.encode(blocks / scale)) * scale - blocks
         if inside is not None:
             rounding = rounding.masked_fill(~inside, 0.0)
@@ -114,12 +135,15 @@ def _least_squares(form: ScaledFormat, blocks: Tensor, inside: Tensor | None, la
 
 
 def _least_information_lost(form: ScaledFormat, blocks: Tensor, inside: Tensor | None) -> Tensor:
-    """[B, 1]: the clip under which the histogram of codes says most about that of values, of 33 down to 1/64.
+    """[B, 1]: the clip under which the histogram of codes says most about that of values, of 33
+    down to 1/64.
 
-    P is the histogram with all that is clipped in its outermost bins; Q spreads what has the same code, without what is
-    clipped, evenly over those bins of it that hold anything. The divergence sum P log(P / Q) is least, with a bin that
-    only clipped values fill counted as 1e-6 in Q. Blocks of fewer than 4,096 values are too short for a histogram of
-    their own: all share one, and the same clip over their largest. Rounding of scales is not looked at.
+    P is the histogram with all that is clipped in its outermost bins; Q spreads what has the same
+    code, without what is clipped, evenly over those bins of it that hold anything. The divergence
+    sum P log(P / Q) is least, with a bin that only clipped values fill counted as 1e-6 in Q. Blocks
+    of fewer than 4,096 values are too short for a histogram of
+    their own: all share one, and the same clip over their largest. Rounding of scales is not looked
+        at.
     """
     together = blocks.shape[1] < POOLED
     centres = (torch.arange(BINS, dtype=torch.float32, device=blocks.device) + 0.5) * (2 / BINS) - 1
@@ -145,9 +169,15 @@ def _divergence(form: ScaledFormat, histogram: Tensor, centres: Tensor, clip: fl
     clipped[:, 0] += histogram[:, :first].sum(1)
     clipped[:, -1] += histogram[:, last + 1 :].sum(1)
     codes = form.number.encode(centres[first : last + 1] / (clip / form.number.largest)).long()
-    same = torch.nn.functional.one_hot(codes.unique(return_inverse=True)[1]).float()  # [bins, codes]
+    same = torch.nn.functional.one_hot(
+        codes.unique(return_inverse=True)[1]
+    ).float()  # [bins, codes]
     evenly = (plain @ same / ((clipped > 0).float() @ same).clamp(min=1)) @ same.T
     total = plain.sum(1, keepdim=True)
     p = clipped / clipped.sum(1, keepdim=True).clamp(min=1)
     q = (evenly / total.clamp(min=1)).clamp(min=1e-6)
-    return torch.where(p > 0, p * (p / q).log(), 0.0).sum(1).masked_fill(total.squeeze(1) == 0, math.inf)
+    return (
+        torch.where(p > 0, p * (p / q).log(), 0.0)
+        .sum(1)
+        .masked_fill(total.squeeze(1) == 0, math.inf)
+    )

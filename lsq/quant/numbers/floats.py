@@ -12,14 +12,18 @@ def _values(exponent: int, mantissa: int) -> list[float]:
     for code in range(2 ** (exponent + mantissa)):
         power, fraction = divmod(code, 2**mantissa)
         whole = 1 if power else 0
-        magnitudes.append(math.ldexp(whole * 2**mantissa + fraction, max(power, 1) - bias - mantissa))
+        magnitudes.append(
+            math.ldexp(whole * 2**mantissa + fraction, max(power, 1) - bias - mantissa)
+        )
     return magnitudes + [-magnitude for magnitude in magnitudes]
 
 
 def fp8_e4m3() -> NumberFormat:
-    """E4M3: largest 448, smallest 2^-9, no infinities, NaN 0x7f (Micikevicius et al. 2022, arXiv:2209.05433).
+    """E4M3: largest 448, smallest 2^-9, no infinities, NaN 0x7f (Micikevicius et al. 2022,
+    arXiv:2209.05433).
 
-    Error: at most 1/17 of the value from 2^-6 on, at most 2^-10 below. Infinities are clipped to 448.
+    Error: at most 1/17 of the value from 2^-6 on, at most 2^-10 below. Infinities are clipped to
+        448.
     """
     values = _values(4, 3)
     values[0x7F] = values[0xFF] = math.nan
@@ -29,8 +33,8 @@ def fp8_e4m3() -> NumberFormat:
 def fp8_e5m2() -> NumberFormat:
     """E5M2: largest 57344, smallest 2^-16, infinities 0x7c and NaN 0x7d (the same paper).
 
-    Error: at most 1/9 of the value from 2^-14 on, at most 2^-17 below. Infinities are clipped to 57344: no float
-    becomes one of the codes of infinities.
+    Error: at most 1/9 of the value from 2^-14 on, at most 2^-17 below. Infinities are clipped to
+    57344: no float becomes one of the codes of infinities.
     """
     values = _values(5, 2)
     for sign, start in ((1, 0x7C), (-1, 0xFC)):

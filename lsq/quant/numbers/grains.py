@@ -8,14 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-ALLOWED = "tensor, row, channel (a column), group16 (so many columns of a row), block4x16 (rows and columns)"
+ALLOWED = (
+    "tensor, row, channel (a column), group16 (so many columns of a row), block4x16 (rows"
+    " and"
+    " columns)"
+)
 
 
 @dataclass(frozen=True)
 class Grain:
-    """A matrix [R, C] is cut into blocks of `rows` rows and `columns` columns, each with a scale; None: all there are.
+    """A matrix [R, C] is cut into blocks of `rows` rows and `columns` columns, each with a scale;
+    None: all there are.
 
-    The last blocks may be smaller. Tensors of another number of dimensions are matrices of their last one.
+    The last blocks may be smaller. Tensors of another number of dimensions are matrices of their
+    last one.
     """
 
     rows: int | None
@@ -27,9 +33,12 @@ class Grain:
     """A column."""
 
     def __post_init__(self) -> None:
-        if not all(size is None or isinstance(size, int) and size > 0 for size in (self.rows, self.columns)):
+        if not all(
+            size is None or isinstance(size, int) and size > 0 for size in (self.rows, self.columns)
+        ):
             raise ValueError(
-                f"blocks of {self.rows!r} rows and {self.columns!r} columns; give whole numbers from 1 on, or None for "
+                f"blocks of {self.rows!r} rows and {self.columns!r} columns; give whole numbers"
+                " from 1 on, or None for "
                 "all there are"
             )
 
@@ -50,15 +59,22 @@ class Grain:
         padding = (0, across * columns - matrix.shape[1], 0, down * rows - matrix.shape[0])
 
         def cut(padded: Tensor) -> Tensor:
-            return padded.view(down, rows, across, columns).transpose(1, 2).reshape(down * across, rows * columns)
+            return (
+                padded.view(down, rows, across, columns)
+                .transpose(1, 2)
+                .reshape(down * across, rows * columns)
+            )
 
         if not any(padding):
             return cut(matrix.contiguous()), None
         inside = torch.ones(matrix.shape, dtype=torch.bool, device=matrix.device)
-        return cut(torch.nn.functional.pad(matrix, padding)), cut(torch.nn.functional.pad(inside, padding))
+        return cut(torch.nn.functional.pad(matrix, padding)), cut(
+            torch.nn.functional.pad(inside, padding)
+        )
 
     def spread(self, grid: Tensor, shape: tuple[int, int]) -> Tensor:
-        """What each value of a matrix [R, C] takes from a grid [down, across] of its blocks; broadcasts to [R, C]."""
+        """What each value of a matrix [R, C] takes from a grid [down, across] of its blocks;
+        broadcasts to [R, C]."""
         if 0 in shape:
             return grid.new_zeros(shape)
         rows, columns = self._sizes(shape)

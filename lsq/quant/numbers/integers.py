@@ -9,9 +9,9 @@ from lsq.quant.rounding import maximum_code
 def integer(bits: int) -> NumberFormat:
     """int<bits>, 2 to 8: from -Q to Q with Q = 2^(bits-1) - 1; codes are two's complement.
 
-    Error: at most 1/2 of the scale for what is not clipped. The code of -2^(bits-1) is never given, as in
-    rounding.quantize, so that negating is safe and nothing is biased; Chen et al. 2025 (arXiv:2510.25602) show what
-    that is worth in training.
+    Error: at most 1/2 of the scale for what is not clipped. The code of -2^(bits-1) is never given,
+    as in rounding.quantize, so that negating is safe and nothing is biased; Chen et al. 2025
+    (arXiv:2510.25602) show what that is worth in training.
 
     Raises:
         ValueError: `bits` is not a whole number from 2 to 8.
@@ -25,8 +25,9 @@ def integer(bits: int) -> NumberFormat:
 def multiplier(bits: int) -> NumberFormat:
     """uint<bits>, 2 to 8: scales of 1 to 2^bits - 1 times another; code 0 is NaN.
 
-    Error: at most 1/2 above 1. As VS-Quant's integer scales (Dai et al. 2021, arXiv:2102.04503), but never 0: a vector
-    far below the largest of its channel is then rounded coarsely instead of to nothing.
+    Error: at most 1/2 above 1. As VS-Quant's integer scales (Dai et al. 2021, arXiv:2102.04503),
+    but never 0: a vector far below the largest of its channel is then rounded coarsely instead of
+        to nothing.
 
     Raises:
         ValueError: `bits` is not a whole number from 2 to 8.

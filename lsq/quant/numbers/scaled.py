@@ -1,7 +1,8 @@
 """A number format with scales: which values share one, and how scales themselves are stored.
 
-A scale is stored as a plain float or a power of two, or in a scaled format again: the scales of a matrix form a matrix,
-too. So come VS-Quant's two levels (Dai et al. 2021, arXiv:2102.04503) and NVFP4's.
+A scale is stored as a plain float or a power of two, or in a scaled format again: the scales of a
+matrix form a matrix, too. So come VS-Quant's two levels (Dai et al. 2021, arXiv:2102.04503) and
+NVFP4's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class FloatScales:
 
     dtype: torch.dtype
     fine = True
-    """Whether scales become about what they were, so that clips may be measured as if they stayed what they were."""
+    """Whether scales become about what they were, so that clips may be measured as if they stayed
+    what they were."""
 
     def encode(self, scales: Tensor) -> Tensor:
         """What is stored of scales float32 of any shape."""
@@ -40,11 +42,13 @@ class FloatScales:
 
 @dataclass(frozen=True)
 class PowerScales:
-    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats 1.0, 2023).
+    """E8M0: powers of two from 2^-127 to 2^127 as uint8, 255 for NaN (OCP Microscaling Formats 1.0,
+    2023).
 
-    A scale becomes the next power at or above it, so that nothing is clipped that would not have been; 0 becomes
-    2^-127. The standard leaves the rounding open and suggests the power below the largest value over the format's
-    largest power, which clips; Chen et al. 2025 (arXiv:2510.25602) round up as well.
+    A scale becomes the next power at or above it, so that nothing is clipped that would not have
+    been; 0 becomes 2^-127. The standard leaves the rounding open and suggests the power below the
+    largest value over the format's largest power, which clips; Chen et al. 2025 (arXiv:2510.25602)
+    round up as well.
     """
 
     fine = False
@@ -52,7 +56,12 @@ class PowerScales:
     def encode(self, scales: Tensor) -> Tensor:
         """uint8 of scales float32 of any shape, none below 0."""
         mantissa, exponent = torch.frexp(scales)  # a mantissa of exactly 1/2 is a power of two
-        power = torch.where(scales > 0, exponent - (mantissa == 0.5).to(exponent.dtype), -127).clamp(-127, 127) + 127
+        power = (
+            torch.where(scales > 0, exponent - (mantissa == 0.5).to(exponent.dtype), -127).clamp(
+                -127, 127
+            )
+            + 127
+        )
         return torch.where(scales.isfinite(), power, 255).to(torch.uint8)
 
     def decode(self, stored: Tensor) -> Tensor:
@@ -77,12 +86,15 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledFormat:
-    """Values are codes of `number` times the scale of their block, which is the clip over the largest code's value.
+    """Values are codes of `number` times the scale of their block, which is the clip over the
+    largest code's value.
 
-    Values beyond the clip, infinities among them, become the clip. A block of zeros has scale 0, or the smallest there
-    is. NaN stays visible: it makes the clip that is measured NaN, as an infinity does, and with it all that shares the
-    scale; under a clip that was given it is coded where the number format can do so, and otherwise makes the scale NaN.
-    Where scales are in a scaled format, what shares theirs becomes NaN with it: a row for VS-Quant, all of NVFP4.
+    Values beyond the clip, infinities among them, become the clip. A block of zeros has scale 0, or
+    the smallest there is. NaN stays visible: it makes the clip that is measured NaN, as an infinity
+    does, and with it all that shares the scale; under a clip that was given it is coded where the
+    number format can do so, and otherwise makes the scale NaN.
+    Where scales are in a scaled format, what shares theirs becomes NaN with it: a row for VS-Quant,
+        all of NVFP4.
     """
 
     name: str
@@ -92,17 +104,21 @@ class ScaledFormat:
 
     fine = True
 
-    def encode(self, x: Tensor, clip: str | Tensor = "absmax", *, percentile: float = clips.PERCENTILE) -> Encoded:
+    def encode(
+        self, x: Tensor, clip: str | Tensor = "absmax", *, percentile: float = clips.PERCENTILE
+    ) -> Encoded:
         """Codes and scales of float x, any shape; all is computed in float32.
 
         Args:
             x: its matrix is cut into blocks along all but the last dimension, and along the last.
-            clip: how clips are measured (clips.METHODS), or clips float of the shape of the blocks, or one for all.
-            percentile: for clip="percentile", the share of |x| in percent that the clip of a block leaves inside.
+            clip: how clips are measured (clips.METHODS), or clips float of the shape of the blocks,
+                or one for all.
+            percentile: for clip="percentile", the share of |x| in percent that the clip of a block
+                leaves inside.
 
         Raises:
-            ValueError: the method or the percentile is not allowed, or the shape of the clips does not fit, or one is
-                negative.
+            ValueError: the method or the percentile is not allowed, or the shape of the clips does
+                not fit, or one is negative.
         """
         shape = as_matrix(x.shape)
         matrix = x.detach().float().reshape(shape)
@@ -110,11 +126,15 @@ class ScaledFormat:
         if isinstance(clip, Tensor):
             if clip.shape != grid and clip.numel() != 1:
                 raise ValueError(
-                    f"clips of shape {list(clip.shape)} do not fit x of shape {list(x.shape)} in {self.name}; give "
+                    f"clips of shape {list(clip.shape)} do not fit x of shape {list(x.shape)} in"
+                    f" {self.name}; give "
                     f"shape {list(grid)} or one clip"
                 )
             if bool((clip < 0).any()):
-                raise ValueError(f"a clip given for {self.name} is {float(clip.min())}; clips must not be below 0")
+                raise ValueError(
+                    f"a clip given for {self.name} is {float(clip.min())}; clips must not be below"
+                    " 0"
+                )
             asked = clip.float().expand(grid) if clip.numel() == 1 else clip.float()
             asked = self._poisoned(asked, matrix)
         else:
@@ -131,7 +151,8 @@ class ScaledFormat:
         return (self.number.decode(encoded.codes).view(shape) * scale).view(encoded.codes.shape)
 
     def total_bits(self, shape: torch.Size | tuple[int, ...]) -> float:
-        """What codes and scales of a tensor of this shape take; codes of different tensors share no byte."""
+        """What codes and scales of a tensor of this shape take; codes of different tensors share no
+        byte."""
         codes, stored = self.number.word
         words = -(-math.prod(shape) // codes)
         return 8 * stored * words + self.scales.total_bits(self.grain.grid(as_matrix(shape)))

@@ -9,7 +9,9 @@ def test_batch_beyond_max_tokens_names_both_numbers():
         data_utils.batch_by_size(numpy.array([7, 4, 2]), None, sizes, max_tokens=8)
     with pytest.raises(ValueError, match="sentence 2 has 20 tokens"):
         data_utils.batch_by_size([1, 2], lambda index: 10 * index, max_tokens=11)
-    batches = data_utils.batch_by_size(numpy.array([7, 2, 4]), None, numpy.array([3, 5, 9]), max_tokens=10)
+    batches = data_utils.batch_by_size(
+        numpy.array([7, 2, 4]), None, numpy.array([3, 5, 9]), max_tokens=10
+    )
     assert [list(batch) for batch in batches] == [[7, 2], [4]]
 
 

@@ -30,14 +30,20 @@ def damaging(monkeypatch):
         ("", "encoder.embed_tokens.weight"),
         pytest.param("", "decoder.layers.1.feed_forward.fc1_weight", marks=pytest.mark.thorough),
         pytest.param("", "decoder.layers.0.feed_forward.fc2_bias", marks=pytest.mark.thorough),
-        pytest.param("", "encoder.layers.0.feed_forward.activation_clip", marks=pytest.mark.thorough),
-        pytest.param("--lsq-mode float", "decoder.output_projection.weight", marks=pytest.mark.thorough),
+        pytest.param(
+            "", "encoder.layers.0.feed_forward.activation_clip", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "--lsq-mode float", "decoder.output_projection.weight", marks=pytest.mark.thorough
+        ),
         (FAIRSEQ, "encoder.embed_tokens.weight"),
     ],
 )
 def test_nan_in_a_parameter_is_named(train, tmp_path, damaging, arch, name):
     damaging(name)
-    with pytest.raises(FloatingPointError, match=f"^{name} holds .* after 3 updates; the training has diverged"):
+    with pytest.raises(
+        FloatingPointError, match=f"^{name} holds .* after 3 updates; the training has diverged"
+    ):
         train(tmp_path, arch)
     assert not (tmp_path / "checkpoint_last.pt").exists()
 
@@ -46,12 +52,16 @@ def test_a_gradient_that_is_not_finite_is_named(train, tmp_path, monkeypatch):
     step = Trainer.clip_grad_norm
 
     def clip_grad_norm(trainer, norm):
-        dict(trainer.get_model().named_parameters())["encoder.layers.0.fc1.bias"].grad[0] = float("inf")
+        dict(trainer.get_model().named_parameters())["encoder.layers.0.fc1.bias"].grad[0] = float(
+            "inf"
+        )
         return step(trainer, norm)
 
     monkeypatch.setattr(Trainer, "clip_grad_norm", clip_grad_norm)
     monkeypatch.setattr(Trainer, "zero_grad", lambda trainer: None)
-    with pytest.raises(FloatingPointError, match="^the gradient of encoder.layers.0.fc1.bias holds 1 values of 48"):
+    with pytest.raises(
+        FloatingPointError, match="^the gradient of encoder.layers.0.fc1.bias holds 1 values of 48"
+    ):
         train(tmp_path, FAIRSEQ)
 
 

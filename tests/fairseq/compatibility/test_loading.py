@@ -32,8 +32,12 @@ def reloaded(content):
         numpy.float64(1.5),
         numpy.int64(3),
         numpy.array([1.0, 2.0], dtype=numpy.float32),
-        omegaconf.OmegaConf.create({"task": {"data": "x", "n": 1}, "lr": [0.1, None], "flag": True}),
-        omegaconf.OmegaConf.create({"args": argparse.Namespace(a=1)}, flags={"allow_objects": True}),
+        omegaconf.OmegaConf.create(
+            {"task": {"data": "x", "n": 1}, "lr": [0.1, None], "flag": True}
+        ),
+        omegaconf.OmegaConf.create(
+            {"args": argparse.Namespace(a=1)}, flags={"allow_objects": True}
+        ),
         _split_tensors_from_obj({"weights": torch.ones(2), "step": 1}, []),
     ],
     ids=lambda content: type(content).__name__,
@@ -53,15 +57,21 @@ FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --max-upd
 
 @pytest.fixture
 def damaged(train, tmp_path):
-    """A training's folder: checkpoint_last.pt with changed values, and a sound checkpoint_best.pt."""
+    """A training's folder: checkpoint_last.pt with changed values, and a sound
+    checkpoint_best.pt."""
     train(tmp_path, FAIRSEQ)
     content = (tmp_path / "checkpoint_last.pt").read_bytes()
     (tmp_path / "checkpoint_best.pt").write_bytes(content)
-    (tmp_path / "checkpoint_last.pt").write_bytes(content[:20_000] + b"\x55" * 200 + content[20_200:])
+    (tmp_path / "checkpoint_last.pt").write_bytes(
+        content[:20_000] + b"\x55" * 200 + content[20_200:]
+    )
     return tmp_path
 
 
-DAMAGED = "is damaged: the checksum of its record '.*' does not fit; the newest sound .* is checkpoint_best.pt: give"
+DAMAGED = (
+    "is damaged: the checksum of its record '.*' does not fit; the newest sound .* is"
+    " checkpoint_best.pt: give"
+)
 
 
 def test_a_damaged_checkpoint_is_refused_wherever_it_is_given(train, damaged, tmp_path):
@@ -77,7 +87,9 @@ def test_a_damaged_checkpoint_is_refused_wherever_it_is_given(train, damaged, tm
         checkpoint_utils.load_model_ensemble_and_task([str(path)])
     assert path.read_bytes() == before and not list((tmp_path / "other").glob("*.pt"))
     path.write_bytes((damaged / "checkpoint_best.pt").read_bytes()[:5000])
-    with pytest.raises(ValueError, match="checkpoint_last.pt is damaged: its end .* checkpoint_best.pt: give"):
+    with pytest.raises(
+        ValueError, match="checkpoint_last.pt is damaged: its end .* checkpoint_best.pt: give"
+    ):
         train(damaged, FAIRSEQ)
 
 
@@ -92,7 +104,9 @@ def test_a_training_begins_anew_only_where_nothing_was_asked_for(train, tmp_path
         train(tmp_path / "new", FAIRSEQ)
 
 
-@pytest.mark.parametrize("content", [5, [1], {}, {"model": torch.ones(2)}, {"model": {}}, torch.ones(3)])
+@pytest.mark.parametrize(
+    "content", [5, [1], {}, {"model": torch.ones(2)}, {"model": {}}, torch.ones(3)]
+)
 def test_other_content_is_no_checkpoint(tmp_path, content):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other.pt is not a checkpoint of fairseq's \(\w+: "):
@@ -103,11 +117,15 @@ def test_nan_in_the_model_or_the_optimizer_is_named(train, tmp_path):
     state = train(tmp_path, FAIRSEQ)
     state["last_optimizer_state"]["state"][1]["exp_avg"][0] = float("nan")
     torch.save(state, tmp_path / "checkpoint_last.pt")
-    with pytest.raises(ValueError, match=r"used: last_optimizer_state.state.1.exp_avg holds 32 values of 1024"):
+    with pytest.raises(
+        ValueError, match=r"used: last_optimizer_state.state.1.exp_avg holds 32 values of 1024"
+    ):
         train(tmp_path, FAIRSEQ)
     state["model"]["decoder.embed_tokens.weight"][2, 7] = float("inf")
     torch.save(state, tmp_path / "checkpoint_last.pt")
-    with pytest.raises(ValueError, match="last.pt cannot be used: decoder.embed_tokens.weight holds 1 values"):
+    with pytest.raises(
+        ValueError, match="last.pt cannot be used: decoder.embed_tokens.weight holds 1 values"
+    ):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint_last.pt")])
 
 
@@ -130,7 +148,11 @@ def _refused(rank: int, args) -> str:
 def test_two_processes_end_with_the_reason(parse, damaged):
     """The first one reads the file and ends; the other one is told."""
     args = parse(f"{FAIRSEQ} --save-dir {damaged}")
-    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = "env://", True, "gloo"
+    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = (
+        "env://",
+        True,
+        "gloo",
+    )
     for said in run(_refused, 2, args, ends=True):
         assert re.search(f"checkpoint_last.pt {DAMAGED}", said)
     assert not (damaged / "crash.pt").exists()

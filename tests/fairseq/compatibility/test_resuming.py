@@ -18,10 +18,15 @@ from fairseq_cli import train as fairseq_train
 from tests.dist.processes import run
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy"
-MODELS = {"lsq": "--arch lsq_transformer", "fairseq": FAIRSEQ, "fairseq's task": f"{FAIRSEQ} --task translation"}
+MODELS = {
+    "lsq": "--arch lsq_transformer",
+    "fairseq": FAIRSEQ,
+    "fairseq's task": f"{FAIRSEQ} --task translation",
+}
 ONE_LAYER = "--encoder-layers 1 --decoder-layers 1 --max-tokens 60 --update-freq 2"
 LONG = 20
-"""Updates: three epochs of six and a part of the fourth, of two batches each, the last one of an epoch of one."""
+"""Updates: three epochs of six and a part of the fourth, of two batches each, the last one of an
+epoch of one."""
 
 
 @pytest.fixture
@@ -57,14 +62,24 @@ def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, 
     assert epochs == {"checkpoint1", "checkpoint2", "checkpoint3"}
     borders = {updates_done(tmp_path / "whole" / f"{name}.pt") for name in epochs}
     assert borders == {6, 12, 18}
-    for name in ("checkpoint_1_3", "checkpoint1", "checkpoint_2_8", "checkpoint2", "checkpoint_3_15"):
+    for name in (
+        "checkpoint_1_3",
+        "checkpoint1",
+        "checkpoint_2_8",
+        "checkpoint2",
+        "checkpoint_3_15",
+    ):
         path = tmp_path / "whole" / f"{name}.pt"
         sentences.clear()
         args = parse(f"{common} --restore-file {path} --save-dir {tmp_path / name}")
         fairseq_train.main(convert_namespace_to_omegaconf(args))
-        assert sentences == whole[-len(sentences) :] and len(sentences) >= LONG - updates_done(path), name
+        assert sentences == whole[-len(sentences) :] and len(sentences) >= LONG - updates_done(
+            path
+        ), name
         resumed = torch.load(tmp_path / name / "checkpoint_last.pt")
-        assert all(torch.equal(resumed["model"][key], last["model"][key]) for key in last["model"]), name
+        assert all(
+            torch.equal(resumed["model"][key], last["model"][key]) for key in last["model"]
+        ), name
 
 
 class Epochs:
@@ -75,9 +90,14 @@ class Epochs:
     def __init__(self, args, rank: int, state: dict | None = None):
         self.cfg, self.task = convert_namespace_to_omegaconf(args), tasks.setup_task(args)
         self.trainer = SimpleNamespace(
-            cfg=self.cfg, task=self.task, tpu=False, data_parallel_world_size=3, data_parallel_rank=rank,
-            model=SimpleNamespace(max_positions=lambda: (1024, 1024)), reset_dummy_batch=lambda batch: None,
-        )  # fmt: skip
+            cfg=self.cfg,
+            task=self.task,
+            tpu=False,
+            data_parallel_world_size=3,
+            data_parallel_rank=rank,
+            model=SimpleNamespace(max_positions=lambda: (1024, 1024)),
+            reset_dummy_batch=lambda batch: None,
+        )
         self.iterator = self.made(epoch=1 if state is None else state["epoch"], load_dataset=True)
         if state is not None:
             self.iterator.load_state_dict(state)
@@ -89,14 +109,20 @@ class Epochs:
         )
 
     def batches(self):
-        """Yields (batch's sentences, state of the iterator after it) up to the end of the last epoch."""
+        """Yields (batch's sentences, state of the iterator after it) up to the end of the last
+        epoch."""
         while self.iterator.next_epoch_idx <= self.EPOCHS:
             shuffle = self.iterator.next_epoch_idx > self.cfg.dataset.curriculum
             skip = self.cfg.optimization.skip_remainder_batch
             epoch = self.iterator.next_epoch_itr(shuffle=shuffle)
             for group in iterators.GroupedIterator(epoch, 2, skip_remainder_batch=skip):
-                yield [batch["id"].tolist() if batch else [] for batch in group], self.iterator.state_dict()
-            self.iterator = self.made(self.iterator.next_epoch_idx, load_dataset=self.task.has_sharded_data("train"))
+                yield (
+                    [batch["id"].tolist() if batch else [] for batch in group],
+                    self.iterator.state_dict(),
+                )
+            self.iterator = self.made(
+                self.iterator.next_epoch_idx, load_dataset=self.task.has_sharded_data("train")
+            )
 
 
 OPTIONS = {
@@ -110,10 +136,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in {"defaults", "grouped", "two folders"} else pytest.mark.thorough)
-    for name in OPTIONS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=() if name in {"defaults", "grouped", "two folders"} else pytest.mark.thorough,
+        )
+        for name in OPTIONS
+    ],
+)
 def test_each_of_three_processes_goes_on_with_its_batches(parse, toy, name):
     args = parse(f"{FAIRSEQ} --encoder-layers 1 --decoder-layers 1 --max-tokens 40 {OPTIONS[name]}")
     if name == "two folders":
@@ -140,7 +172,12 @@ def iterator(shards: int, shard: int, epoch: int = 3, size: int = 1) -> EpochBat
     """Over 17 numbers in batches of that size."""
     batches = [list(range(first, min(first + size, 17))) for first in range(0, 17, size)]
     return EpochBatchIterator(
-        Numbers(), collate_fn=list, batch_sampler=batches, num_shards=shards, shard_id=shard, epoch=epoch
+        Numbers(),
+        collate_fn=list,
+        batch_sampler=batches,
+        num_shards=shards,
+        shard_id=shard,
+        epoch=epoch,
     )
 
 
@@ -148,7 +185,8 @@ def iterator(shards: int, shard: int, epoch: int = 3, size: int = 1) -> EpochBat
 @pytest.mark.parametrize("frequency", [1, 2, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_goes_on_with_another_number_of_processes(before, now, frequency, shuffle):
-    """No batch is left out, and fewer than `now` are seen twice; at any place, also where fairseq refuses.
+    """No batch is left out, and fewer than `now` are seen twice; at any place, also where fairseq
+    refuses.
 
     With groups of another size as well: the epoch ends when all of its batches are done.
     """
@@ -157,7 +195,11 @@ def test_an_epoch_goes_on_with_another_number_of_processes(before, now, frequenc
         seen, states = [], []
         for shard in range(before):
             part = iterator(before, shard)
-            seen += [item for batch in islice(part.next_epoch_itr(shuffle=shuffle), place) for item in batch]
+            seen += [
+                item
+                for batch in islice(part.next_epoch_itr(shuffle=shuffle), place)
+                for item in batch
+            ]
             states.append(part.state_dict())
         after = []
         for shard in range(now):
@@ -188,16 +230,24 @@ def test_an_epoch_goes_on_with_batches_of_another_size(caplog, before, now, shar
         assert other.next_epoch_idx == 3
         assert total * share - shards - 1 < other.iterations_in_epoch * shards <= total * share
         assert len(list(other.next_epoch_itr())) > 0 and other.end_of_epoch()
-    assert f"epoch 3 has {len(part.frozen_batches)} batches, and now it has {total}, of which" in caplog.text
+    assert (
+        f"epoch 3 has {len(part.frozen_batches)} batches, and now it has {total}, of which"
+        in caplog.text
+    )
 
 
 def test_groups_that_are_left_out_end_the_epoch():
     part = iterator(1, 0)
     part.load_state_dict({"version": 2, "epoch": 3, "iterations_in_epoch": 4, "shuffle": False})
-    groups = iterators.GroupedIterator(part.next_epoch_itr(shuffle=False), 3, skip_remainder_batch=True)
+    groups = iterators.GroupedIterator(
+        part.next_epoch_itr(shuffle=False), 3, skip_remainder_batch=True
+    )
     assert [[item for batch in group for item in batch] for group in groups] == [
-        [4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15]
-    ]  # fmt: skip
+        [4, 5, 6],
+        [7, 8, 9],
+        [10, 11, 12],
+        [13, 14, 15],
+    ]
     assert len(groups) == groups.n == 6 and part.end_of_epoch()
 
 
@@ -240,10 +290,17 @@ def _train(rank: int, args, runs: list[tuple[Path, dict]]) -> None:
 def test_two_processes_go_on_bit_by_bit(parse, tmp_path):
     """One of them is without a batch at the end of every epoch."""
     args = parse(f"{ONE_LAYER} --update-freq 1 --max-update 16")
-    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = "env://", True, "gloo"
+    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = (
+        "env://",
+        True,
+        "gloo",
+    )
     a_checkpoint_for_every_update(args, tmp_path / "whole")
     names = ["checkpoint1", "checkpoint_2_8", "checkpoint2"]
-    resumed = [(tmp_path / name, {"restore_file": str(tmp_path / "whole" / f"{name}.pt")}) for name in names]
+    resumed = [
+        (tmp_path / name, {"restore_file": str(tmp_path / "whole" / f"{name}.pt")})
+        for name in names
+    ]
     run(_train, 2, args, [(tmp_path / "whole", {}), *resumed])
     whole = torch.load(tmp_path / "whole" / "checkpoint_last.pt")["model"]
     for folder, _ in resumed:

@@ -12,7 +12,8 @@ from lsq.fairseq.compatibility import CheckpointNotWritten
 
 @pytest.fixture
 def on_a_full_disk(monkeypatch):
-    """on_a_full_disk(path): from now on a file that is written in the place of `path` finds no space."""
+    """on_a_full_disk(path): from now on a file that is written in the place of `path` finds no
+    space."""
 
     def on_a_full_disk(path: Path) -> None:
         def open_partial(partial: Path) -> BinaryIO:
@@ -31,7 +32,8 @@ def test_save_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
     for size in (1, 100_000):  # refused at the end, and in the middle
         on_a_full_disk(path)
         with pytest.raises(
-            CheckpointNotWritten, match=r"could not write .*checkpoint1\.pt \(No space left on device\)"
+            CheckpointNotWritten,
+            match=r"could not write .*checkpoint1\.pt \(No space left on device\)",
         ):
             checkpoint_utils.torch_persistent_save({"x": torch.ones(size)}, str(path))
         assert path.read_bytes() == before
@@ -76,7 +78,9 @@ def test_a_model_that_is_not_finite_is_not_written(tmp_path):
     checkpoint_utils.torch_persistent_save(state, str(path))
     before = path.read_bytes()
     state["model"]["encoder.embed_tokens.weight"][1] = float("nan")
-    with pytest.raises(FloatingPointError, match="encoder.embed_tokens.weight holds 1 .*last.pt is not written"):
+    with pytest.raises(
+        FloatingPointError, match="encoder.embed_tokens.weight holds 1 .*last.pt is not written"
+    ):
         checkpoint_utils.torch_persistent_save(state, str(path))
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     checkpoint_utils.torch_persistent_save(state, str(tmp_path / "crash.pt"))

@@ -55,14 +55,20 @@ def test_changed_values_are_named(file):
     whole = file.read_bytes()
     place = whole.index(torch.arange(40.0).numpy().tobytes())
     file.write_bytes(whole[: place + 9] + b"\x55" + whole[place + 10 :])
-    assert soundness.damage(file) == "the checksum of its record 'checkpoint_last/data/0' does not fit"
+    assert (
+        soundness.damage(file) == "the checksum of its record 'checkpoint_last/data/0' does not fit"
+    )
 
 
 def test_a_file_that_is_cut_short(file):
     whole = file.read_bytes()
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
-        said = "it is empty" if length == 0 else "its end is missing or its table of contents is unreadable"
+        said = (
+            "it is empty"
+            if length == 0
+            else "its end is missing or its table of contents is unreadable"
+        )
         assert soundness.damage(file) == said
 
 
@@ -77,28 +83,41 @@ def test_the_newest_sound_one_beside_it(file):
     assert soundness.newest_sound(file) is None and soundness.beside(file) == ""
     for age, name in enumerate(("checkpoint_2_20.pt", "checkpoint_best.pt", "checkpoint1.pt")):
         path = file.with_name(name)
-        path.write_bytes(file.read_bytes() if age else file.read_bytes()[:-5])  # the newest is cut short
+        # the newest is cut short
+        path.write_bytes(file.read_bytes() if age else file.read_bytes()[:-5])
         os.utime(path, (1e9 - age, 1e9 - age))
     file.with_name("crash.pt").write_bytes(file.read_bytes())
     assert soundness.newest_sound(file) == file.with_name("checkpoint_best.pt")
-    assert "the newest sound checkpoint beside it is checkpoint_best.pt: give that one" in soundness.beside(file)
+    assert (
+        "the newest sound checkpoint beside it is checkpoint_best.pt: give that one"
+        in soundness.beside(file)
+    )
 
 
 def test_the_newest_sound_one_has_made_the_most_updates(file):
     """Whatever the clock said when it was written."""
     for age, updates in enumerate((30, 40, 20)):
         path = file.with_name(f"checkpoint_2_{updates}.pt")
-        torch.save(STATE | {"optimizer_history": [{"num_updates": 7}, {"num_updates": updates}]}, path)
+        torch.save(
+            STATE | {"optimizer_history": [{"num_updates": 7}, {"num_updates": updates}]}, path
+        )
         os.utime(path, (1e9 - age, 1e9 - age))
-    file.with_name("checkpoint_other.pt").write_bytes(file.read_bytes())  # says no number, and is the last written
+    # says no number, and is the last written
+    file.with_name("checkpoint_other.pt").write_bytes(file.read_bytes())
     assert soundness.newest_sound(file) == file.with_name("checkpoint_2_40.pt")
 
 
 def test_the_first_tensor_that_is_not_finite():
-    state = {"model": {"a": torch.ones(3)}, "moments": [{"m": torch.ones(2, 2)}, None, "text", 3.0, torch.tensor(1)]}
+    state = {
+        "model": {"a": torch.ones(3)},
+        "moments": [{"m": torch.ones(2, 2)}, None, "text", 3.0, torch.tensor(1)],
+    }
     assert soundness.not_finite(state) is None
     state["moments"][0]["m"][1] = float("inf")
-    assert soundness.not_finite(state, "file") == "file.moments.0.m holds 2 values of 4 that are NaN or infinite"
+    assert (
+        soundness.not_finite(state, "file")
+        == "file.moments.0.m holds 2 values of 4 that are NaN or infinite"
+    )
     state["model"]["a"][0] = float("nan")
     assert soundness.not_finite(state) == "model.a holds 1 values of 3 that are NaN or infinite"
 

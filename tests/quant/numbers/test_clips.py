@@ -17,9 +17,12 @@ def quality(name: str, x: torch.Tensor, clip, **options) -> float:
 
 
 def source(name: str, count: int) -> torch.Tensor:
-    """Magnitudes at evenly spaced quantiles of a Gaussian (variance 1) or a Laplacian (mean magnitude 1)."""
+    """Magnitudes at evenly spaced quantiles of a Gaussian (variance 1) or a Laplacian (mean
+    magnitude 1)."""
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return torch.special.ndtri(0.5 + quantiles / 2) if name == "gaussian" else -torch.log1p(-quantiles)
+    return (
+        torch.special.ndtri(0.5 + quantiles / 2) if name == "gaussian" else -torch.log1p(-quantiles)
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,8 @@ def source(name: str, count: int) -> torch.Tensor:
     ],
 )
 def test_octavs_optimum_is_the_published_one(name, published):
-    """At 2 to 8 bits, for steps of 2 c / 2^bits, as Banner et al. 2018 (arXiv:1810.05723) derive them.
+    """At 2 to 8 bits, for steps of 2 c / 2^bits, as Banner et al. 2018 (arXiv:1810.05723) derive
+    them.
 
     They count the rounding error of clipped values, too, which OCTAV does not: 2 % at 2 bits.
     """
@@ -52,7 +56,9 @@ def test_two_bits_of_a_gaussian_have_maxs_step():
         assert float(error) == pytest.approx(0.1902, rel=0.002)
 
 
-@pytest.mark.parametrize("name", ["int4/group16", "fp4-e2m1/group32", "mxfp4", "nf4/row", "lloyd4-gaussian/block4x30"])
+@pytest.mark.parametrize(
+    "name", ["int4/group16", "fp4-e2m1/group32", "mxfp4", "nf4/row", "lloyd4-gaussian/block4x30"]
+)
 def test_mse_is_as_good_as_a_search(name):
     form, x = scaled_format(name), torch.randn(8, 90) ** 3
     grid = form.grain.grid((8, 90))
@@ -88,7 +94,9 @@ def test_kl_clips_few_bits_and_not_many():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["int4/row", "mxfp4", "nvfp4", "vsquant4", "lloyd2-laplacian/block3x16"])
+@pytest.mark.parametrize(
+    "name", ["int4/row", "mxfp4", "nvfp4", "vsquant4", "lloyd2-laplacian/block3x16"]
+)
 def test_special_blocks(name, method):
     form, x = scaled_format(name), torch.randn(5, 35)
     x[1], x[2, 3], x[4, 5] = 0.0, math.nan, -math.inf
@@ -109,14 +117,19 @@ def test_octav_is_what_integers_take():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="clip is 'mean'; allowed: 'absmax', 'percentile', 'mse', 'kl', or a tensor"):
+    with pytest.raises(
+        ValueError,
+        match="clip is 'mean'; allowed: 'absmax', 'percentile', 'mse', 'kl', or a tensor",
+    ):
         scaled_format("mxfp4").encode(torch.ones(3), "mean")
     with pytest.raises(ValueError, match="percentile is 0; it must be above 0"):
         scaled_format("mxfp4").encode(torch.ones(3), "percentile", percentile=0)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["int4/channel", "ternary/block3x5", "nvfp4", "vsquant4", "fp8-e4m3/tensor/e8m0"])
+@pytest.mark.parametrize(
+    "name", ["int4/channel", "ternary/block3x5", "nvfp4", "vsquant4", "fp8-e4m3/tensor/e8m0"]
+)
 def test_views_are_measured_as_their_copies(name, method):
     view = torch.randn(33, 3, 17, generator=torch.Generator().manual_seed(2)).transpose(0, 2)
     form = scaled_format(name)
@@ -125,7 +138,9 @@ def test_views_are_measured_as_their_copies(name, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["int8-row", "mxint8", "mxfp4", "nvfp4", "vsquant6", "lloyd1-laplacian/row"])
+@pytest.mark.parametrize(
+    "name", ["int8-row", "mxint8", "mxfp4", "nvfp4", "vsquant6", "lloyd1-laplacian/row"]
+)
 def test_the_largest_floats_stay_finite(name, method):
     x = torch.linspace(-1, 1, 64).view(2, 32) * torch.finfo(torch.float32).max
     form = scaled_format(name)

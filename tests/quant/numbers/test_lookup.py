@@ -19,12 +19,23 @@ def nearest(number: NumberFormat, x: torch.Tensor) -> torch.Tensor:
 def test_every_number_format_is_found(name):
     """Random bits, all boundaries' neighbours, zeros, subnormal floats and infinities."""
     number = number_format(name)
-    bits = torch.randint(-(2**31), 2**31 - 1, (20000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (20000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
     usable = torch.tensor(sorted({value for value in number.values if abs(value) < 1e30}))
     middle = (usable[1:] + usable[:-1]) / 2
     edges = [torch.nextafter(middle, torch.tensor(end)) for end in (-9e9, 9e9)]
     special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, torch.inf, -torch.inf])
-    x = torch.cat([bits.view(torch.float32), usable, middle, *edges, torch.randn(5000) * number.largest / 2, special])
+    x = torch.cat(
+        [
+            bits.view(torch.float32),
+            usable,
+            middle,
+            *edges,
+            torch.randn(5000) * number.largest / 2,
+            special,
+        ]
+    )
     x = x[~x.isnan()]
     assert torch.equal(nearest(number, x), number.decode(number.encode(x)))
 

@@ -10,17 +10,28 @@ from lsq.quant.numbers.names import all_parts
 def test_presets_are_what_they_stand_for(name):
     preset, written = scaled_format(name), scaled_format(PRESETS[name])
     assert (preset.name, preset.number, preset.grain, preset.scales) == (
-        name, written.number, written.grain, written.scales,
-    )  # fmt: skip
+        name,
+        written.number,
+        written.grain,
+        written.scales,
+    )
 
 
 def test_names_of_one_format():
-    assert {all_parts(name) for name in ("int8-row", "int8/row", "int8/row/float32")} == {"int8/row/float32"}
-    assert [all_parts(name) for name in ("int8", "float32", "*fc2*")] == ["int8", "float32", "*fc2*"]
+    assert {all_parts(name) for name in ("int8-row", "int8/row", "int8/row/float32")} == {
+        "int8/row/float32"
+    }
+    assert [all_parts(name) for name in ("int8", "float32", "*fc2*")] == [
+        "int8",
+        "float32",
+        "*fc2*",
+    ]
 
 
 def test_every_number_has_its_name():
-    assert all(make().name == name for name, make in NUMBERS.items() if not name.startswith("lloyd"))
+    assert all(
+        make().name == name for name, make in NUMBERS.items() if not name.startswith("lloyd")
+    )
 
 
 def test_grains():
@@ -31,16 +42,31 @@ def test_grains():
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("mxfp5", r"no number format is called 'mxfp5' \(did you mean mxfp4\b.*\?\); give one of int8-tensor, "),
+        (
+            "mxfp5",
+            r"no number format is called 'mxfp5' \(did you mean mxfp4\b.*\?\); give one of"
+            r" int8-tensor, ",
+        ),
         ("MXINT8", r"'MXINT8' \(did you mean mxint8\b"),
         ("int9/row", r"no number is called 'int9' \(did you mean int"),
         ("fp8-e4m4/row", r"did you mean fp8-e4m3\b"),
         ("int4/rows", "no grain is called 'rows'; allowed: tensor, row, channel"),
         ("int4/group0", "no grain is called 'group0'"),
-        ("int4/row/uint5", r"no scales are called 'uint5' \(did you mean uint6 or uint4\?\); allowed: float32, "),
+        (
+            "int4/row/uint5",
+            r"no scales are called 'uint5' \(did you mean uint6 or uint4\?\); allowed: float32, ",
+        ),
         ("int4/row/float32/3", "give one of"),
-        ("nvfp4/row", "'nvfp4/row': nvfp4 has its own grain and scales, it is fp4-e2m1/group16/e4m3; leave /row out"),
-        ("int8-row/e8m0", "int8-row has its own grain .*, it is int8/row/float32; leave /e8m0 out, .*, as int8/row$"),
+        (
+            "nvfp4/row",
+            "'nvfp4/row': nvfp4 has its own grain and scales, it is fp4-e2m1/group16/e4m3; leave"
+            " /row out",
+        ),
+        (
+            "int8-row/e8m0",
+            "int8-row has its own grain .*, it is int8/row/float32; leave /e8m0 out, .*, as"
+            " int8/row$",
+        ),
         ("int6-row", r"no number format is called 'int6-row' \(did you mean int6/row\?\)"),
         ("fp8-e4m3-group32", r"\(did you mean fp8-e4m3/group32\?\)"),
         ("zzz", "no number format is called 'zzz'; give one of"),

@@ -21,7 +21,8 @@ from lsq.quant.numbers import (
     number_format,
 )
 
-FORMATS = [name for name in NUMBERS if not name.startswith(("lloyd5", "lloyd6"))]  # those take a second to find
+# those take a second to find
+FORMATS = [name for name in NUMBERS if not name.startswith(("lloyd5", "lloyd6"))]
 
 
 def usable(form: NumberFormat) -> torch.Tensor:
@@ -59,27 +60,44 @@ def test_every_format_rounds_to_the_nearest(name):
 def test_nan_is_a_code_or_that_of_zero(name):
     form = number_format(name)
     found = form.decode(form.encode(torch.tensor(math.nan)))
-    assert found.isnan() if any(map(math.isnan, form.values)) else found.abs() == usable(form).abs().min()
+    assert (
+        found.isnan()
+        if any(map(math.isnan, form.values))
+        else found.abs() == usable(form).abs().min()
+    )
 
 
 @settings(max_examples=25, deadline=None)
-@given(name=st.sampled_from(FORMATS), shape=st.lists(st.integers(0, 9), max_size=3), seed=st.integers(0, 99))
+@given(
+    name=st.sampled_from(FORMATS),
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    seed=st.integers(0, 99),
+)
 def test_packed_codes_come_back(name, shape, seed):
     form = number_format(name)
-    codes = torch.randint(len(form.values), shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    codes = torch.randint(
+        len(form.values), shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
     packed = form.pack(codes)
     count, stored = form.word
     assert packed.dtype == torch.uint8 and packed.numel() == -(-codes.numel() // count) * stored
     assert torch.equal(form.unpack(packed, tuple(shape)), codes)
-    with pytest.raises(ValueError, match=f"{form.name} .* take {packed.numel()} bytes, but packed holds"):
+    with pytest.raises(
+        ValueError, match=f"{form.name} .* take {packed.numel()} bytes, but packed holds"
+    ):
         form.unpack(torch.cat([packed, packed.new_zeros(1)]), tuple(shape))
 
 
 def test_widths():
     assert [number_format(f"int{bits}").bits for bits in range(2, 9)] == [2, 3, 4, 5, 6, 7, 8]
-    assert {name: number_format(name).bits for name in ("fp4-e2m1", "log4.3", "nf4", "ternary")} == {
-        "fp4-e2m1": 4, "log4.3": 8, "nf4": 4, "ternary": 1.6,
-    }  # fmt: skip
+    assert {
+        name: number_format(name).bits for name in ("fp4-e2m1", "log4.3", "nf4", "ternary")
+    } == {
+        "fp4-e2m1": 4,
+        "log4.3": 8,
+        "nf4": 4,
+        "ternary": 1.6,
+    }
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -93,7 +111,9 @@ def test_integers_are_rounded_half_to_even_in_twos_complement(bits):
 
 
 @pytest.mark.parametrize(
-    "form, dtype", [(fp8_e4m3(), torch.float8_e4m3fn), (fp8_e5m2(), torch.float8_e5m2)], ids=lambda one: str(one)[:16]
+    "form, dtype",
+    [(fp8_e4m3(), torch.float8_e4m3fn), (fp8_e5m2(), torch.float8_e5m2)],
+    ids=lambda one: str(one)[:16],
 )
 def test_fp8_is_pytorchs(form, dtype):
     x = samples(form).clamp(-form.largest, form.largest)
@@ -101,7 +121,9 @@ def test_fp8_is_pytorchs(form, dtype):
     wanted = x.to(dtype)
     assert torch.equal(form.decode(form.encode(x)), wanted.float())
     every = torch.arange(256, dtype=torch.uint8)
-    torch.testing.assert_close(form.decode(every), every.view(dtype).float(), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(
+        form.decode(every), every.view(dtype).float(), equal_nan=True, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +138,9 @@ def test_fp8_is_pytorchs(form, dtype):
 )
 def test_errors_are_as_large_as_docstrings_say(name, normal, relative, absolute):
     form = number_format(name)
-    x = torch.cat([torch.logspace(-8, 0, 20_001) * form.largest, torch.linspace(-normal, normal, 20_001)])
+    x = torch.cat(
+        [torch.logspace(-8, 0, 20_001) * form.largest, torch.linspace(-normal, normal, 20_001)]
+    )
     error = (form.decode(form.encode(x)) - x).abs()
     large = x.abs() > normal * (1 - 1e-6)
     assert error[~large].max() <= absolute * (1 + 1e-6) and error[~large].max() > 0.97 * absolute
@@ -131,26 +155,48 @@ def test_fp4_has_the_values_of_the_standard():
 
 @pytest.mark.parametrize("whole, fraction, published", [(4, 3, 0.044), (5, 2, 0.087)])
 def test_worst_relative_error_of_logarithms(whole, fraction, published):
-    """Half a step of the logarithm is 2^(1/16) - 1 = 4.4 % for 4.3; the nearest value is a little better."""
+    """Half a step of the logarithm is 2^(1/16) - 1 = 4.4 % for 4.3; the nearest value is a little
+    better."""
     form = logarithmic(whole, fraction)
     x = 2 ** -torch.linspace(0, 2**whole - 0.5, 100_001, dtype=torch.float64)
     worst = float(((form.decode(form.encode(x.float())).double() - x) / x).abs().max())
     ratio = 2 ** (1 / 2**fraction)
-    assert worst == pytest.approx((ratio - 1) / (ratio + 1), rel=1e-3) and worst == pytest.approx(published, rel=0.03)
+    assert worst == pytest.approx((ratio - 1) / (ratio + 1), rel=1e-3) and worst == pytest.approx(
+        published, rel=0.03
+    )
 
 
 def test_nf4_has_the_published_values():
     """Dettmers et al. 2023, appendix E, whose quantiles are rounded to float32."""
     published = [
-        -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
-        0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
-    ]  # fmt: skip
-    torch.testing.assert_close(torch.tensor(nf4().values), torch.tensor(published), rtol=0, atol=1e-6)
+        -1.0,
+        -0.6961928,
+        -0.5250731,
+        -0.3949175,
+        -0.2844414,
+        -0.1847734,
+        -0.0910500,
+        0.0,
+        0.0795803,
+        0.1609302,
+        0.2461123,
+        0.3379152,
+        0.4407098,
+        0.5626170,
+        0.7229568,
+        1.0,
+    ]
+    torch.testing.assert_close(
+        torch.tensor(nf4().values), torch.tensor(published), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     "source, published",
-    [("gaussian", [0.3634, 0.1175, 0.03454, 0.009497]), ("laplacian", [0.5, 0.1762, 0.0545, 0.0154])],
+    [
+        ("gaussian", [0.3634, 0.1175, 0.03454, 0.009497]),
+        ("laplacian", [0.5, 0.1762, 0.0545, 0.0154]),
+    ],
 )
 def test_lloyd_max_distortions_are_the_published_ones(source, published):
     """Max 1960, table I; for the Laplacian Adams and Giesler 1978."""
@@ -183,9 +229,13 @@ def test_what_is_refused():
         integer(9)
     with pytest.raises(ValueError, match="log0.3 has 0 whole and 3"):
         logarithmic(0, 3)
-    with pytest.raises(ValueError, match="source 'cauchy' and 4 bits; allowed: 'gaussian', 'laplacian'"):
+    with pytest.raises(
+        ValueError, match="source 'cauchy' and 4 bits; allowed: 'gaussian', 'laplacian'"
+    ):
         lloyd_max("cauchy", 4)
-    with pytest.raises(ValueError, match="2 magnitudes above 0 differ .* too few for 7 values of 4 bits"):
+    with pytest.raises(
+        ValueError, match="2 magnitudes above 0 differ .* too few for 7 values of 4 bits"
+    ):
         fit_codebook(torch.tensor([1.0, -2.0, 2.0]), 4)
     with pytest.raises(ValueError, match="codes of ternary are from 0 to 2, not from 1 to 3"):
         number_format("ternary").decode(torch.tensor([1, 3]))
