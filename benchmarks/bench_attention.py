@@ -13,8 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lsq.backends import backend
-from lsq.csrc import loader, tiles
+from lsq.run.backends import backend
+from lsq.native import loader, tiles
 from lsq.ops.attention import Attention, AttentionGradient
 from lsq.ops.heads import Heads, Projected
 from lsq.ops.summed_gradient import SummedGradient

@@ -22,12 +22,12 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from lsq.decode import SearchOptions
-from lsq.decode.engine import Engine
-from lsq.decode.model import model_of
-from lsq.decode.search import search
-from lsq.export import ctranslate2_folder, model_file
-from lsq.export.model_file import ExportedModel
+from lsq.serving.decode import SearchOptions
+from lsq.serving.decode.engine import Engine
+from lsq.serving.decode.model import model_of
+from lsq.serving.decode.search import search
+from lsq.serving.export import ctranslate2_folder, model_file
+from lsq.serving.export.model_file import ExportedModel
 
 BASELINE = "ctranslate2 int8"
 FLOAT = "fairseq float32"

@@ -14,7 +14,7 @@ from dataclasses import replace
 import common
 import torch
 
-from lsq.csrc import loader, tiles
+from lsq.native import loader, tiles
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.program.values import Coded

@@ -18,7 +18,7 @@ import gpu
 import torch
 from operations import MODELS, PADDED
 
-from lsq.csrc.launch import Product
+from lsq.native.launch import Product
 from lsq.gemm.cublaslt import CANDIDATES
 from lsq.gemm.product_key import key_of
 

@@ -19,7 +19,7 @@ from lsq.gemm import configuration_file, lookup
 from lsq.gemm.configuration import CpuConfiguration, Entry, Times
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import ProductKey
-from lsq.tune.cpu import CpuTrial
+from lsq.gemm.tuner.cpu import CpuTrial
 
 QUICK = [
     ProductKey(op="project", m=8, n=32, k=16),

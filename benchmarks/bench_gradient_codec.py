@@ -17,7 +17,7 @@ import gpu_operations
 import torch
 from operations import PROCESSES, QUICK, Call, messages
 
-from lsq.csrc import loader
+from lsq.native import loader
 
 OPERATIONS = ("PackGradients", "SumMessages", "UnpackGradients")
 BUCKET = 25 * 2**20 // 4

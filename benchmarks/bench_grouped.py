@@ -16,8 +16,8 @@ import common
 import torch
 
 from lsq import gemm
-from lsq.backends import backend
-from lsq.csrc import loader, tiles
+from lsq.run.backends import backend
+from lsq.native import loader, tiles
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, packed_bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import common
 import torch
 
-from lsq.backends.cpu import CPU
+from lsq.run.cpu import CPU
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 

@@ -14,8 +14,8 @@ import gpu
 import stub
 import torch
 
-from lsq.csrc.device import Device
-from lsq.csrc.launch import Launch, launch
+from lsq.native.device import Device
+from lsq.native.launch import Launch, launch
 
 KERNEL = str(Path(__file__).with_name("store_values.cu"))
 LAUNCHES = 100

@@ -18,12 +18,12 @@ import common
 import torch
 import transformer
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.commands.step_memory import saved_tensors, traced_peak
 from lsq.fairseq import device
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
 from lsq.memory.kept import nothing_kept
-from lsq.program.step import StepPlan
+from lsq.run.step import StepPlan
 
 FAIRSEQ = transformer.FAIRSEQ
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]

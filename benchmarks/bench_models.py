@@ -28,7 +28,7 @@ from model_sides import OPPONENTS, SIDES, Bases, Side
 from torch import nn
 
 from lsq.commands.step_memory import saved_tensors
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.memory import kept
 
 LAYERS, TOKENS = 12, 2048

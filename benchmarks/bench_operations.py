@@ -21,8 +21,8 @@ import torch
 from operations import QUICK, Call, Size, calls, counted, names
 
 from lsq import gemm
-from lsq.backends import backend
-from lsq.csrc import loader
+from lsq.run.backends import backend
+from lsq.native import loader
 from lsq.program.samples import Sampler
 
 SIZE = Size(name="base", hidden=512, feed_forward=2048, heads=8, sentences=64)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import common
 
-from lsq.csrc import loader
+from lsq.native import loader
 from lsq.planner.buffer import Buffer
 from lsq.planner.files import read_buffers
 from lsq.planner.planner import METHODS, plan

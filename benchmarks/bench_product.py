@@ -18,8 +18,8 @@ import torch
 from operations import QUICK, Call, Size, calls
 
 from lsq import gemm
-from lsq.backends import backend
-from lsq.csrc import tiles
+from lsq.run.backends import backend
+from lsq.native import tiles
 from lsq.gemm import lookup
 from lsq.gemm.configuration import ONEDNN, CpuConfiguration
 from lsq.gemm.cpu_product import scratch_bytes

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lsq.commands.step_memory import saved_tensors
 from lsq.layers.memory import plan_memory, release_memory
-from lsq.program import executor
+from lsq.run import executor
 
 FAIRSEQ = transformer.FAIRSEQ
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 
 import lsq
-from lsq.csrc import tiles
+from lsq.native import tiles
 
 MINIMUM_SECONDS = 0.01
 """A measurement repeats its side until it lasts about this long, so that the clock's own cost is

@@ -30,13 +30,13 @@ from operations import (
 from tqdm import tqdm
 
 from lsq import gemm
-from lsq.backends.absent import AbsentGPU
+from lsq.run.absent import AbsentGPU
 from lsq.config import LayerConfig, QuantConfig
-from lsq.csrc import compiler
-from lsq.csrc.compiler import Resources
-from lsq.csrc.launch import Kernel, Launch
-from lsq.decode.architecture import Architecture, StackArchitecture
-from lsq.decode.programs import encoder_program, step_program
+from lsq.native import compiler
+from lsq.native.compiler import Resources
+from lsq.native.launch import Kernel, Launch
+from lsq.serving.decode.architecture import Architecture, StackArchitecture
+from lsq.serving.decode.programs import encoder_program, step_program
 from lsq.gemm.configuration import WGMMA_SM
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
@@ -60,9 +60,9 @@ from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
-from lsq.tune import product_list
-from lsq.tune.ended import tiles
-from lsq.tune.operations import OPERATIONS
+from lsq.gemm.tuner import product_list
+from lsq.gemm.tuner.ended import tiles
+from lsq.ops.representatives import OPERATIONS
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)

@@ -22,10 +22,11 @@ from fairseq import checkpoint_utils
 from fairseq.data.data_utils import collate_tokens
 from fairseq.sequence_generator import SequenceGenerator
 
-from lsq import Translator, cli
+from lsq import Translator
+from lsq.commands import cli
 from lsq.text import score
 from lsq.text.corpus import read_items
-from lsq.translate.batches import batches
+from lsq.serving.translate.batches import batches
 
 TRAINING, FLOAT = "the training's own evaluation", "fairseq float32"
 BATCH_TOKENS = 2048

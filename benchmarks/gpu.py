@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import common
 import torch
 
-from lsq.backends import cuda
-from lsq.csrc import compiler
-from lsq.csrc.device import Device
+from lsq.run import cuda
+from lsq.native import compiler
+from lsq.native.device import Device
 from lsq.gemm.cublaslt import Choose, first_candidate
 
 CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"

@@ -34,7 +34,7 @@ python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version 3
 python3 -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" "${sources[@]}"
 
 "$python" setup.py --quiet build_ext --inplace
-cp lsq/csrc/*.so "$folder/libraries"
+cp lsq/native/*.so "$folder/libraries"
 
 XDG_CACHE_HOME=$folder/cache "$python" benchmarks/compile_kernels.py --target "$target" --round >/dev/null
 rm -rf "$folder/cache/lsq/emulator"

@@ -19,12 +19,13 @@ from gpu_work import bytes_of
 from operations import PADDING, Size, layer_config, table, words
 
 from lsq import gemm
-from lsq.backends.absent import AbsentGPU
-from lsq.backends.products import launched_by_operation
+from lsq.run.absent import AbsentGPU
+from lsq.run.products import launched_by_operation
 from lsq.config import QuantConfig
-from lsq.csrc import geometry, profile
-from lsq.csrc.launch import Launch, Product
-from lsq.csrc.profile import Profile
+from lsq.native import geometry
+from lsq.emulator import profile
+from lsq.native.launch import Launch, Product
+from lsq.emulator.profile import Profile
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from gpu_work import SECTOR, Work
 
-from lsq.csrc.profile import WARP, Limits, fitting_blocks
+from lsq.emulator.profile import WARP, Limits, fitting_blocks
 from lsq.gemm import TileConfiguration
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
@@ -44,7 +44,7 @@ SLOTS = {
     "mma": {"tensor": 1},
     "wgmma": {"issue": 1},
 }
-"""What each kind of instruction of lsq.csrc.profile takes of a multiprocessor's units."""
+"""What each kind of instruction of lsq.emulator.profile takes of a multiprocessor's units."""
 
 
 @dataclass(frozen=True, kw_only=True)

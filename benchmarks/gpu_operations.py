@@ -17,8 +17,8 @@ import gpu
 import torch
 from operations import QUICK, Call, calls, counted, sizes
 
-from lsq.csrc.device import Device
-from lsq.csrc.launch import Launch, Product
+from lsq.native.device import Device
+from lsq.native.launch import Launch, Product
 from lsq.program.operation import Operation
 from lsq.program.samples import Sampler
 

@@ -76,12 +76,12 @@ install_wheels() {
 # Libraries that were carried are current by their digests: they are built again only where none of them is left. Those
 # of a checkout stay, whatever fails.
 build_libraries() {
-    local load="from lsq.csrc import loader, runtime; loader.library(), runtime.library()"
+    local load="from lsq.native import loader, runtime; loader.library(), runtime.library()"
     "$python" -c "$load" 2>/dev/null && return
     if compgen -G ".carry/libraries/*.so" >/dev/null; then
-        cp --remove-destination .carry/libraries/*.so lsq/csrc/
+        cp --remove-destination .carry/libraries/*.so lsq/native/
         "$python" -c "$load" && return
-        rm -f lsq/csrc/*.so
+        rm -f lsq/native/*.so
     fi
     limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
 }
@@ -113,7 +113,7 @@ stage_step() {
 # A test that hangs ends its process and is named; the others go on in a new one.
 stage_tests() {
     local options=(-q -p no:cacheprovider --timeout-method thread --session-timeout "$(measuring "$1")")
-    local tests=(tests/ops tests/csrc tests/{quant,optim,program,gemm,backends,layers,decode,dist})
+    local tests=(tests/{ops,native,emulator,quant,optim,program,run,gemm,layers,dist} tests/serving/decode)
     options+=(--timeout "$hangs" -m "gpu and not thorough and not slow")
     if [[ -n $rehearse ]]; then
         plant_tests && tests=("$work/planted") options+=(--timeout 10 -n 2)
@@ -152,7 +152,7 @@ stage_products() {
     measure gemm "$seconds" bench_gemm --device "$device" --rounds 5 --seconds "$(measuring "$seconds")" || failed=1
     [[ $device == cuda ]] || return $failed # there are no tuned files for an emulator
     seconds=$((end - SECONDS))
-    limited "$seconds" "$python" -m lsq.cli tune --shapes benchmarks/gpu_tune.csv --device cuda \
+    limited "$seconds" "$python" -m lsq.commands.cli tune --shapes benchmarks/gpu_tune.csv --device cuda \
         --seconds "$(measuring "$seconds")" --output "$OUT/tuned.json" --quiet
     status=$?
     return $((status ? status : failed))

@@ -13,9 +13,9 @@ from gpu_opponents import SIDES, SINGLE, Model, Pass
 from gpu_work import SECTOR, Work, bytes_of, place_of
 
 from lsq.config import QuantConfig
-from lsq.csrc import compiler
-from lsq.csrc.launch import Launch, Product
-from lsq.csrc.profile import WARP, Profile, fitting_blocks
+from lsq.native import compiler
+from lsq.native.launch import Launch, Product
+from lsq.emulator.profile import WARP, Profile, fitting_blocks
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
 from lsq.gemm.product_key import key_of as key_of_product

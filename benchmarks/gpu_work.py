@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.csrc import profile
-from lsq.csrc.launch import Launch
-from lsq.csrc.profile import Profile, Traffic
+from lsq.emulator import profile
+from lsq.native.launch import Launch
+from lsq.emulator.profile import Profile, Traffic
 
 SECTOR = 32
 SPARSE = 0.5

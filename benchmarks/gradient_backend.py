@@ -12,7 +12,7 @@ import torch
 from gradient_schemes import Codes, Place, Scheme
 from torch import Tensor
 
-from lsq.backends.cpu import CPU
+from lsq.run.cpu import CPU
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.vocabulary_loss import VocabularyLossGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient

@@ -15,11 +15,11 @@ from pathlib import Path
 import stub
 import torch
 
-from lsq.backends import CUDA, Backend, backend
+from lsq.run.backends import CUDA, Backend, backend
 from lsq.config import LayerConfig, QuantConfig
-from lsq.csrc import emulator
-from lsq.csrc.device import Device
-from lsq.csrc.runtime import Driver
+from lsq import emulator
+from lsq.native.device import Device
+from lsq.native.runtime import Driver
 from lsq.gemm.cublaslt import Products, first_candidate
 from lsq.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from lsq.layers.memory import plan_memory

@@ -22,9 +22,9 @@ import torch
 import transformer
 
 from lsq import gemm
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
@@ -170,7 +170,7 @@ def real(operation: Operation) -> Operation:
 
 def peak(name: str) -> float:
     """Multiplications and additions of int8 a second, on all threads, by one of
-    lsq.csrc.tiles.INSTRUCTIONS."""
+    lsq.native.tiles.INSTRUCTIONS."""
     level = "x86-64-v3" if name == "avx_vnni" else "x86-64-v4"
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "libpeak.so")

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 import lsq
 from lsq.config import QuantConfig
-from lsq.monitoring import Bounds, Reading
-from lsq.monitoring.reading import QUANTITIES
+from lsq.observe import Bounds, Reading
+from lsq.observe.reading import QUANTITIES
 
 NO_BOUNDS = Bounds(**dict.fromkeys(QUANTITIES, float("-inf")))
 LAST_STEPS = 50

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences

@@ -24,7 +24,7 @@ from torch import Tensor
 from lsq.config import LayerConfig
 from lsq.layers import TransformerLanguageModel
 from lsq.optim import Adam
-from lsq.sparsity import Pruning, sparsify
+from lsq.models.sparsity import Pruning, sparsify
 
 SEQUENCES, LENGTH = 16, 64
 HELD_OUT = 60_000

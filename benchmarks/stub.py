@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from lsq.csrc.device import Device
-from lsq.csrc.runtime import Driver
+from lsq.native.device import Device
+from lsq.native.runtime import Driver
 
 SOURCE = Path(__file__).parent / "stub_driver.cpp"
 

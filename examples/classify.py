@@ -18,8 +18,8 @@ from tqdm import tqdm
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 # isort: skip  (first: a torchaudio that cannot be loaded is kept from transformers)
-import lsq.huggingface
-from lsq.huggingface import LsqCallback
+import lsq.models.huggingface
+from lsq.models.huggingface import LsqCallback
 
 LANGUAGES = ("cs", "de", "en", "es", "fr", "it", "nl", "pl", "pt", "sv")
 LENGTH = 24

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # isort: skip  (first: a torchaudio that cannot be loaded is kept from transformers)
-import lsq.huggingface
+import lsq.models.huggingface
 from lsq.optim import Adam
 
 LENGTH, LETTERS, LARGEST = 64, 256, 1_000_000

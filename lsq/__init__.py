@@ -5,24 +5,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lsq.config import QuantConfig
-    from lsq.conversion import convert, freeze, revert
+    from lsq.models import convert, freeze, revert
     from lsq.layers.memory import plan_memory
-    from lsq.monitoring import monitor
-    from lsq.translate import Translator
+    from lsq.observe import monitor
+    from lsq.serving.translate import Translator
 
 __all__ = ["QuantConfig", "Translator", "convert", "freeze", "monitor", "plan_memory", "revert"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "QuantConfig": "lsq.config",
-    "Translator": "lsq.translate",
-    "convert": "lsq.conversion",
-    "freeze": "lsq.conversion",
-    "monitor": "lsq.monitoring",
+    "Translator": "lsq.serving.translate",
+    "convert": "lsq.models",
+    "freeze": "lsq.models",
+    "monitor": "lsq.observe",
     "plan_memory": "lsq.layers.memory",
-    "revert": "lsq.conversion",
+    "revert": "lsq.models",
 }
-_PACKAGES = ("dist", "huggingface", "optim")
+_PACKAGES = ("dist", "models", "optim")
 
 
 def __getattr__(name: str) -> object:

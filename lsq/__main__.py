@@ -2,7 +2,7 @@
 
 import sys
 
-from lsq.cli import main
+from lsq.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -200,7 +200,7 @@ def test_rules_hold():
         ("ops/__init__.py", "from ..backends import backend"),
         ("program/builder.py", "from lsq.ops import rounding"),
         ("program/program.py", "from lsq.gemm import lookup"),
-        ("dist/codec.py", "from lsq.csrc import loader"),
+        ("dist/codec.py", "from lsq.native import loader"),
         ("backends/cuda.py", "import lsq.ops.rounding"),
         ("memory/planner.py", "def late():\n    from lsq import quant"),
         ("memory/planner.py", "from lsq.planner import exact"),

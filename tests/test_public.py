@@ -4,8 +4,9 @@ import pytest
 from torch import nn
 
 import lsq
-from lsq import conversion, dist, huggingface, sparsity
-from lsq.errors import measure, sensitivity
+from lsq import models as conversion, dist
+from lsq.models import huggingface, sparsity
+from lsq.study import measure, sensitivity
 from lsq.layers.memory import release_memory
 from lsq.layers.statistics import quantized_tensors
 

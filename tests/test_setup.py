@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lsq
-from lsq.csrc import sources
+from lsq.native import sources
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = 'extern "C" int answer() { return %d; }\n'

@@ -21,7 +21,7 @@ def run_lsq(arguments: list[str], *, threads: int) -> None:
         BrokenPipeError: nobody reads the screen any more.
         Interrupted: a signal came; it was passed on to the process, which has ended.
     """
-    command = [sys.executable, "-m", "lsq.cli", *arguments]
+    command = [sys.executable, "-m", "lsq.commands.cli", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with Interruption() as interruption:
         interruption.defer()

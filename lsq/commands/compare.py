@@ -26,8 +26,8 @@ from lsq.commands.options import HelpFormatter, is_given, one_line_errors, posit
 from lsq.commands.prepare import say
 from lsq.commands.stages import Stage
 from lsq.commands.train import ARCHITECTURE
-from lsq.lock import locked_folder
-from lsq.tables import fitted
+from lsq.files.lock import locked_folder
+from lsq.study.tables import fitted
 
 FLOAT, AGAIN = "float", "float-again"
 LAST_BIT = 1 + 2**-23

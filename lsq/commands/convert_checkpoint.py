@@ -10,7 +10,7 @@ from lsq.commands import interruption
 from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
 from lsq.config import QuantConfig, documentation
 from lsq.layers.clip_format import FIELDS, option
-from lsq.lock import locked_file
+from lsq.files.lock import locked_file
 
 CHANGEABLE = (*FIELDS, "gradient_format", "weight_init", "activation_init")
 """Fields of QuantConfig.
@@ -127,7 +127,7 @@ def convert_folder(given: Namespace, changes: dict[str, Any]) -> str:
     Returns:
         What was done, to be shown.
     """
-    from lsq.huggingface.other_format import convert_folder
+    from lsq.models.huggingface.other_format import convert_folder
 
     return told(*convert_folder(given.checkpoint, given.output, changes))
 

@@ -5,8 +5,8 @@ from argparse import ArgumentParser, Namespace
 
 import torch
 
-from lsq.backends import Backend, for_device, gpu_fault
-from lsq.backends.absent import AbsentGPU
+from lsq.run.backends import Backend, for_device, gpu_fault
+from lsq.run.absent import AbsentGPU
 from lsq.commands.launch import on_cpu
 from lsq.fairseq.device import (
     ACTIVATIONS,

@@ -5,13 +5,13 @@ from argparse import ArgumentParser
 
 from tqdm import tqdm
 
-from lsq import doctor, emulation
-from lsq.backends import backend
+from lsq.commands import machine as doctor, emulation
+from lsq.run.backends import backend
 from lsq.commands.options import one_line_errors
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: print the report; the exit status is lsq.doctor's."""
+    """The subcommand: print the report; the exit status is lsq.commands.machine's."""
     parser = ArgumentParser(
         prog="lsq doctor",
         description="Say what this machine can do, which int8 path runs here, and what to install"

@@ -8,9 +8,9 @@ from pathlib import Path
 from lsq import files
 from lsq.commands import interruption, logs, run_files
 from lsq.commands.options import HelpFormatter, count, one_line_errors, replaces
-from lsq.errors import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
-from lsq.errors.tensors import LARGEST_SAMPLE
-from lsq.lock import locked_folder
+from lsq.study import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
+from lsq.study.tensors import LARGEST_SAMPLE
+from lsq.files.lock import locked_folder
 from lsq.quant.numbers import METHODS
 from lsq.quant.numbers.clips import PERCENTILE
 
@@ -190,7 +190,7 @@ def measured(given: Namespace) -> tuple[Errors, str]:
         "quiet": given.quiet,
     }
     if given.checkpoint is not None:
-        from lsq.errors.files import tensors_in
+        from lsq.study.files import tensors_in
 
         tensors = tensors_in(file_of(given.checkpoint))
         return measure_tensors(tensors, chosen=given.tensors or (), **options), str(
@@ -212,7 +212,7 @@ def measured(given: Namespace) -> tuple[Errors, str]:
 
 def file_of(path: Path) -> Path:
     """The checkpoint of a run of `lsq train-text`, or the path itself."""
-    from lsq.errors.files import PARTS
+    from lsq.study.files import PARTS
 
     if path.is_file() or any(found for pattern in PARTS for found in path.glob(pattern)):
         return path

@@ -124,4 +124,4 @@ def torchrun_command(args: Namespace, arguments: list[str]) -> list[str] | None:
         "--nproc-per-node",
         str(processes),
     ]
-    return [*launcher, "-m", "lsq.cli", "train", *arguments]
+    return [*launcher, "-m", "lsq.commands.cli", "train", *arguments]

@@ -128,7 +128,7 @@ def _pairs(found, texts: Sequence[Path]):
     """fairseq's dataset of two files of text."""
     from fairseq.data import LanguagePairDataset
 
-    from lsq.translate.subwords import processor_of
+    from lsq.serving.translate.subwords import processor_of
 
     if found.source is None:
         raise ValueError(
@@ -166,7 +166,7 @@ def _pairs(found, texts: Sequence[Path]):
 
 
 def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatch:
-    import_module("lsq.huggingface")  # keeps a broken torchaudio out of transformers
+    import_module("lsq.models.huggingface")  # keeps a broken torchaudio out of transformers
     transformers = import_module("transformers")
     if not texts:
         raise ValueError(
@@ -184,7 +184,7 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
                 " here; known are those "
                 f"whose name ends with {', '.join(end for ends in LOSSES for end in ends)}. For"
                 " others call "
-                "lsq.errors.measure(model, run)"
+                "lsq.study.measure(model, run)"
             )
         model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
     except OSError as error:

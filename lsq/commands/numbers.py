@@ -23,7 +23,7 @@ from lsq.commands.step_memory import step_memory
 from lsq.commands.text_run import BEST, hypotheses_of
 from lsq.commands.train import ARCHITECTURE
 from lsq.files import write_text
-from lsq.lock import locked_folder
+from lsq.files.lock import locked_folder
 from lsq.text import corpus
 from lsq.text.corpus import SIDES, SPLITS, TextFiles
 from lsq.text.numbers import write_numbers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsq.commands.stages import read_marker
-from lsq.decode import SearchOptions
+from lsq.serving.decode import SearchOptions
 from lsq.files import check_name
 from lsq.text import vocabulary
 

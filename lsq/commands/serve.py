@@ -12,7 +12,7 @@ from lsq.commands import logs
 from lsq.commands.options import HelpFormatter, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
 from lsq.config import documentation, require_positive
-from lsq.serve.limits import Limits
+from lsq.serving.serve.limits import Limits
 
 DESCRIPTION = """
 Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and options of
@@ -77,8 +77,9 @@ def run(arguments: list[str]) -> int:
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)
-    from lsq.serve.application import Service  # what they import may be missing
-    from lsq.serve.server import bound, make_room, server_of
+    # what they import may be missing
+    from lsq.serving.serve.application import Service
+    from lsq.serving.serve.server import bound, make_room, server_of
 
     logs.to_standard_error()
     logs.quieten()

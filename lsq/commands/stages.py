@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lsq.files import PARTIAL, write_text
-from lsq.gemm import json_file
+from lsq.files import json_file
 
 MARKER = "lsq-stage.json"
 

@@ -31,7 +31,7 @@ from lsq.fairseq.compatibility.loading import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.fairseq.memory import made_up_dictionary
 from lsq.layers.decoded_tensors import told
-from lsq.lock import locked_folder
+from lsq.files.lock import locked_folder
 from lsq.text.corpus import read_items, write_items
 from lsq.text.score import scores
 

@@ -17,7 +17,7 @@ from lsq.commands.training_options import OF_THIS_COMMAND, named_options
 from lsq.config import MODES
 from lsq.fairseq import architectures
 from lsq.fairseq import options as quantizer_options
-from lsq.lock import locked_folder
+from lsq.files.lock import locked_folder
 from lsq.text.score import TOKENIZERS
 
 DESCRIPTION = """

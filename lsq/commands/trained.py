@@ -13,7 +13,7 @@ from torch import nn
 
 from lsq.commands.generate import load_fitting
 from lsq.commands.run_files import Source, evaluation, trained_length
-from lsq.decode import SearchOptions
+from lsq.serving.decode import SearchOptions
 from lsq.fairseq.float_checkpoint import Languages
 from lsq.fairseq.generator import evaluation_of_task
 

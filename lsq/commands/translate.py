@@ -17,12 +17,12 @@ from lsq import files
 from lsq.commands import interruption, logs
 from lsq.commands.options import HelpFormatter, check_writable, count, is_part_of, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
-from lsq.decode import SearchOptions
-from lsq.lock import locked_file
+from lsq.serving.decode import SearchOptions
+from lsq.files.lock import locked_file
 from lsq.text.corpus import check_file
-from lsq.translate import RefusedLine, Translation, Translator
-from lsq.translate.lines import read_lines
-from lsq.translate.translator import LONG_LINES
+from lsq.serving.translate import RefusedLine, Translation, Translator
+from lsq.serving.translate.lines import read_lines
+from lsq.serving.translate.translator import LONG_LINES
 
 logger = logging.getLogger(__name__)
 

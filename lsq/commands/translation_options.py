@@ -10,9 +10,9 @@ import torch
 
 from lsq.commands.options import count
 from lsq.config import documentation
-from lsq.decode import SearchOptions
-from lsq.translate.device import DEVICES
-from lsq.translate.translator import BATCH_TOKENS, LONG_LINES, Translator
+from lsq.serving.decode import SearchOptions
+from lsq.serving.translate.device import DEVICES
+from lsq.serving.translate.translator import BATCH_TOKENS, LONG_LINES, Translator
 
 SEARCH = tuple(fields(SearchOptions))
 MODEL_HELP = (

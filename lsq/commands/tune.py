@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lsq.backends.cuda import gpu
+from lsq.run.cuda import gpu
 from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
@@ -21,11 +21,11 @@ from lsq.gemm import configuration_file, device
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.cublaslt import first_candidate
 from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
-from lsq.tune import product_list
-from lsq.tune.cpu import CpuTrial
-from lsq.tune.cublaslt import CublasBackend
-from lsq.tune.search import Summary, estimate, opened, tune
-from lsq.tune.trial import Outcome, Trials
+from lsq.gemm.tuner import product_list
+from lsq.gemm.tuner.cpu import CpuTrial
+from lsq.gemm.tuner.cublaslt import CublasBackend
+from lsq.gemm.tuner.search import Summary, estimate, opened, tune
+from lsq.gemm.tuner.trial import Outcome, Trials
 
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""

@@ -9,7 +9,7 @@ from lsq.commands.options import one_line_errors
 
 def user_dir() -> Path:
     """The folder that fairseq imports lsq's plugin from."""
-    return Path(lsq.__file__).parent / "user_dir" / "lsq_fairseq"
+    return Path(lsq.__file__).parent / "fairseq" / "user_dir" / "lsq_fairseq"
 
 
 def run(arguments: list[str]) -> int:

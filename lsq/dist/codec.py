@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lsq import backends
+from lsq.run import backends
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
 from lsq.quant import GRADIENT

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from lsq import backends
+from lsq.run import backends
 from lsq.config import require_model
 from lsq.dist.collectives import all_to_all
 from lsq.dist.config import GradientConfig

@@ -29,7 +29,7 @@ from lsq.dist.scratch import Scratch
 from lsq.dist.small import small_places, take_out
 from lsq.dist.topology import Topology, find_topology
 from lsq.dist.two_hop import TwoHop
-from lsq.program import homes
+from lsq.run import homes
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lsq.config import require_model
 from lsq.dist import roll_call
-from lsq.program import shards, upkeep
-from lsq.program.shards import HasClips
+from lsq.run import shards, upkeep
+from lsq.run.shards import HasClips
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from lsq.config import QuantConfig
 from lsq.fairseq import calibration
 from lsq.fairseq.parameter_names import rename
 from lsq.layers import clip_format, quantized_tensors, weight_masks
-from lsq.sparsity import wants_sparsity
+from lsq.models.sparsity import wants_sparsity
 
 _SAME = (
     "activation_fn",

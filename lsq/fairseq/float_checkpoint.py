@@ -20,7 +20,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from torch import Tensor, nn
 
 from lsq import files
-from lsq.decode.model import model_of
+from lsq.serving.decode.model import model_of
 from lsq.fairseq import checkpoint
 from lsq.fairseq.parameter_names import restore
 from lsq.layers import ProgramModule, quantized_tensors

@@ -10,13 +10,13 @@ from fairseq import tasks, utils
 from fairseq.data import Dictionary
 from torch import nn
 
-from lsq.backends import Backend
-from lsq.csrc import loader
+from lsq.run.backends import Backend
+from lsq.native import loader
 from lsq.fairseq import architectures, device
 from lsq.fairseq.criterion import LSQLabelSmoothedCrossEntropyCriterion
 from lsq.layers.memory import describe_memory, plan_memory
-from lsq.program.frames import StepMemory
-from lsq.program.step import StepPlan
+from lsq.run.frames import StepMemory
+from lsq.run.step import StepPlan
 
 logger = logging.getLogger(__name__)
 

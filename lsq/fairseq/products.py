@@ -7,11 +7,11 @@ from copy import copy
 import torch
 from torch import nn
 
-from lsq.backends.products import products_of
+from lsq.run.products import products_of
 from lsq.fairseq.memory import bounding_batch, build_training
 from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 from lsq.layers.memory import rehearse_step
-from lsq.program import rehearsal
+from lsq.run import rehearsal
 from lsq.program.program import Program
 
 
@@ -36,7 +36,7 @@ def products_of_training(
         backward: values of --lsq-backward to take together.
         tokens: of batches, source and target alike.
         rows: of a step of generation: sentences times beam.
-        kind: "cpu" or "cuda"; see `lsq.backends.products.products_of`.
+        kind: "cpu" or "cuda"; see `lsq.run.products.products_of`.
 
     Raises:
         ValueError: the options do not fit, or the architecture is not of lsq.
@@ -93,7 +93,7 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
 
 def products_of_programs(programs: Iterable[Program], kind: str) -> list[ProductKey]:
     """Every product once, in the order of the programs; kind and errors as of
-    `lsq.backends.products.products_of`."""
+    `lsq.run.products.products_of`."""
     return list(
         dict.fromkeys(
             key for program in dict.fromkeys(programs) for key in products_of(program, kind)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fairseq import checkpoint_utils
 
-from lsq.lock import locked_folder
+from lsq.files.lock import locked_folder
 
 _held = contextlib.ExitStack()
 

@@ -29,8 +29,8 @@ from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
 from lsq.layers.signals import interval_of
-from lsq.sparsity import Sparsity, sparsity_of, wants_sparsity
-from lsq.translate.subwords import Words
+from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
+from lsq.serving.translate.subwords import Words
 
 logger = logging.getLogger(__name__)
 

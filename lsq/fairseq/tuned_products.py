@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lsq import files
 from lsq.gemm import lookup
-from lsq.tune import coverage, product_list
+from lsq.gemm.tuner import coverage, product_list
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 or cuBLASLt.
 
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
-lsq.tune makes the files.
+lsq.gemm.tuner makes the files.
 """
 
 from lsq.gemm.configuration import TileConfiguration

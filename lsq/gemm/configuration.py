@@ -11,8 +11,8 @@ import datetime
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lsq.csrc import tiles
-from lsq.gemm.json_file import check_choice, check_number, check_whole, shown
+from lsq.native import tiles
+from lsq.files.json_file import check_choice, check_number, check_whole, shown
 from lsq.gemm.product_key import (
     EXACT_TOKENS,
     LARGEST_DIMENSION,
@@ -38,7 +38,7 @@ WGMMA_SM = 90
 """Compute capability of the GPUs that have "wgmma", times 10."""
 MOST_SPLIT = 32
 TILE_STEP = 64
-"""Values along K in a stage of csrc/kernels/product.cuh, which is so many bytes of each row."""
+"""Values along K in a stage of csrc/cuda/product.cuh, which is so many bytes of each row."""
 MOST_TILE_ROWS = 65535
 """Rows of tiles that a grid has room for."""
 LARGEST_TIME = 1e12

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lsq.gemm import json_file
+from lsq.files import json_file
 from lsq.gemm.configuration import (
     ALGORITHM_BYTES,
     WGMMA_SM,
@@ -28,7 +28,7 @@ from lsq.gemm.configuration import (
     Times,
 )
 from lsq.gemm.device import CpuValidators, CudaValidators, Validators, check_format, difference
-from lsq.gemm.json_file import check_choice, shown
+from lsq.files.json_file import check_choice, shown
 from lsq.gemm.product_key import ProductKey
 
 PACKAGE_FOLDER = Path(__file__).parent / "configs"

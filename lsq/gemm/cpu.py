@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lsq.csrc import loader
+from lsq.native import loader
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import (

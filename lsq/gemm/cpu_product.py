@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lsq.csrc import loader, tiles
+from lsq.native import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.product_key import LARGEST_INNER, ProductKey, inner_parts
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.csrc.launch import Product
-from lsq.csrc.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary, find_cublaslt
+from lsq.native.launch import Product
+from lsq.native.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary, find_cublaslt
 from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey, key_of
@@ -87,7 +87,7 @@ class Products:
     Args:
         device: where the tensors lie.
         current: makes the device's context current in this thread
-            (lsq.csrc.runtime.Driver.current): libcublasLt needs that. Not needed by the emulated
+            (lsq.native.runtime.Driver.current): libcublasLt needs that. Not needed by the emulated
             one.
         library: path of libcublasLt, by default the one that is installed; of the emulated one to
             run on the CPU.

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from lsq.csrc import compiler, processor
-from lsq.csrc.products import ProductLibrary, find_cublaslt
-from lsq.gemm.json_file import check_text, check_whole, shown
+from lsq.native import compiler, processor
+from lsq.native.products import ProductLibrary, find_cublaslt
+from lsq.files.json_file import check_text, check_whole, shown
 
 FORMAT = 2
 """Of the files."""
@@ -47,7 +47,7 @@ class CpuValidators(Validators):
 
     library: str = "onednn"
     features: tuple[str, ...]
-    """The instruction sets that matter, sorted (lsq.csrc.processor.CPU_FEATURES)."""
+    """The instruction sets that matter, sorted (lsq.native.processor.CPU_FEATURES)."""
     threads: int
     """Of torch."""
 

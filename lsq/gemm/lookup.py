@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm import configuration_file, cpu_product, device
 from lsq.gemm.configuration import ONEDNN, Configuration, CpuConfiguration, Entry
 from lsq.gemm.configuration_file import ConfigurationFile, Found

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lsq.csrc.launch import Product
-from lsq.gemm.json_file import check_choice, check_whole
+from lsq.native.launch import Product
+from lsq.files.json_file import check_choice, check_whole
 
 LARGEST_DIMENSION = 2**31 - 1
 LARGEST_INNER = (2**31 - 1) // torch.iinfo(torch.int8).max ** 2
@@ -259,7 +259,7 @@ def key_of(product: Product) -> ProductKey:
 
     a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous. alpha
     is a float or float32 [N]. For an operation all are packed, as `ProductKey.by_itself` says.
-    Where the tensors lie is checked by the list that runs them (lsq.csrc.launch_list).
+    Where the tensors lie is checked by the list that runs them (lsq.native.launch_list).
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.

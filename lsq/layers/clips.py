@@ -16,7 +16,7 @@ from lsq.layers.schedule import Schedule
 from lsq.layers.weight_codes import WeightCodes
 from lsq.layers.weight_masks import SUFFIX, WeightMasks
 from lsq.ops.calibration import Calibration
-from lsq.program import shards, upkeep
+from lsq.run import shards, upkeep
 from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program
 from lsq.quant import largest_clips

@@ -6,7 +6,7 @@ of keys.
 
 import torch
 
-from lsq.backends import Backend
+from lsq.run.backends import Backend
 from lsq.config import LayerConfig
 from lsq.layers import blocks
 from lsq.layers.blocks import Memory, Sentences

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from lsq.program import upkeep
+from lsq.run import upkeep
 from lsq.quant import SMALLEST_CLIP
 
 KEPT = 63 / 64

@@ -14,7 +14,7 @@ from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import ALONE, result_dtype
 from lsq.layers.logits import Logits
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.program import rehearsal
+from lsq.run import rehearsal
 
 IGNORED = -1
 """In a program, the target that counts for nothing."""

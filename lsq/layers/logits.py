@@ -20,7 +20,7 @@ from torch.nn.parallel import distributed
 from torch.utils._pytree import tree_map_only
 
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.program.executor import once_differentiable
+from lsq.run.executor import once_differentiable
 
 
 class Head(Protocol):

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from lsq.config import require_model
-from lsq.csrc import loader
+from lsq.native import loader
 from lsq.layers.module import ProgramModule
-from lsq.program import rehearsal
-from lsq.program.frames import StepMemory
-from lsq.program.guard import MARGIN, GuardedMemory
-from lsq.program.outside import counting_kept
-from lsq.program.step import StepPlan, node_names, plan_step
+from lsq.run import rehearsal
+from lsq.run.frames import StepMemory
+from lsq.run.guard import MARGIN, GuardedMemory
+from lsq.run.outside import counting_kept
+from lsq.run.step import StepPlan, node_names, plan_step
 
 MODES = ("planned", "guard", "naive")
 
@@ -27,7 +27,7 @@ def rehearse_step(
     Raises:
         ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is
             in eval mode; the step trains modules that are not in it, or is none (see
-            `lsq.program.rehearsal.rehearse`).
+            `lsq.run.rehearsal.rehearse`).
     """
     _check_model(model)
     rehearsed = rehearsal.rehearse(step, model.parameters())

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lsq.backends import Backend, for_device
+from lsq.run.backends import Backend, for_device
 from lsq.layers.blocks import Sentences
 from lsq.layers.module import ProgramModule
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.program import rehearsal
+from lsq.run import rehearsal
 
 
 class Packing:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import Fitted, LayerConfig, QuantConfig
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode

@@ -9,7 +9,7 @@ import math
 import torch
 
 from lsq.config import QuantConfig
-from lsq.program import upkeep
+from lsq.run import upkeep
 
 WINDOW, WIDEST = 8, 32
 """Passes one after another that measure activations, so that kinds of batches may take turns:

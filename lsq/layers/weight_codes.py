@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lsq.backends import Backend
+from lsq.run.backends import Backend
 from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.ops.fake_quantize import decode_weight
 from lsq.ops.grouped_weight import pack_weight
 from lsq.ops.rounding import RoundWeight
-from lsq.program import upkeep
+from lsq.run import upkeep
 from lsq.program.program import Program
-from lsq.program.stamp import Stamp, checksum
+from lsq.run.stamp import Stamp, checksum
 from lsq.program.values import Weight
 from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
@@ -34,7 +34,7 @@ class Kept:
 
 class WeightCodes:
     """Those of one module. Those that are not trained are kept until a weight or its clip changes
-    (lsq.program.stamp), and so are all in eval mode. Those that are codes alone (lsq.freeze) keep
+    (lsq.run.stamp), and so are all in eval mode. Those that are codes alone (lsq.freeze) keep
     their own.
 
     Of the others, their memory is written again for the same parameters alone: an earlier pass with

@@ -1,4 +1,4 @@
-"""Masks of a module's weights: what of them programs read. How masks are chosen: lsq.sparsity."""
+"""Masks of a module's weights: what of them programs read. How masks are chosen: lsq.models.sparsity."""
 
 import warnings
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lsq.program import shards
+from lsq.run import shards
 from lsq.quant import pack_bits, unpack_bits
 from lsq.quant.pruning import GROUP, KEPT, check_width
 
@@ -15,7 +15,7 @@ SUFFIX = "_kept"
 ALONE = (
     "a layer that is to be sparse trains, but its masks stay as they are, and nothing is pruned if"
     " there are none yet; "
-    "call lsq.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and"
+    "call lsq.models.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and"
     " the tasks of "
     "`lsq train` do, or finish() of what that returns"
 )
@@ -76,7 +76,7 @@ class WeightMasks:
         active: whether a mask leaves anything out; else weights are read as they are.
         straight_through: whether the gradient of what a mask leaves is that of the whole weight
             (Bengio et al. 2013, arXiv:1308.3432); else what is masked gets none.
-        followed: whether somebody chooses masks while the module trains: a lsq.sparsity.Sparsity.
+        followed: whether somebody chooses masks while the module trains: a lsq.models.sparsity.Sparsity.
     """
 
     def __init__(self, *, straight_through: bool):

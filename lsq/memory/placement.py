@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.csrc import loader
+from lsq.native import loader
 from lsq.memory.buffer import LARGEST
 
 UNPLACED = -1

@@ -12,8 +12,8 @@ import math
 
 import torch
 
-from lsq.csrc import loader
-from lsq.csrc.launch import TICKET, Launch, check, launch
+from lsq.native import loader
+from lsq.native.launch import TICKET, Launch, check, launch
 from lsq.ops.kernels import check_columns
 from lsq.program.declare import Bytes, Floats, Host, In, Offsets, Out, Value, extent, factor, size
 from lsq.program.operation import Operation

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc import loader
-from lsq.csrc.geometry import THREADS, VECTOR
-from lsq.csrc.launch import TICKET, Launch, Product, float_define, launch
+from lsq.native import loader
+from lsq.native.geometry import THREADS, VECTOR
+from lsq.native.launch import TICKET, Launch, Product, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.products import converted, converted_scratch

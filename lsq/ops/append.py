@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import THREADS
-from lsq.csrc.launch import float_define, launch
+from lsq.native.geometry import THREADS
+from lsq.native.launch import float_define, launch
 from lsq.program.declare import Activations, Codes, In, Out, extent, size
 from lsq.program.operation import Operation
 

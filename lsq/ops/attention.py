@@ -15,9 +15,9 @@ import math
 
 import torch
 
-from lsq.csrc import loader
-from lsq.csrc.geometry import VECTOR, row_defines
-from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
+from lsq.native import loader
+from lsq.native.geometry import VECTOR, row_defines
+from lsq.native.launch import FLOATS, TICKET, Launch, check, float_define, launch
 from lsq.ops.heads import Heads, Projected, rows_of
 from lsq.ops.scales import started
 from lsq.ops.summed_gradient import SummedGradient
@@ -252,7 +252,7 @@ class AttentionGradient(Operation):
 
 
 def _blocks(heads: Heads, rows: int, tile: int, count: int) -> tuple[int, int]:
-    """Blocks of rows (see csrc/kernels/attention.cuh) and of so many heads."""
+    """Blocks of rows (see csrc/cuda/attention.cuh) and of so many heads."""
     return rows // tile + heads.sentences + 1, count
 
 
@@ -293,7 +293,7 @@ def threads(rows: int) -> int:
 def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
     """Of a block that makes gradients: tiles of queries, keys, values and their context's gradient,
     in that dtype, and two of pairs, as bfloat16 parts of which rows are 16 bytes apart
-    (csrc/kernels/attention_gradient.cu).
+    (csrc/cuda/attention_gradient.cu).
     """
     single = dtype == torch.float32
     of_float, of_pair = (3, 3) if single else (1, 2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.launch import TICKET, launch
+from lsq.native.launch import TICKET, launch
 from lsq.ops.attention import check_width
 from lsq.ops.scales import started
 from lsq.program.declare import Codes, Floats, In, Indices, Out, extent, size

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from lsq import quant
-from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.native.launch import TICKET, float_define, launch
 from lsq.ops.clip_search import least_error_clip
 from lsq.program.backend import Backend
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
@@ -22,7 +22,7 @@ from lsq.quant.numbers.clips import INTEGERS
 
 RUN, TOGETHER = 512, 11
 """Values whose sum one warp takes, and clips whose errors are summed together
-(csrc/kernels/calibration.cu)."""
+(csrc/cuda/calibration.cu)."""
 MOST_WARPS = 16
 """Of a block."""
 HELD = 8192

@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_blocks, row_defines, rows_at_a_time
-from lsq.csrc.launch import Launch, check, float_define, launch
+from lsq.native.geometry import (
+    MANY_BLOCKS,
+    THREADS,
+    VECTOR,
+    row_blocks,
+    row_defines,
+    rows_at_a_time,
+)
+from lsq.native.launch import Launch, check, float_define, launch
 from lsq.ops.kernels import zero
 from lsq.program.declare import Activations, Floats, In, Indices, Out, extent
 from lsq.program.operation import Operation, Spec

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
-from lsq.csrc.launch import check, float_define, launch
+from lsq.native.geometry import THREADS, VECTOR, row_defines, warp_blocks
+from lsq.native.launch import check, float_define, launch
 from lsq.ops.grouped_product import GroupedCodes, whole_factor
 from lsq.ops.kernels import zero
 from lsq.ops.nonlinearity import Nonlinearity

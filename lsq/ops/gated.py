@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc import geometry
-from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines
-from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
+from lsq.native import geometry
+from lsq.native.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines
+from lsq.native.launch import FLOATS, TICKET, Launch, check, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.scales import started

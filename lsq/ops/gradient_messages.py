@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import THREADS, VECTOR
-from lsq.csrc.launch import FLOATS, check, float_define, launch
+from lsq.native.geometry import THREADS, VECTOR
+from lsq.native.launch import FLOATS, check, float_define, launch
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.program.declare import AnyFloats, Bytes, Floats, Host, In, Key, Out, Value, extent, size
 from lsq.program.operation import Operation

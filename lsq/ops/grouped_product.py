@@ -18,8 +18,8 @@ import math
 
 import torch
 
-from lsq.csrc import loader, tiles
-from lsq.csrc.launch import check
+from lsq.native import loader, tiles
+from lsq.native.launch import check
 from lsq.gemm import TileConfiguration
 from lsq.ops.kernels import zero
 from lsq.ops.tiled_product import tiled

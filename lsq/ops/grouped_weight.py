@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from lsq.csrc import loader, tiles
+from lsq.native import loader, tiles
 from lsq.ops.fake_quantize import decode_weight
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, aligned
 from lsq.program.operation import Operation

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from lsq import gemm
-from lsq.csrc import loader
-from lsq.csrc.geometry import row_defines
-from lsq.csrc.launch import FLOATS, Product, check, float_define, launch
+from lsq.native import loader
+from lsq.native.geometry import row_defines
+from lsq.native.launch import FLOATS, Product, check, float_define, launch
 from lsq.ops.input_gradient_product import (
     clip_parts,
     end_defines,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.csrc.launch import Launch, check, float_define
+from lsq.native.launch import Launch, check, float_define
 from lsq.gemm import TileConfiguration
 from lsq.ops.sums import PADDING
 from lsq.ops.tiled_product import tiled
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def end_defines(operation: ProjectInputGradient) -> dict[str, int]:
-    """-D for csrc/kernels/input_gradient_end.cuh, of what few ends have."""
+    """-D for csrc/cuda/input_gradient_end.cuh, of what few ends have."""
     end = operation.nonlinearity
     slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
     return slope | ({} if operation.joined is None else {"JOINED": 1})

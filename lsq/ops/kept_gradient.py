@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
-from lsq.csrc.launch import FLOATS, float_define, launch
+from lsq.native.geometry import MANY_BLOCKS, row_blocks, row_defines
+from lsq.native.launch import FLOATS, float_define, launch
 from lsq.ops.embedding import scatter_launches, scatter_scratch
 from lsq.ops.kernels import float_operand
 from lsq.ops.prediction import KeptWords, Prediction

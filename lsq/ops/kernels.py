@@ -5,8 +5,8 @@ M rows, N columns.
 
 import torch
 
-from lsq.csrc.geometry import VECTOR, patches
-from lsq.csrc.launch import FLOATS, Launch, check, launch
+from lsq.native.geometry import VECTOR, patches
+from lsq.native.launch import FLOATS, Launch, check, launch
 
 
 def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> Launch:

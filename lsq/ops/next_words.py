@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from lsq import gemm
-from lsq.csrc.geometry import VECTOR
-from lsq.csrc.launch import check, launch
+from lsq.native.geometry import VECTOR
+from lsq.native.launch import check, launch
 from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.tiled_product import tiled
 from lsq.ops.vocabulary_loss import PRODUCT

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc import loader, tiles
+from lsq.native import loader, tiles
 from lsq.program.declare import Bytes, Floats, Value, extent
 
 SIDE = 16
@@ -85,7 +85,7 @@ class PackedWeight(Value):
         if not fits:
             raise ValueError(
                 f"the codes {list(codes.shape)} are not 2:4 sparse: multiply them by a mask of"
-                " lsq.sparsity.choose, or "
+                " lsq.models.sparsity.choose, or "
                 "pack them with PackedWeight.of"
             )
         return cls(

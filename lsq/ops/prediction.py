@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lsq import gemm
-from lsq.csrc import loader
-from lsq.csrc.geometry import VECTOR
-from lsq.csrc.launch import Launch, Product, launch
+from lsq.native import loader
+from lsq.native.geometry import VECTOR
+from lsq.native.launch import Launch, Product, launch
 from lsq.ops.products import converted, converted_scratch
 from lsq.program.declare import Floats, In, Indices, Value, extent, factor, size
 from lsq.program.operation import Operation, Spec

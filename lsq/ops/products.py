@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lsq import gemm
-from lsq.csrc.launch import Launch, Product
+from lsq.native.launch import Launch, Product
 from lsq.ops.kernels import add_sums, check_columns, float_operand
 from lsq.program.operation import Spec
 
@@ -64,7 +64,7 @@ def int8_products(
     Args:
         a, b, sums: see above.
         total: float32 [M, N], where K is longer than one int32 sum may be: the sums of its parts.
-        op: who reads the sums, where tuned files tell (lsq.csrc.launch.Product).
+        op: who reads the sums, where tuned files tell (lsq.native.launch.Product).
 
     Raises:
         ValueError: N or K is no multiple of 16.

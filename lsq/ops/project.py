@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from lsq import gemm
-from lsq.csrc import loader, tiles
-from lsq.csrc.geometry import VECTOR, patches
-from lsq.csrc.launch import FLOATS, TICKET, Product, float_define, launch
+from lsq.native import loader, tiles
+from lsq.native.geometry import VECTOR, patches
+from lsq.native.launch import FLOATS, TICKET, Product, float_define, launch
 from lsq.ops.gated import Gated
 from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of
 from lsq.ops.grouped_weight import unpacked_values

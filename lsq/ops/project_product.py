@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lsq.csrc.launch import TICKET, Launch, check, float_define
+from lsq.native.launch import TICKET, Launch, check, float_define
 from lsq.gemm import LARGEST_INNER, TileConfiguration
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.scales import started

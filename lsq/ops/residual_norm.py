@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
-from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.native.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
+from lsq.native.launch import TICKET, float_define, launch
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of

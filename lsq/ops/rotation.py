@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import MANY_BLOCKS, VECTOR, row_blocks, row_defines
-from lsq.csrc.launch import TICKET, Launch, check, float_define, launch
+from lsq.native.geometry import MANY_BLOCKS, VECTOR, row_blocks, row_defines
+from lsq.native.launch import TICKET, Launch, check, float_define, launch
 from lsq.ops.scales import started
 from lsq.ops.summed_gradient import SummedGradient
 from lsq.ops.sums import PartialSums, finish, parts_of

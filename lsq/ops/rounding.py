@@ -12,9 +12,9 @@ import dataclasses
 
 import torch
 
-from lsq.csrc import loader
-from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
-from lsq.csrc.launch import FLOATS, TICKET, float_define, launch
+from lsq.native import loader
+from lsq.native.geometry import THREADS, VECTOR, row_defines, warp_blocks
+from lsq.native.launch import FLOATS, TICKET, float_define, launch
 from lsq.ops import kernels
 from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of

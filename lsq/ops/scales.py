@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lsq.csrc.launch import launch
+from lsq.native.launch import launch
 from lsq.program.declare import Out
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, StartedScale

@@ -9,7 +9,7 @@ The integers are those of Project. M rows, K inputs, P outputs.
 from __future__ import annotations
 
 from lsq import gemm
-from lsq.csrc.launch import TICKET, check, float_define, launch
+from lsq.native.launch import TICKET, check, float_define, launch
 from lsq.gemm.configuration import MOST_TILE_ROWS
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity, epilogue

@@ -1,7 +1,7 @@
 """A 2:4 sparse weight as tensor cores of a GPU take it from memory, word by word, into registers.
 
 P outputs, a multiple of 16; K inputs. A tile has 16 outputs and 64 inputs: 32 lanes with 16 values
-each, and 32 bits that say where these stand (csrc/kernels/tensor_core.cuh, multiply_sparse). A lane
+each, and 32 bits that say where these stand (csrc/cuda/tensor_core.cuh, multiply_sparse). A lane
 reads 16 neighbouring inputs of a row of activations at once; so the groups of four of a tile stand
 in another order, 0 4 8 12 1 5 9 13 and so on, which sums do not feel.
 """
@@ -35,7 +35,7 @@ class SparseWeight(Value):
 
     @classmethod
     def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
-        """Of what lsq.sparsity.Packed holds, int8 [P, K / 2] and uint8 [P, ceil(K / 8)], with scale
+        """Of what lsq.models.sparsity.Packed holds, int8 [P, K / 2] and uint8 [P, ceil(K / 8)], with scale
         float32 [P].
 
         Raises:

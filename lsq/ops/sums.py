@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lsq.csrc.geometry import row_blocks
-from lsq.csrc.launch import Launch, check, launch
+from lsq.native.geometry import row_blocks
+from lsq.native.launch import Launch, check, launch
 from lsq.program.declare import Floats, In, Out, Value, extent
 from lsq.program.operation import Operation, Spec
 from lsq.program.tensor import VirtualTensor

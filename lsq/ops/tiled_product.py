@@ -1,12 +1,12 @@
 """Launches of kernels that multiply codes and end the product themselves
-(csrc/kernels/product.cuh), on CUDA.
+(csrc/cuda/product.cuh), on CUDA.
 
 A product is [M, K] times [N, K] transposed, int8, N and K multiples of 16.
 """
 
 import math
 
-from lsq.csrc.launch import TICKETS, Launch, check, launch
+from lsq.native.launch import TICKETS, Launch, check, launch
 from lsq.gemm import TileConfiguration
 from lsq.gemm.configuration import MOST_TILE_ROWS
 from lsq.ops.kernels import check_columns

@@ -7,8 +7,8 @@ of a weight.
 
 import torch
 
-from lsq.csrc.geometry import padded, tiles
-from lsq.csrc.launch import Launch, launch
+from lsq.native.geometry import padded, tiles
+from lsq.native.launch import Launch, launch
 from lsq.ops.kernels import check_columns
 
 

@@ -30,8 +30,8 @@ import dataclasses
 import torch
 
 from lsq import gemm
-from lsq.csrc import loader
-from lsq.csrc.launch import check, float_define, launch
+from lsq.native import loader
+from lsq.native.launch import check, float_define, launch
 from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
 from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.product_gradients import append_gradients

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.csrc.launch import Launch, float_define, launch
+from lsq.native.launch import Launch, float_define, launch
 from lsq.gemm import TileConfiguration
 from lsq.ops.prediction import Prediction
 from lsq.ops.tiled_product import tiled

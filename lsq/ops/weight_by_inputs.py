@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.csrc.geometry import THREADS, row_blocks, row_defines, tiles
-from lsq.csrc.launch import Launch, launch
+from lsq.native.geometry import THREADS, row_blocks, row_defines, tiles
+from lsq.native.launch import Launch, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.products import SUMS
 from lsq.program.operation import Spec

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from lsq import gemm
-from lsq.csrc import loader
-from lsq.csrc.geometry import MANY_BLOCKS, TILE, padded, row_blocks, row_defines, tiles
-from lsq.csrc.launch import Product, launch
+from lsq.native import loader
+from lsq.native.geometry import MANY_BLOCKS, TILE, padded, row_blocks, row_defines, tiles
+from lsq.native.launch import Product, launch
 from lsq.ops.kernels import check_columns, zero
 from lsq.ops.products import (
     SUMS,

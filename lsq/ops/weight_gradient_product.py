@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.csrc.launch import TICKET, Launch
+from lsq.native.launch import TICKET, Launch
 from lsq.gemm import TileConfiguration
 from lsq.ops.sums import PartialSums
 from lsq.ops.tiled_product import tiled

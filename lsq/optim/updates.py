@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lsq.backends import Backend
-from lsq.backends.cuda import CUDA
-from lsq.csrc.places import contiguous_address
+from lsq.run.backends import Backend
+from lsq.run.cuda import CUDA
+from lsq.native.places import contiguous_address
 from lsq.ops.adam import NORM_RUN, NUMBERS, Adam, AdamSteps, GradientNorm, Table, tiles_of
-from lsq.program import upkeep
-from lsq.program.prepared import Slot
-from lsq.program.shards import is_shard, local
+from lsq.run import upkeep
+from lsq.run.prepared import Slot
+from lsq.run.shards import is_shard, local
 from lsq.program.values import Weight
 
 ROW = 8

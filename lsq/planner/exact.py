@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.csrc import loader
-from lsq.csrc.shared_library import LibraryError
+from lsq.native import loader
+from lsq.native.shared_library import LibraryError
 from lsq.memory.placement import Placement, place, table
 from lsq.memory.planner import busiest_loads
 from lsq.planner.buffer import Buffer, given_offsets

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from lsq.config import Adapter, QuantConfig
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 from lsq.program.parameters import CLIPS, Kind

@@ -1,4 +1,4 @@
-"""The words in which values and operations are declared; lsq/csrc/declarations.py says what they
+"""The words in which values and operations are declared; lsq/native/declarations.py says what they
 mean in C++.
 
 A declaration is a class with annotated fields. The same class stands for an operation of a program,
@@ -16,7 +16,7 @@ from typing import Annotated, Generic, Self, TypeVar
 
 import torch
 
-from lsq.csrc import declarations, loader
+from lsq.native import declarations, loader
 
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ class Declared:
 
     @functools.cached_property
     def packed(self):
-        """The struct in memory (lsq.csrc.loader.words), with the addresses of now; a prepared pass
+        """The struct in memory (lsq.native.loader.words), with the addresses of now; a prepared pass
         puts in others."""
         return loader.words(self.pack())
 

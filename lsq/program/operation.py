@@ -4,7 +4,7 @@ implementations.
 `reference` is plain PyTorch and what every implementation is tested against. `cpu` and `cuda` write
 into tensors that
 are already allocated: `cpu` at once, `cuda` by the launches and products that it returns
-(lsq.csrc.launch), so that many operations can be replayed as one list. M rows, N columns wherever
+(lsq.native.launch), so that many operations can be replayed as one list. M rows, N columns wherever
 shapes are given.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lsq.csrc import loader
-from lsq.csrc.launch import Launch, Product
+from lsq.native import loader
+from lsq.native.launch import Launch, Product
 from lsq.program.declare import Declared
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Value, Weight
@@ -25,7 +25,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 class Operation(Declared):
     """A fused operation.
 
-    Subclasses declare fields (see lsq.csrc.declarations) and override what follows.
+    Subclasses declare fields (see lsq.native.declarations) and override what follows.
     """
 
     fields = ()

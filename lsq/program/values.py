@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.launch import FLOATS
+from lsq.native.launch import FLOATS
 from lsq.program.declare import (
     Activations,
     Bits,

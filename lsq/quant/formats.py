@@ -158,7 +158,7 @@ WEIGHT_FORMATS: dict[str, Callable[[int, Grain], WeightFormat]] = {
 """Names that QuantConfig.weight_format may have -> what makes the format, of a width of integers
 and a grain of clips.
 
-csrc/cpu and csrc/kernels have lsq_round_<name> for each, and lsq_unpack_<name> for those that are
+csrc/cpu and csrc/cuda have lsq_round_<name> for each, and lsq_unpack_<name> for those that are
 packed.
 """
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)

@@ -10,7 +10,7 @@ import network
 import pytest
 import torch
 
-from lsq.csrc import tiles
+from lsq.native import tiles
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))

@@ -18,7 +18,7 @@ import operations
 import pytest
 import torch
 
-from lsq.csrc.launch import Product, launch
+from lsq.native.launch import Product, launch
 from lsq.program.declare import Activations, Codes, Floats, In, Indices, Out
 from lsq.program.operation import Operation
 

@@ -78,7 +78,7 @@ def test_instructions_wait_for_their_units(kind, cycles):
 
 
 def test_every_kind_of_instruction_has_a_cost():
-    from lsq.csrc.profile import CALLED, KINDS
+    from lsq.emulator.profile import CALLED, KINDS
 
     assert {kind for kind, _ in KINDS} | set(CALLED.values()) == set(gpu_model.SLOTS)
 

@@ -3,7 +3,7 @@
 import gpu_probe
 import pytest
 
-from lsq.csrc import compiler, device
+from lsq.native import compiler, device
 from tests.ops.test_turns_cuda import CASES
 from tests.ops.turns import EXPORT
 

@@ -83,7 +83,7 @@ def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
-    libraries = sorted((BENCHMARKS.parent / "lsq" / "csrc").glob("*.so"))
+    libraries = sorted((BENCHMARKS.parent / "lsq" / "native").glob("*.so"))
     done = round_of("--device", "emulator", out=tmp_path / "out", seconds=60, python=str(broken))
     assert done.returncode == 1 and "the libraries cannot be built" in done.stdout
     assert verdicts(done) == dict.fromkeys(

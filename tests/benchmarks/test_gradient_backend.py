@@ -8,7 +8,7 @@ from gradient_backend import Rounding, Showing
 from gradient_scales import KEPT, Study, decibels, summary
 from gradient_schemes import SCHEMES
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import TransformerEncoderLayer
 

@@ -10,7 +10,7 @@ from gradient_scales import KEPT
 from gradient_schemes import SCHEMES
 from gradient_trainings import FLOAT, PRODUCT, computing_on, rows
 
-from lsq import backends
+from lsq.run import backends
 from lsq.text.numbers import write_numbers
 
 

@@ -7,7 +7,7 @@ import operations
 import pytest
 import transformer
 
-from lsq.csrc import tiles
+from lsq.native import tiles
 
 SHAPE = transformer.QUICK
 TOKENS, PAIRS = SHAPE.sentences * SHAPE.length, SHAPE.sentences * SHAPE.length**2

@@ -9,8 +9,8 @@ import pytest
 from gpu_step import QUANT
 from operations import sizes
 
-from lsq.csrc import compiler
-from lsq.csrc.launch import Launch
+from lsq.native import compiler
+from lsq.native.launch import Launch
 
 
 @pytest.mark.thorough

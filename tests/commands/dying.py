@@ -6,7 +6,7 @@ import sys
 
 from fairseq.trainer import Trainer
 
-from lsq import cli
+from lsq.commands import cli
 
 
 def main(number: int, rank: int, updates: int, arguments: list[str]) -> int:

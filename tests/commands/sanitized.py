@@ -13,8 +13,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from lsq import backends, cli
-from lsq.csrc import loader, runtime
+from lsq.run import backends
+from lsq.commands import cli
+from lsq.native import loader, runtime
 
 
 def main(folder: Path, commands: list[list[str]]) -> int:

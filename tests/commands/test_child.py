@@ -16,7 +16,7 @@ def run(tmp_path, monkeypatch):
     started = subprocess.Popen
 
     def start(command, **options):
-        assert command[:3] == [sys.executable, "-m", "lsq.cli"]
+        assert command[:3] == [sys.executable, "-m", "lsq.commands.cli"]
         return started([sys.executable, *command[3:]], cwd=tmp_path, **options)
 
     monkeypatch.setattr(child.subprocess, "Popen", start)

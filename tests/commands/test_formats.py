@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lsq import cli
+from lsq.commands import cli
 from lsq.commands import formats
-from lsq.lock import locked_folder
-from tests.translate.conftest import output  # noqa: F401
+from lsq.files.lock import locked_folder
+from tests.serving.translate.conftest import output  # noqa: F401
 
 FORMATS = ["--formats", "int8/row", "nvfp4"]
 

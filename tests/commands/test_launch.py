@@ -122,7 +122,7 @@ def test_one_process_for_each_gpu(gpus):
     command = torchrun_command(args, ["data", "--lr", "1"])
     assert command[3:] == [
         *ONE_MACHINE,
-        *"--nproc-per-node 2 -m lsq.cli train".split(),
+        *"--nproc-per-node 2 -m lsq.commands.cli train".split(),
         "data",
         "--lr",
         "1",

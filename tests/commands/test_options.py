@@ -2,7 +2,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 
 import pytest
 
-from lsq import cli
+from lsq.commands import cli
 from lsq.commands.options import (
     HelpFormatter,
     check_writable,

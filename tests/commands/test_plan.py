@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lsq import cli, gemm
+from lsq.commands import cli
+from lsq import gemm
 from lsq.commands.plan import _buffers, run
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.planner.planner import plan
 
 ROWS = "id,lower,upper,size\na,0,3,4\nb,2,5,2\nc,4,6,4\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.csrc import loader
+from lsq.native import loader
 from tests.commands.conftest import TRAINING
-from tests.csrc.sanitizers import sanitizer_environment
+from tests.emulator.sanitizers import sanitizer_environment
 from tests.test_setup import ROOT, build  # noqa: F401
 
 pytestmark = [

@@ -12,11 +12,11 @@ import pytest
 
 from lsq.commands import serve
 from lsq.commands.translation_options import search_options
-from lsq.decode import SearchOptions
-from lsq.export import model_file
-from lsq.serve.limits import Limits
-from tests.export.test_model_file import exported
-from tests.translate.conftest import output, translator  # noqa: F401
+from lsq.serving.decode import SearchOptions
+from lsq.serving.export import model_file
+from lsq.serving.serve.limits import Limits
+from tests.serving.export.test_model_file import exported
+from tests.serving.translate.conftest import output, translator  # noqa: F401
 
 
 def test_every_limit_is_an_option(capsys):
@@ -87,7 +87,7 @@ def test_a_service_from_beginning_to_end(output, translator, number):  # noqa: F
     command = [
         sys.executable,
         "-m",
-        "lsq.cli",
+        "lsq.commands.cli",
         "serve",
         "--model",
         str(output),

@@ -14,7 +14,7 @@ from lsq.commands import train
 from lsq.commands.interruption import Interrupted, name_of
 from lsq.commands.launch import ONE_MACHINE
 from lsq.fairseq.compatibility import CheckpointNotWritten
-from lsq.lock import NAME, Busy, locked_folder
+from lsq.files.lock import NAME, Busy, locked_folder
 from tests.commands.conftest import TRAINING
 
 
@@ -72,7 +72,7 @@ def test_a_process_for_each_gpu(prepared, monkeypatch):
     assert started[0][1:] == [
         *"-m torch.distributed.run".split(),
         *ONE_MACHINE,
-        *"--nproc-per-node 8 -m lsq.cli train".split(),
+        *"--nproc-per-node 8 -m lsq.commands.cli train".split(),
         *options,
     ]
     monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: None)
@@ -323,7 +323,7 @@ def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tm
     command = [
         sys.executable,
         "-m",
-        "lsq.cli",
+        "lsq.commands.cli",
         "train",
         str(prepared.data),
         "--save-dir",

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lsq.commands import train_text
-from lsq.lock import Busy, locked_folder
+from lsq.files.lock import Busy, locked_folder
 from tests.commands.small_runs import files_in, results_of
 
 

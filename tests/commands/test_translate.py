@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lsq import cli
+from lsq.commands import cli
 from lsq.commands import translate
-from lsq.lock import Busy, locked_file
+from lsq.files.lock import Busy, locked_file
 from lsq.text.corpus import read_items
 from tests.commands.small_runs import files_in
-from tests.translate.conftest import output  # noqa: F401
+from tests.serving.translate.conftest import output  # noqa: F401
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
@@ -242,7 +242,7 @@ def start(output: Path, *options: str, **streams) -> subprocess.Popen:  # noqa: 
     command = [
         sys.executable,
         "-m",
-        "lsq.cli",
+        "lsq.commands.cli",
         "translate",
         "--model",
         str(output),

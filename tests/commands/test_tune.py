@@ -9,15 +9,15 @@ import sys
 import pytest
 import torch
 
-from lsq import cli
+from lsq.commands import cli
 from lsq.commands import tune
 from lsq.gemm import configuration_file, device
-from lsq.lock import locked_file
-from lsq.tune.search import Summary
-from lsq.tune.trial import Settings
+from lsq.files.lock import locked_file
+from lsq.gemm.tuner.search import Summary
+from lsq.gemm.tuner.trial import Settings
 from tests.gemm.operands import asked
 from tests.gemm.tuned import CPU, TIMES, cublas, entry, file, key, tile
-from tests.tune.fakes import FakeBackend
+from tests.gemm.tuner.fakes import FakeBackend
 
 KEYS = [asked("project", 20, 48, 64), asked("project_weight_gradient", 48, 32, 41)]
 TINY = (
@@ -31,8 +31,8 @@ TINY = (
 def small_cache(monkeypatch):
     """Operands that fit the cache, and rounds of one run: nothing is timed for its own sake."""
     settings = Settings(rounds=3, final_rounds=3, seconds=1e-6)
-    monkeypatch.setattr("lsq.tune.cpu.last_level_cache", lambda: 2**14)
-    monkeypatch.setattr("lsq.tune.search.Settings", lambda: settings)
+    monkeypatch.setattr("lsq.gemm.tuner.cpu.last_level_cache", lambda: 2**14)
+    monkeypatch.setattr("lsq.gemm.tuner.search.Settings", lambda: settings)
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_the_number_of_threads_is_chosen(shapes, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "lsq.cli",
+        "lsq.commands.cli",
         "tune",
         "--device",
         "cpu",
@@ -309,7 +309,7 @@ def test_ctrl_c_on_the_command_line(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "lsq.cli",
+        "lsq.commands.cli",
         "tune",
         "--device",
         "cpu",

@@ -61,7 +61,7 @@ def lsq_train(data: Path, folder: Path, *options: str) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "lsq.cli",
+        "lsq.commands.cli",
         "train",
         str(data),
         "--save-dir",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lsq.csrc import cache
+from lsq.native import cache
 
 FOLDER = Path(__file__).parent / "csrc"
 TORCH = Path(torch.__file__).parent

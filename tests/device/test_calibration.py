@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 
-from lsq.backends import backend
-from lsq.csrc.launch_list import LaunchList
+from lsq.run.backends import backend
+from lsq.native.launch_list import LaunchList
 from lsq.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from tests.device.standin import PLACE
 from tests.device.watch import Record, watched

@@ -4,12 +4,12 @@ for nothing."""
 import pytest
 import torch
 
-from lsq.backends import for_device
-from lsq.decode import SearchOptions, search
-from lsq.decode.engine import Engine
-from lsq.decode.model import model_of
-from tests.decode.models import batch, small_model
-from tests.decode.test_engine import sentences
+from lsq.run.backends import for_device
+from lsq.serving.decode import SearchOptions, search
+from lsq.serving.decode.engine import Engine
+from lsq.serving.decode.model import model_of
+from tests.serving.decode.models import batch, small_model
+from tests.serving.decode.test_engine import sentences
 from tests.device.standin import PLACE, ordered
 from tests.device.watch import watched
 

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.layers import (
     Embedding,
     QuantizedLinear,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lsq.csrc.launch_list import LaunchList
+from lsq.native.launch_list import LaunchList
 from lsq.layers import TransformerEncoderLayer
 from lsq.layers.memory import plan_memory
 from tests.device.standin import PLACE

@@ -10,7 +10,7 @@ from fairseq import options
 from fairseq.data import Dictionary
 from torch import nn
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.fairseq.model import LSQTransformerModel
 from lsq.fairseq.paddings import Paddings
 from lsq.layers import TransformerLanguageModel

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.dist.fsdp import compress_reduce_scatter
 from lsq.layers import TransformerEncoderLayer
 from lsq.optim import Adam

@@ -327,7 +327,7 @@ RULES = [
         words="lsq doctor",
         way=parse_lsq,
         why="half a minute of compiling",
-        test="tests/test_emulation.py",
+        test="tests/commands/test_emulation.py",
     ),
     Rule(
         words="fairseq-train",

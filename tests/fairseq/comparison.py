@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from lsq.layers import module
 from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
-from lsq.program.executor import Execution, Hooks
+from lsq.run.executor import Execution, Hooks
 from lsq.program.operation import Operation
 
 

@@ -12,7 +12,7 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import train as fairseq_train
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.fairseq import device, save_folder
 from lsq.fairseq.task import LSQTranslationTask
 from lsq.layers import ProgramModule

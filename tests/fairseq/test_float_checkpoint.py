@@ -13,7 +13,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch import nn
 from torch.testing import assert_close
 
-from lsq.decode.model import model_of
+from lsq.serving.decode.model import model_of
 from lsq.fairseq import float_checkpoint
 from lsq.fairseq.float_checkpoint import Languages
 from tests.fairseq.test_language_model import SHORT as SHORT_LM

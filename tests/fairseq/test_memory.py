@@ -9,7 +9,7 @@ import torch
 from lsq.fairseq import memory
 from lsq.fairseq.memory import bounding_batch
 from lsq.layers.memory import plan_memory
-from lsq.program.step import buffers_of
+from lsq.run.step import buffers_of
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import torch
 
 from lsq.fairseq import checkpoint
 from lsq.layers import quantized_tensors
-from lsq.program import rehearsal
+from lsq.run import rehearsal
 from tests.fairseq.comparison import (
     Beam,
     assert_close_in_int8,

@@ -7,7 +7,7 @@ import torch
 
 from lsq.fairseq.optimizer import LSQAdam
 from lsq.ops.rounding import RoundWeight
-from lsq.program import upkeep
+from lsq.run import upkeep
 from tests import sampling
 from tests.fairseq.test_task import command, losses  # noqa: F401
 from tests.fairseq.two_workers import train_by_two

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lsq import cli
+from lsq.commands import cli
 from lsq.fairseq.other_format import converted
 from lsq.layers import quantized_tensors
 from tests.sampling import first

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc import loader
-from lsq.csrc.launch import Product
+from lsq.native import loader
+from lsq.native.launch import Product
 from lsq.fairseq.memory import build_training
 from lsq.fairseq.products import (
     generation_programs,
@@ -20,7 +20,7 @@ from lsq.fairseq.products import (
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Products
 from lsq.program.samples import placed
-from tests.csrc.emulated_cublaslt import emulated
+from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked
 
 VOCABULARY = 75

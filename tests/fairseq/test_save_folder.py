@@ -2,7 +2,7 @@ import pytest
 from fairseq import checkpoint_utils
 
 from lsq.fairseq import save_folder
-from lsq.lock import NAME, Busy, locked_folder
+from lsq.files.lock import NAME, Busy, locked_folder
 
 
 @pytest.fixture(autouse=True)

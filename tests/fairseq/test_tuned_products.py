@@ -14,7 +14,7 @@ from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CpuConfiguration, Entry, Times, now
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import ProductKey
-from lsq.tune import coverage, product_list
+from lsq.gemm.tuner import coverage, product_list
 
 BACKWARD = "--lsq-backward int8 --max-update 3"
 

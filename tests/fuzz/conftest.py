@@ -14,7 +14,7 @@ TINY = ["--save-interval-updates", "2", "--max-update", "4", "--disable-validati
 @pytest.fixture(scope="session")
 def trained(prepared, tmp_path_factory) -> Path:  # noqa: F811
     """A folder with lsq_transformer.pt and transformer.pt, of four updates on the prepared text."""
-    from lsq import cli
+    from lsq.commands import cli
 
     folder = tmp_path_factory.mktemp("trained")
     for arch in ("lsq_transformer", "transformer"):

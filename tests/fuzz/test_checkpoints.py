@@ -7,7 +7,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 
-from lsq import cli
+from lsq.commands import cli
 from tests.commands.conftest import TRAINING
 from tests.fuzz import trial
 from tests.fuzz.mutations import STRANGE, mutated_bytes, mutated_values

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsq import cli
+from lsq.commands import cli
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_table
 

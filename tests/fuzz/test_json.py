@@ -9,10 +9,10 @@ import pytest
 
 from lsq.commands import stages
 from lsq.commands.stages import Stage
-from lsq.errors.costs import read_costs, write_costs
+from lsq.study.costs import read_costs, write_costs
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CpuConfiguration
-from tests.errors.test_costs import COSTS
+from tests.study.test_costs import COSTS
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
 from tests.gemm.tuned import GPU, cublas_entry, entry, file

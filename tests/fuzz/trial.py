@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lsq import cli
+from lsq.commands import cli
 
 SECONDS = 20.0
 """Longer is a hang; sound calls take less than a twentieth."""
@@ -78,7 +78,7 @@ def survey(kind: str, count: int, attempt: Callable[[random.Random], Outcome]) -
 
 
 def outcome(call: Callable[[], object], folder: Path | None = None) -> Outcome:
-    """Call, and judge how it ended: `call` is a command line, or what raises errors that `lsq.cli`
+    """Call, and judge how it ended: `call` is a command line, or what raises errors that `lsq.commands.cli`
     makes messages of.
 
     Args:

@@ -2,7 +2,7 @@
 
 import torch
 
-from lsq.csrc.launch import Product
+from lsq.native.launch import Product
 from lsq.gemm.product_key import ProductKey, key_of
 
 

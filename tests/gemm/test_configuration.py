@@ -5,7 +5,7 @@ import datetime
 
 import pytest
 
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm.configuration import CpuConfiguration, now
 from lsq.gemm.product_key import TILED_ALONE
 from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, tile

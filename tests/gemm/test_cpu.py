@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm import cpu, lookup
 from lsq.gemm.product_key import REQUESTS
 from tests.gemm.operands import asked, codes

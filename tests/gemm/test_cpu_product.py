@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm import cpu_product
 from lsq.gemm.configuration import A_LAYOUTS, B_LAYOUTS, CpuConfiguration
 from lsq.gemm.cpu_product import (

@@ -12,10 +12,10 @@ import shutil
 import pytest
 import torch
 
-from lsq.csrc.stream_memory import aligned_workspace
+from lsq.native.stream_memory import aligned_workspace
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products
 from lsq.gemm.product_key import TILED, key_of
-from tests.csrc.emulated_cublaslt import emulated
+from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked, codes, matmul, product, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from lsq.csrc import processor
+from lsq.native import processor
 from lsq.gemm import device
 from lsq.gemm.device import difference
 from tests.gemm.tuned import CPU, GPU

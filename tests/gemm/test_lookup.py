@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lsq import gemm
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm import cpu_product, lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import Found

@@ -3,13 +3,13 @@ are."""
 
 import torch
 
-from lsq import emulation
-from lsq.backends import Backend, backend
+from lsq.commands import emulation
+from lsq.run.backends import Backend, backend
 from lsq.config import Adapter, LayerConfig, QuantConfig
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
-from lsq.program.executor import Execution, Hooks
+from lsq.run.executor import Execution, Hooks
 from lsq.program.program import Program
 from lsq.program.samples import border_tensors
 from tests.layers.shapes import config_of

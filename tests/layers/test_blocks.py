@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.layers import TransformerDecoderLayer, TransformerEncoderLayer, programs
 from tests.layers.examples import ADAPTERS, SENTENCES, SOURCE, drawn_for, mode_on, run
 from tests.layers.oracle import compare_with_reference

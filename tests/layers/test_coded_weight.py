@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers.coded_weight import CodedWeight, decode_all
 from lsq.layers.weight_codes import encoded, rounded_values

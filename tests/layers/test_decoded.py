@@ -6,11 +6,11 @@ import copy
 import pytest
 import torch
 
-from lsq.backends import Backend, backend
-from lsq.backends.cpu import CPU
-from lsq.backends.cuda import CUDA
+from lsq.run.backends import Backend, backend
+from lsq.run.cpu import CPU
+from lsq.run.cuda import CUDA
 from lsq.config import LayerConfig, QuantConfig
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.layers import (
     QuantizedLinear,
     TransformerDecoderLayer,

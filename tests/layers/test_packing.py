@@ -4,7 +4,7 @@ import pytest
 import torch
 from fairseq.data import data_utils
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.layers import Packing, TransformerEncoderLayer, observe
 from lsq.layers.blocks import Sentences
 from lsq.layers.memory import plan_memory

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import RelativeBias
 from lsq.layers import (
     MultiheadAttention,

@@ -9,8 +9,8 @@ import torch
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.program import samples
-from lsq.program.executor import Execution, Hooks
-from lsq.program.fresh import FreshFrame
+from lsq.run.executor import Execution, Hooks
+from lsq.run.fresh import FreshFrame
 from lsq.program.parameters import CLIPS
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
 from tests.layers.shapes import config_of

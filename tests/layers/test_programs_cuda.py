@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 
-from lsq.backends import Backend, backend
-from lsq.backends.cuda import CUDA
+from lsq.run.backends import Backend, backend
+from lsq.run.cuda import CUDA
 from lsq.config import QuantConfig
 from lsq.layers import TransformerEncoderLayer, programs
 from lsq.layers.linear import QuantizedLinear

@@ -4,7 +4,7 @@ out of them."""
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Table, Vocabulary

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lsq import quant
-from lsq.backends.cuda import CUDA, emulated_device
+from lsq.run.cuda import CUDA, emulated_device
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import (
     Embedding,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences

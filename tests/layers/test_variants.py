@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import TransformerEncoderLayer, VocabularyProjection, programs
 from lsq.layers.blocks import Sentences

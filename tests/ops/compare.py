@@ -8,7 +8,7 @@ import dataclasses
 
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Dropout, RoundedGradient

@@ -11,8 +11,8 @@ import os
 
 import torch
 
-from lsq.backends import cuda
-from lsq.csrc import emulator
+from lsq.run import cuda
+from lsq import emulator
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm.configuration import ONEDNN, CpuConfiguration
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import same_bits

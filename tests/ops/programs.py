@@ -3,7 +3,7 @@ its own."""
 
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.program.builder import Builder
 from lsq.program.program import Program

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lsq.backends import run
+from lsq.run.backends import run
 from lsq.ops.adapter import Adapt, AdapterInput, AdapterInputGradient, AdaptGradient
 from lsq.ops.nonlinearity import Activation
 from lsq.program.values import Rows, dropped

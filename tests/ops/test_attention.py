@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from lsq.backends import run
+from lsq.run.backends import run
 from lsq.program.values import Rows
 from tests.ops.attentions import (
     HEADS,

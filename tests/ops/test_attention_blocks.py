@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from lsq.csrc import loader, shared_library, tiles
+from lsq.native import loader, shared_library, tiles
 from tests.ops.attentions import attention, gradient_of
 from tests.ops.compare import compare, on_cpu
 from tests.sampling import in_turn

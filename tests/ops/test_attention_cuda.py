@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lsq.csrc.compiler import compile_kernels
-from lsq.csrc.launch import Kernel
+from lsq.native.compiler import compile_kernels
+from lsq.native.launch import Kernel
 from lsq.program.operation import Operation
 from lsq.program.samples import placed
 from lsq.program.values import Rows

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.csrc.compiler import compile_kernels
+from lsq.native.compiler import compile_kernels
 from lsq.ops import cached_attention
 from tests.ops.cuda import compare_cuda, run
 from tests.ops.test_cached_attention import example

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsq import quant
-from lsq.csrc.compiler import compile_kernels
+from lsq.native.compiler import compile_kernels
 from lsq.ops.calibration import HELD, MOST_WARPS, RUN
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, ORDERS, run

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.ops.clip_search import least_error_clip
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.quant import SMALLEST_CLIP, octav_clip

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lsq.csrc import compiler
+from lsq.native import compiler
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_embedding import PADDING, embed, embed_gradient

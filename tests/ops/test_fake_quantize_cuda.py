@@ -4,8 +4,8 @@ a GPU."""
 import pytest
 import torch
 
-from lsq.csrc.compiler import compile_kernels
-from lsq.csrc.geometry import WIDEST, row_defines
+from lsq.native.compiler import compile_kernels
+from lsq.native.geometry import WIDEST, row_defines
 from lsq.ops.fake_quantize import FakeQuantize, FakeQuantizeGradient, RoundAtRandom
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.program.values import Dropout

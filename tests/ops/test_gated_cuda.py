@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsq.csrc import geometry
+from lsq.native import geometry
 from lsq.ops.nonlinearity import Activation
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_gated import KINDS, gated, gated_by_row, gated_gradient

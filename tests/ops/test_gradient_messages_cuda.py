@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lsq.csrc.launch import Launch
+from lsq.native.launch import Launch
 from lsq.ops.gradient_layout import BLOCKS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients
 from tests.ops import cuda

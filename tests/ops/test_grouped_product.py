@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.csrc import loader, tiles
+from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, packed_bytes
 from lsq.quant.numbers import scaled_format
 from tests.ops.compare import compare, empty

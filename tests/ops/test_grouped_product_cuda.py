@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lsq.csrc import tiles
-from lsq.csrc.compiler import compile_kernels
+from lsq.native import tiles
+from lsq.native.compiler import compile_kernels
 from tests.ops.cuda import compare_cuda, run
 from tests.ops.test_grouped_product import product_of
 from tests.sampling import first

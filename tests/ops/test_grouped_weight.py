@@ -4,8 +4,8 @@ decoded values."""
 import pytest
 import torch
 
-from lsq.backends import backend
-from lsq.csrc import loader, shared_library, tiles
+from lsq.run.backends import backend
+from lsq.native import loader, shared_library, tiles
 from lsq.ops.fake_quantize import FakeQuantize, decode_weight
 from lsq.ops.grouped_product import GroupedCodes, common_group
 from lsq.ops.grouped_weight import pack_weight, unpacked_values

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc import geometry
+from lsq.native import geometry
 from lsq.ops.nonlinearity import Activation
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc.launch import Launch
+from lsq.native.launch import Launch
 from lsq.ops.input_gradient_product import input_gradient_product
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.sums import FinishSums

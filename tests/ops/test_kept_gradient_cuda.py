@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from lsq.csrc import compiler
+from lsq.native import compiler
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, run
 from tests.ops.test_kept_gradient import input_gradient, losses, rounded_rest, weight_gradient

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm.configuration import ONEDNN
 from tests.ops.compare import compare
 from tests.ops.long_products import input_gradient, largest_error, project, weight_gradient

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.ops.next_words import NextWords
 from lsq.ops.packed_weight import PackedWeight
 from lsq.quant import Grain

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from lsq import quant
-from lsq.backends import run
+from lsq.run.backends import run
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import GEMM, Project

@@ -4,7 +4,7 @@ weight on the CPU."""
 import pytest
 import torch
 
-from lsq.csrc import profile
+from lsq.emulator import profile
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from lsq.ops.project_product import packed_tile, project_product

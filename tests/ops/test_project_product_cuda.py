@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from lsq.csrc import profile
+from lsq.emulator import profile
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from lsq.ops.project_product import project_product

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.backends import run
+from lsq.run.backends import run
 from lsq.ops.residual_norm import NormalisedRows, ResidualNorm, ResidualNormGradient
 from lsq.quant import NORMALISED, random
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lsq.csrc import compiler
-from lsq.csrc.geometry import sums_in_shared_memory
+from lsq.native import compiler
+from lsq.native.geometry import sums_in_shared_memory
 from lsq.ops.residual_norm import ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSumGradient
 from tests.ops.compare import on_cpu

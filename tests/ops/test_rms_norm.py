@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from lsq.backends import backend, run
+from lsq.run.backends import backend, run
 from lsq.config import QuantConfig
 from lsq.layers.programs import Mode
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSum
-from lsq.program.executor import Execution
+from lsq.run.executor import Execution
 from lsq.program.parameters import Kind
 from lsq.program.values import Rows
 from lsq.quant import random

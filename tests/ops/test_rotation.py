@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.backends import run
+from lsq.run.backends import run
 from lsq.ops.rotation import HeadNorms, Rotate, RotateGradient, Rotation, rotation_table
 from lsq.ops.summed_gradient import SummedGradient
 from tests.ops.compare import ROWS, assert_accurate, compare, empty, on_cpu, on_reference, to_round

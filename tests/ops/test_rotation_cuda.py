@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsq.csrc import compiler
+from lsq.native import compiler
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_rotation import gradient_of, rotate
 

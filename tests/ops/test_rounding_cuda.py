@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lsq.csrc import geometry
-from lsq.csrc.compiler import compile_kernels
+from lsq.native import geometry
+from lsq.native.compiler import compile_kernels
 from lsq.ops.rounding import Add, RoundGradient
 from tests.ops.compare import empty, gradient_to_round
 from tests.ops.cuda import DTYPES, compare_cuda, run

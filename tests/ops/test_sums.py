@@ -4,7 +4,7 @@ pass."""
 import pytest
 import torch
 
-from lsq.backends.reference import Reference
+from lsq.run.reference import Reference
 from lsq.layers import programs
 from lsq.ops.sums import TOGETHER, FinishSums, PartialSums, finish_together
 from lsq.program.tensor import VirtualTensor

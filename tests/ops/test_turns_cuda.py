@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc import emulator, geometry
+from lsq import emulator
+from lsq.native import geometry
 from lsq.ops import embedding, kernels, weight_gradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round

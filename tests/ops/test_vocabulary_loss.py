@@ -9,7 +9,7 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
 from lsq import gemm
-from lsq.csrc import tiles
+from lsq.native import tiles
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.ops.prediction import BLOCK_ROWS, Prediction
 from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient

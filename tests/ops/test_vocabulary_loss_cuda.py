@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lsq.csrc import compiler
+from lsq.native import compiler
 from lsq.ops import prediction
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, run

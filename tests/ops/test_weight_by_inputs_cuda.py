@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from lsq.csrc import geometry
-from lsq.csrc.launch import Launch
+from lsq.native import geometry
+from lsq.native.launch import Launch
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import RoundWeight
 from lsq.program.values import Weight

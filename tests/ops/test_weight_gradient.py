@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.csrc import loader, tiles
+from lsq.native import loader, tiles
 from lsq.gemm.configuration import ONEDNN
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc.launch import Launch
+from lsq.native.launch import Launch
 from tests.ops.compare import by_row, on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
 from tests.ops.test_input_gradient import MODES

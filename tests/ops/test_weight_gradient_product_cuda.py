@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc.launch import TICKETS, Launch
+from lsq.native.launch import TICKETS, Launch
 from lsq.ops.sums import FinishSums
 from tests.ops.compare import by_row, empty, on_cpu
 from tests.ops.cuda import current_device, run

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.csrc import compiler, profile
-from lsq.csrc.launch import Launch
-from lsq.csrc.profile import Limits, Operand, fitting_blocks
+from lsq.native import compiler
+from lsq.emulator import profile
+from lsq.native.launch import Launch
+from lsq.emulator.profile import Limits, Operand, fitting_blocks
 from lsq.gemm import TileConfiguration
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor

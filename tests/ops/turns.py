@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from lsq.csrc import emulator
-from lsq.csrc.device import Device
-from lsq.csrc.launch import Kernel
-from lsq.csrc.runtime import Driver
+from lsq import emulator
+from lsq.native.device import Device
+from lsq.native.launch import Kernel
+from lsq.native.runtime import Driver
 from lsq.gemm.cublaslt import Products
 
 UNROLLED = re.compile(r"\s*#pragma unroll\s*$")

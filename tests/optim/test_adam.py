@@ -8,7 +8,7 @@ import torch
 from fairseq.optim.adam import Adam as FairseqAdam
 from fairseq.utils import clip_grad_norm_
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.optim import Adam
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6}

@@ -12,7 +12,7 @@ from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.layers.schedule import Schedule
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
-from lsq.program import stamp, upkeep
+from lsq.run import stamp, upkeep
 from tests.layers.shapes import HIDDEN, config_of
 from tests.optim.test_adam import OPTIONS
 

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from lsq.backends.cuda import CUDA
+from lsq.run.cuda import CUDA
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import Schedule
 from lsq.optim import Adam
-from lsq.program import upkeep
+from lsq.run import upkeep
 from lsq.program.values import Weight
 from tests.ops import cuda
 from tests.ops.adam_checks import codes_of

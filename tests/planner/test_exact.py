@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lsq.csrc import loader
+from lsq.native import loader
 from lsq.planner import exact
 from lsq.planner.buffer import Buffer
 from lsq.planner.planner import plan

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from lsq.csrc import loader
+from lsq.native import loader
 from lsq.planner.planner import METHODS, plan
 from tests.planner.instances import (
     assert_separate,

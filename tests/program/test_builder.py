@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lsq.backends import backend
-from lsq.backends.cuda import CUDA, emulated_device
+from lsq.run.backends import backend
+from lsq.run.cuda import CUDA, emulated_device
 from lsq.config import QuantConfig
 from lsq.program.parameters import Kind
 from tests.program.tiny import FLOAT, builder, project, rounded

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
-from lsq.program.executor import Execution
+from lsq.run.executor import Execution
 from lsq.program.parameters import Kind
 from tests.program.tiny import builder, project, rounded
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 import pytest
 import torch
 
-from lsq.csrc import declarations
+from lsq.native import declarations
 from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.backends.cuda import CUDA, gpu
+from lsq.run.cuda import CUDA, gpu
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.program.samples import border_tensors

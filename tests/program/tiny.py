@@ -2,7 +2,7 @@
 
 import torch
 
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers.programs import linear
 from lsq.ops.project import Project

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsq import quant
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, VocabularyProjection, observe, programs
 from lsq.layers.programs import Mode

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lsq import quant
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer, VocabularyProjection
 from lsq.layers.memory import plan_memory

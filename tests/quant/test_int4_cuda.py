@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lsq.backends import backend
-from lsq.csrc.compiler import compile_kernels
+from lsq.run.backends import backend
+from lsq.native.compiler import compile_kernels
 from lsq.layers import TransformerEncoderLayer
 from lsq.ops.rounding import RoundWeight, UnpackWeight
 from lsq.program.values import Weight

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "structs.h"
-#include "../activations.h"
+#include "../include/activations.h"
 
 namespace lsq {
 

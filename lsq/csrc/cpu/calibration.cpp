@@ -1,7 +1,7 @@
 // The clip of least squared rounding error, row by row.
 #include <omp.h>
 
-#include "../clip_search.h"
+#include "../include/clip_search.h"
 #include "aligned.h"
 #include "lanes.h"
 #include "rows.h"

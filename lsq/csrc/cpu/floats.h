@@ -1,12 +1,12 @@
 // The dtypes that gradients and activations have, one value at a time, in forms that the auto-vectoriser takes.
 //
 // bfloat16 widens exactly and is rounded to nearest even, NaN to NaN. The numbers of the dtypes are those of
-// lsq/csrc/launch.py.
+// lsq/native/launch.py.
 #pragma once
 
 #include <type_traits>
 
-#include "../arithmetic.h"
+#include "../include/arithmetic.h"
 
 namespace lsq {
 

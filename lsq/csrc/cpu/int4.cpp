@@ -1,5 +1,5 @@
 // Weights of 4 bits in groups; lsq/quant/formats.py has the formulas.
-#include "../int4.h"
+#include "../include/int4.h"
 #include "weights.h"
 
 using namespace lsq;

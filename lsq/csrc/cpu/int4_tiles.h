@@ -5,7 +5,7 @@
 // so the sum of a group, of |q| <= 8, has 16 bits.
 #pragma once
 
-#include "../int4.h"
+#include "../include/int4.h"
 #include "tiles.h"
 
 namespace lsq {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "../arithmetic.h"
+#include "../include/arithmetic.h"
 
 #if defined(__FMA__)
 #include <immintrin.h>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../arithmetic.h"
+#include "../include/arithmetic.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>

@@ -1,7 +1,7 @@
 // Rounding at random with one word for a row, to which each column adds kWordStep; see lsq/quant/random.py.
 #pragma once
 
-#include "../arithmetic.h"
+#include "../include/arithmetic.h"
 #include "wide.h"
 
 namespace lsq {

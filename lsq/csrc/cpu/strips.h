@@ -6,7 +6,7 @@
 
 #include <omp.h>
 
-#include "../arithmetic.h"
+#include "../include/arithmetic.h"
 #include "tiles.h"
 
 namespace lsq {

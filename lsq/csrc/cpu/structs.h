@@ -1,7 +1,7 @@
 // The declared structs as the CPU sees them: plain pointers, float32.
 #pragma once
 
-#include "../arithmetic.h"
+#include "../include/arithmetic.h"
 
 namespace lsq {
 

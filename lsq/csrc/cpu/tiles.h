@@ -18,7 +18,7 @@ constexpr int64_t kTileSide = 16, kTileInner = 64, kTileBytes = kTileSide * kTil
 constexpr int64_t kTilePair = 2 * kTileSide;  // rows, and columns, that a kernel takes at a time
 constexpr int64_t kTileUnits = kTileInner / 4;  // of four inner elements, which lie together
 
-// What multiplies; the numbers are those of lsq/csrc/tiles.py.
+// What multiplies; the numbers are those of lsq/native/tiles.py.
 enum class Instructions : int64_t { plain = 0, avx_vnni = 1, avx512_vnni = 2, amx = 3 };
 
 // Whether this processor has them, and the system lets them be used.
@@ -30,7 +30,7 @@ struct Codes {
     int64_t stride, transposed;
 };
 
-// A product, as Python hands it over. Its struct is lsq.csrc.tiles.TileProduct.
+// A product, as Python hands it over. Its struct is lsq.native.tiles.TileProduct.
 struct TileProduct {
     Codes a, b;
     int64_t rows, columns, inner;

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../arithmetic.h"
+#include "../include/arithmetic.h"
 
 namespace lsq {
 

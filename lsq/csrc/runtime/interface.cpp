@@ -1,4 +1,4 @@
-// The C interface of the launcher, as lsq/csrc/runtime.py calls it. Numbers are int64; a call that can fail returns 0
+// The C interface of the launcher, as lsq/native/runtime.py calls it. Numbers are int64; a call that can fail returns 0
 // or a status and writes a message of at most `capacity` bytes.
 #include <cstring>
 

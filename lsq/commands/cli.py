@@ -1,0 +1,197 @@
+"""`lsq`: the command line."""
+
+import argparse
+import errno
+import importlib
+import io
+import os
+import re
+import select
+import signal
+import sys
+import traceback
+
+import lsq
+from lsq import extras
+from lsq.commands import COMMANDS, inputs, logs
+from lsq.commands.interruption import name_of
+from lsq.commands.options import HELP, near, shortened
+
+FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
+"""fairseq, and the library that holds its options."""
+
+OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
+"""In PyTorch's words."""
+
+PATHS = {
+    FileNotFoundError: "is not there; check the path",
+    IsADirectoryError: "is a folder; name a file",
+    NotADirectoryError: "leads through a file as if it were a folder; check the path",
+    PermissionError: (
+        "may not be read or written by this user; change its permissions, or name another"
+    ),
+}
+"""What is wrong with the path that the system refused."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line up to the name of the subcommand; each subcommand parses the rest by
+    itself."""
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    made = argparse.ArgumentParser(
+        prog="lsq",
+        description="Train Transformers with 8-bit integers.",
+        epilog=f"commands:\n{listed}\n\n`lsq COMMAND --help` shows the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=f"lsq {lsq.__version__}")
+    made.add_argument(
+        "--traceback",
+        action="store_true",
+        help="show where in the program an error was found, for bug reports",
+    )
+    made.add_argument("command", metavar="COMMAND", help="see below")
+    made.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command"
+    )
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line (default: the process's own) and return its exit status.
+
+    0: done. 1: something failed while running. 2: a mistake in the options or the files. 128 + n:
+    stopped by signal n. Mistakes are reported in one line on standard error. Where the reader of
+    the output has gone, as `head` does, the command ends silently, as if by SIGPIPE.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            # what is left; at the end of Python a broken pipe could not be caught
+            print(end="", flush=True)
+    except OSError as error:
+        broken = isinstance(error, BrokenPipeError)
+        if broken and not _reader_has_gone() or not broken and error.errno != errno.ENOSPC:
+            raise
+        # for what Python still wants to write
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if broken:
+            return 128 + signal.SIGPIPE
+        print(f"lsq: error: standard output takes no more: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.__stdout__, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: list[str] | None) -> int:
+    outer = parser()
+    given = outer.parse_args(arguments)
+    if given.command not in COMMANDS:
+        meant = near(given.command, COMMANDS)
+        hint = f"; did you mean {' or '.join(meant)}?" if meant else "."
+        outer.error(
+            f"there is no command {given.command!r}{hint} The commands are {', '.join(COMMANDS)}"
+        )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be text
+    logs.configure()
+    try:
+        inputs.check(given.command, given.arguments)
+        return importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}").run(
+            given.arguments
+        )
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
+        status, message = describe(error)
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and message is not None
+            and HELP & set(given.arguments)
+        ):
+            print(f"usage: lsq {given.command} ...\n\n{COMMANDS[given.command]}\n")
+            print(f"Its options are not shown: {message.removeprefix('error: ')}")
+            return 0
+        if (
+            message is None
+            or given.traceback
+            or isinstance(error, BrokenPipeError)
+            and _reader_has_gone()
+        ):
+            raise
+        print(f"lsq {given.command}: {message}", file=sys.stderr, flush=True)
+        return status
+
+
+def describe(error: BaseException) -> tuple[int, str | None]:
+    """(exit status, message in one line); no message for what is a fault of lsq's, or has been
+    reported."""
+    message = _line(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}"
+    if isinstance(error, SystemExit):
+        return error.code, getattr(error, "message", None)
+    if isinstance(error, tuple(PATHS)):
+        refused = error.filename is not None and PATHS.get(type(error))
+        return (
+            2,
+            f"error: {shortened(str(error.filename))} {refused}"
+            if refused
+            else f"error: {message}",
+        )
+    if isinstance(error, (OSError, FloatingPointError)):  # the machine's fault, or a training's
+        return 1, f"error: {message}"
+    # fairseq reports users' mistakes as Exception
+    if isinstance(error, ValueError) or type(error) is Exception:
+        cause = error.__context__
+        detail = f" ({_line(cause)})" if type(error) is Exception and cause is not None else ""
+        return 2, f"error: {message}{detail}"
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing not in ("", "lsq"):
+        return 2, f"error: this needs {extras.missing(missing)}"
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
+        return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
+    if isinstance(error, RuntimeError):
+        from lsq.native.shared_library import LibraryError
+
+        # PyTorch takes seconds to import, and is there already
+        from lsq.dist.roll_call import (
+            ExchangeFailed,
+        )
+
+        if isinstance(error, (ExchangeFailed, LibraryError)):
+            return 1, f"error: {message}"
+    return _of_fairseq(error, message)
+
+
+def _line(error: BaseException) -> str:
+    return shortened(" ".join(str(error).split()))
+
+
+def _of_fairseq(error: BaseException, message: str) -> tuple[int, str | None]:
+    """The same for what fairseq's own code raised: it refuses options in many ways, or fails on
+    them."""
+    modules = [
+        frame.f_globals["__name__"].partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    # by which fairseq reads options as Python
+    modules = [module for module in modules if module != "ast"]
+    if not modules or modules[-1] not in FAIRSEQ:
+        return 1, None
+    if isinstance(error, (AssertionError, ImportError, NotImplementedError)):
+        return 2, f"error: {message or traceback.extract_tb(error.__traceback__)[-1].line}"
+    reason = f"{type(error).__name__}: {message}"
+    return (
+        1,
+        f"error: fairseq failed ({reason}); check the options, or see where with lsq --traceback",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,0 @@
-"""Models of others in int8: `convert` turns their linear layers into lsq's, `revert` turns them
-back."""
-
-from lsq.conversion.convert import convert, float_state_dict, revert
-from lsq.conversion.frozen import Frozen, freeze
-from lsq.conversion.report import Layer, Report
-
-__all__ = ["Frozen", "Layer", "Report", "convert", "float_state_dict", "freeze", "revert"]

@@ -1,0 +1,54 @@
+// What every kernel file includes first: types, pointers and the emulator's stand-ins for what NVRTC knows by itself.
+//
+// No CUDA header is needed. A kernel takes the struct of its operation (operations.h, see lsq/native/declarations.py), and
+// In<T>, Out<T>, int64_t and float beside it. -D says what a kernel is specialised for; FLOAT is the dtype of activations
+// and their gradients: 0 float32, 1 bfloat16.
+#pragma once
+
+#ifdef LSQ_EMULATOR
+#include "emulation.h"
+#else
+#define LSQ_EXPORT(kernel)
+#endif
+
+#include "arithmetic.h"
+
+#define LSQ_KERNEL extern "C" __global__ void
+
+namespace lsq {
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+#ifndef FLOAT
+#define FLOAT 0
+#endif
+#if FLOAT == 0
+using Float = float;
+#elif FLOAT == 1
+using Float = bfloat16;
+#else
+#error "FLOAT is 0 (float32) or 1 (bfloat16)"
+#endif
+
+// An address on the device.
+template <class T>
+struct Pointer {
+    uint64_t address;
+
+    __device__ __forceinline__ operator T*() const { return reinterpret_cast<T*>(address); }
+    __device__ __forceinline__ explicit operator bool() const { return address != 0; }
+};
+template <class T>
+using In = Pointer<const T>;
+template <class T>
+using Out = Pointer<T>;
+
+constexpr int kWarp = 32;
+
+}  // namespace lsq
+
+#include "operations.h"
+
+using namespace lsq;

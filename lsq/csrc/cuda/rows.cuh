@@ -1,0 +1,186 @@
+// Rows of COLUMNS values, each held by LANES threads in vectors of 8, several rows in a block at a time.
+//
+// COLUMNS and LANES come as -D (lsq/native/geometry.py chooses LANES); COLUMNS is a multiple of 8. Thread `lane` of a row
+// owns vectors lane, lane + LANES, ... Blocks stride over the rows, so that sums over columns stay in registers until
+// the end; each block then writes one partial row, and lsq_finish_sums (sums.cu) adds those in order.
+#pragma once
+
+#include "reduce.cuh"
+
+namespace lsq {
+
+constexpr int kThreads = 256;
+constexpr int kRows = kThreads / LANES;  // of a block at a time
+constexpr int kPadding = 4;               // numbers beyond its sums that a partial row has
+constexpr int kVectors = (COLUMNS / kVector + LANES - 1) / LANES;
+
+static_assert(COLUMNS % kVector == 0, "rows are whole vectors");
+static_assert(kThreads % LANES == 0, "LANES divides the threads of a block");
+
+using Values = float[kVectors][kVector];  // what one thread holds of a row
+
+// The same as it lies in memory.
+template <class T>
+struct PackedRow {
+    Packed<T> part[kVectors];
+};
+
+__device__ __forceinline__ int row_in_block() { return threadIdx.x / LANES; }
+__device__ __forceinline__ int column_of(int vector) { return kVector * (threadIdx.x % LANES + vector * LANES); }
+// Whether the thread has that vector at all.
+__device__ __forceinline__ bool has(int vector) {
+    return (vector + 1) * LANES * kVector <= COLUMNS || column_of(vector) < COLUMNS;
+}
+
+// Blackwell's assembler begins more loads early, and would spill where those of older GPUs do not.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kEager = true;
+#else
+constexpr bool kEager = false;
+#endif
+// Blocks that a multiprocessor holds at once, at least: of kernels that keep a row and pointers, and of those that keep
+// sums over rows.
+constexpr int kMedium = kVectors > 2 ? 1 : kEager ? 2 : 3;
+constexpr int kSumming = kVectors > 2 || (kEager && sizeof(Float) == 4) ? 1 : 2;
+
+// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's operands are. Where
+// registers allow, a row is loaded while the row before it is worked on. All threads call `work` equally often.
+template <class Load, class Work>
+__device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const Work& work) {
+    const int64_t step = static_cast<int64_t>(kRows) * gridDim.x;
+    int64_t first = static_cast<int64_t>(kRows) * blockIdx.x, row = first + row_in_block();
+    using Operands = decltype(load(row));
+    constexpr bool kAhead = kVectors <= 2 && sizeof(Operands) <= 80;  // more would not fit into the registers
+    Operands operands{};
+    if (kAhead && row < rows) operands = load(row);
+    for (; first < rows; first += step, row += step) {
+        if constexpr (kAhead) {
+            const Operands now = operands;
+            if (row + step < rows) operands = load(row + step);
+            work(row, row < rows, now);
+        } else {
+            if (row < rows) operands = load(row);
+            work(row, row < rows, operands);
+        }
+    }
+}
+
+__device__ __forceinline__ float row_sum(float x) { return group_reduce<Sum, LANES, kThreads>(x); }
+
+// Largest magnitude of a row; NaN if one is.
+__device__ __forceinline__ float row_largest(const Values& x) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+        if (!has(v)) continue;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) largest = LargestMagnitude::join(largest, x[v][i]);
+    }
+    return group_reduce<LargestMagnitude, LANES, kThreads>(largest);
+}
+
+// Sums of two numbers over a row.
+__device__ __forceinline__ void row_sums(float& a, float& b) {
+    a = warp_reduce<Sum>(a);
+    b = warp_reduce<Sum>(b);
+    if (LANES == kWarp) return;
+    constexpr int warps = LANES / kWarp;
+    __shared__ float part[kThreads / kWarp][2];
+    const int warp = threadIdx.x / kWarp, begin = warp / warps * warps;
+    __syncthreads();  // the values of a call before have been read
+    if (threadIdx.x % kWarp == 0) part[warp][0] = a, part[warp][1] = b;
+    __syncthreads();
+    a = part[begin][0], b = part[begin][1];
+#pragma unroll
+    for (int i = 1; i < warps; ++i) a += part[begin + i][0], b += part[begin + i][1];
+}
+
+// Sums per column of what a thread's rows add.
+struct ColumnSums {
+    Values sum = {};
+
+    __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[vector][i] += x[i];
+    }
+
+    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must call this.
+    __device__ __forceinline__ void write(float* out) const {
+        if (kRows == 1) {
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                if (has(v)) store8(out + column_of(v), sum[v]);
+            }
+            return;
+        }
+        __shared__ float4 total[2][COLUMNS / kVector];  // halves apart: lanes meet in no bank
+        for (int row = 0; row < kRows; ++row) {
+            __syncthreads();
+            if (row_in_block() != row) continue;
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                if (!has(v)) continue;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float4* here = total[half] + column_of(v) / kVector;
+                    const float* add = sum[v] + 4 * half;
+                    const float4 old = row ? load_words<float4>(here) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    store_words(here, make_float4(old.x + add[0], old.y + add[1], old.z + add[2], old.w + add[3]));
+                }
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int first = 0; first < COLUMNS / 4; first += kThreads) {
+            const int four = first + threadIdx.x;
+            if (four < COLUMNS / 4) store_words(out + 4 * four, load_words<float4>(total[four % 2] + four / 2));
+        }
+    }
+};
+
+// The same in shared memory, for kernels that have no registers left: every thread has its own words of it.
+struct SharedColumnSums {
+    static constexpr int kWords = 2 * kVectors * kThreads;
+    float4* words;  // [kWords]
+
+    // All threads must call this before the first `add`.
+    __device__ __forceinline__ void clear() const {
+#pragma unroll
+        for (int i = 0; i < 2 * kVectors; ++i) {
+            store_words(words + i * kThreads + threadIdx.x, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+        }
+    }
+
+    __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float4* sum = words + (2 * vector + half) * kThreads + threadIdx.x;
+            const float4 old = load_words<float4>(sum);
+            store_words(sum, make_float4(old.x + x[4 * half], old.y + x[4 * half + 1], old.z + x[4 * half + 2],
+                                         old.w + x[4 * half + 3]));
+        }
+    }
+
+    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must call this.
+    __device__ __forceinline__ void write(float* out) const {
+        __syncthreads();
+        for (int four = threadIdx.x; four < COLUMNS / 4; four += kThreads) {
+            const int part = four / 2 / LANES * 2 + four % 2, first = part * kThreads + four / 2 % LANES;
+            float4 total = load_words<float4>(words + first);
+            for (int row = 1; row < kRows; ++row) {
+                const float4 sum = load_words<float4>(words + first + row * LANES);
+                total.x += sum.x, total.y += sum.y, total.z += sum.z, total.w += sum.w;
+            }
+            store_words(out + 4 * four, total);
+        }
+    }
+};
+
+// Writes the block's sum of x [1]. All threads of the block must call this.
+template <int THREADS = kThreads>
+__device__ __forceinline__ void write_block_sum(float x, float* out) {
+    const float total = group_reduce<Sum, THREADS, THREADS>(x);
+    if (threadIdx.x == 0) out[0] = total;
+}
+
+}  // namespace lsq

@@ -1,0 +1,167 @@
+// The functions of libcuda about modules and launches, for kernels that run in the emulator: a launch has finished when
+// cuLaunchKernel returns. A module's image is MAGIC and the path of a shared library.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "captures.h"
+#include "results.h"
+#include "scheduler.h"
+
+namespace {
+
+constexpr int DRIVER_VERSION = 13000;
+constexpr int SHARED_SIZE = 1;         // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+constexpr int MAX_DYNAMIC_SHARED = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr size_t DEFAULT_SHARED = 48 * 1024;
+constexpr char MAGIC[] = "lsq-emulated-module\n";
+
+struct Function {
+    std::string name;
+    emulator::Context* context;
+    void (*kernel)(void** arguments);
+    const size_t* parameters;  // the bytes of each, ended by 0
+    emulator::Memory static_shared;
+    size_t dynamic_shared;  // the most that a launch may ask for
+
+    size_t static_bytes() const { return static_shared.end - static_shared.begin; }
+};
+
+struct Module {
+    void* library;
+    emulator::Context* context;
+    std::map<std::string, Function> functions;
+};
+
+bool too_large(emulator::Index size, unsigned x, unsigned y, unsigned z) {
+    return !size.x || !size.y || !size.z || size.x > x || size.y > y || size.z > z;
+}
+
+std::string words(emulator::Index size) {
+    return std::to_string(size.x) + " x " + std::to_string(size.y) + " x " + std::to_string(size.z);
+}
+
+// What a GPU would refuse about a launch's shape; empty if nothing.
+std::string refusal(const Function& function, const emulator::Launch& launch) {
+    if (too_large(launch.grid, 0x7fffffff, 65535, 65535)) {
+        return "a grid of " + words(launch.grid) + " blocks; allowed are 1 to 2147483647 x 65535 x 65535";
+    }
+    if (too_large(launch.block, 1024, 1024, 64) || launch.block.x * launch.block.y * launch.block.z > 1024) {
+        return "blocks of " + words(launch.block) + " threads; allowed are 1 to 1024 x 1024 x 64, 1024 in all";
+    }
+    if (launch.shared > function.dynamic_shared) {
+        return std::to_string(launch.shared) + " bytes of dynamic shared memory; the function, which has " +
+               std::to_string(function.static_bytes()) + " static bytes, allows " +
+               std::to_string(function.dynamic_shared) +
+               " (more must be allowed first: cuFuncSetAttribute, MAX_DYNAMIC_SHARED_SIZE_BYTES)";
+    }
+    return "";
+}
+
+// Runs a launch with copies of its arguments: again and again, from a graph.
+emulator::Work repeatable(const Function& function, const emulator::Launch& launch) {
+    std::vector<std::vector<unsigned char>> values;
+    for (const size_t* bytes = function.parameters; *bytes; ++bytes) {
+        const auto* value = static_cast<const unsigned char*>(launch.arguments[values.size()]);
+        values.emplace_back(value, value + *bytes);
+    }
+    return [launch, values]() mutable {
+        std::vector<void*> arguments;
+        for (auto& value : values) arguments.push_back(value.data());
+        emulator::Launch again = launch;
+        again.arguments = arguments.data();
+        return emulator::run(again);
+    };
+}
+
+}  // namespace
+
+using namespace emulator;
+
+extern "C" EMULATOR_VISIBLE void lsq_emulator_order(int order) { set_order(order); }
+
+DRIVER cuInit(unsigned) { return SUCCESS; }
+
+DRIVER cuDriverGetVersion(int* version) {
+    *version = DRIVER_VERSION;
+    return SUCCESS;
+}
+
+DRIVER cuModuleLoadData(Module** module, const void* image) {
+    HOLD_DRIVER;
+    Context* context;
+    if (const int refused = find_context(context)) return refused;
+    if (const int refused = refuse_unsafe("cuModuleLoadData")) return refused;
+    const char* text = static_cast<const char*>(image);
+    if (std::strncmp(text, MAGIC, sizeof MAGIC - 1) != 0) {
+        return fail(INVALID_IMAGE, "not a module of the emulator; make it with lsq.emulator.compile_kernels");
+    }
+    void* library = dlopen(text + sizeof MAGIC - 1, RTLD_NOW | RTLD_LOCAL);
+    if (!library) return fail(INVALID_IMAGE, dlerror());
+    *module = new Module{library, context, {}};
+    return SUCCESS;
+}
+
+DRIVER cuModuleUnload(Module* module) {
+    dlclose(module->library);
+    delete module;
+    return SUCCESS;
+}
+
+DRIVER cuModuleGetFunction(Function** function, Module* module, const char* name) {
+    HOLD_DRIVER;
+    const auto known = module->functions.find(name);
+    if (known != module->functions.end()) {
+        *function = &known->second;
+        return SUCCESS;
+    }
+    const auto find = [&](const std::string& symbol) { return dlsym(module->library, symbol.c_str()); };
+    void* kernel = find(std::string(name) + "__launch");
+    if (!kernel) return fail(NOT_FOUND, std::string("no kernel ") + name + " (or no LSQ_EXPORT after it)");
+    const auto shared = reinterpret_cast<Memory (*)()>(find("emulator_static_shared"));
+    const auto parameters = reinterpret_cast<const size_t* (*)()>(find(std::string(name) + "__parameters"));
+    if (!shared || !parameters) return fail(NOT_FOUND, std::string("kernel ") + name + " has no LSQ_EXPORT of its own");
+    Function made{name, module->context, reinterpret_cast<void (*)(void**)>(kernel), parameters(), shared(), 0};
+    made.dynamic_shared = DEFAULT_SHARED - std::min(DEFAULT_SHARED, made.static_bytes());
+    *function = &module->functions.emplace(name, made).first->second;
+    return SUCCESS;
+}
+
+DRIVER cuFuncGetAttribute(int* value, int attribute, Function* function) {
+    if (attribute != SHARED_SIZE) return fail(INVALID_VALUE, "attribute " + std::to_string(attribute));
+    *value = static_cast<int>(function->static_bytes());
+    return SUCCESS;
+}
+
+DRIVER cuFuncSetAttribute(Function* function, int attribute, int value) {
+    if (attribute != MAX_DYNAMIC_SHARED) return SUCCESS;
+    const size_t most = LARGEST_SHARED - function->static_bytes();
+    if (value < 0 || static_cast<size_t>(value) > most) {
+        return fail(INVALID_VALUE, "kernel " + function->name + ": " + std::to_string(value) +
+                                       " bytes of dynamic shared memory; allowed are 0 to " + std::to_string(most));
+    }
+    function->dynamic_shared = value;
+    return SUCCESS;
+}
+
+DRIVER cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                      unsigned block_y, unsigned block_z, unsigned shared, const void* handle, void** arguments,
+                      void**) {
+    HOLD_DRIVER;
+    Stream* stream;
+    if (const int refused = find_stream(handle, stream)) return refused;
+    const Launch launch{function->name.c_str(),      function->kernel, {grid_x, grid_y, grid_z},
+                        {block_x, block_y, block_z}, shared,           function->static_shared,
+                        arguments};
+    const std::string refused = refusal(*function, launch);
+    if (!refused.empty()) return fail(INVALID_VALUE, "kernel " + function->name + ": " + refused);
+    const std::string what = "kernel " + function->name;
+    if (function->context != &stream->context) {
+        return fail(INVALID_HANDLE, what + " was loaded into another context than the current one");
+    }
+    return submit(*stream, what, stream->capture ? repeatable(*function, launch) : [&] { return run(launch); });
+}

@@ -1,0 +1,310 @@
+"""What kernels do, counted in the emulator: memory as warps access it, instructions by kind, blocks
+that fit.
+
+Lanes of a warp that access memory together are one request (csrc/emulator/counters.h). Instructions
+are those of the kernel compiled for this machine's scalar units, at each execution of a basic block
+by a warp: no GPU's, but near them.
+"""
+
+import ctypes
+import functools
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lsq import emulator
+from lsq.native.device import Device
+from lsq.native.launch import Launch
+from lsq.native.runtime import Driver
+
+WARP = 32
+CALLED = {
+    "emulator_float_to_bfloat16": "convert",
+    "emulator_bfloat16_pair": "convert",
+    "emulator_collective": "exchange",
+    "emulator_barrier": "barrier",
+    "emulator_load": "memory",
+    "emulator_store": "memory",
+    "emulator_load_matrices": "memory",
+    "emulator_copy_async": "memory",
+    "emulator_multiply": "mma",
+    "emulator_begin_multiplication": "wgmma",
+    "emulator_fence_shared": "barrier",
+    "nearbyintf": "convert",
+    "rintf": "convert",
+    "emulator_larger_magnitude": "float",
+    "__fadd_rd": "float",
+    "__byte_perm": "permute",
+    "__dp4a": "multiply",
+    "floorf": "convert",
+    "ceilf": "convert",
+    "fmaf": "float",
+    "fminf": "float",
+    "fmaxf": "float",
+    "fabsf": "float",
+    "sqrtf": "root",
+    "sqrt": "root",
+    "logf": "logarithm",
+}
+"""Functions that stand for an instruction or a few of a GPU, and their kind; what they execute is
+not counted."""
+KINDS = (
+    ("root", r"sqrt[sp][sd]"),
+    ("division", r"div[sp][sd]|i?div[lq]?"),
+    ("convert", r"cvt\w+"),
+    (
+        "float",
+        r"(add|sub|mul|min|max|and|andn|or|xor|u?comi|cmp\w*|unpckl)(ss|sd|ps|pd)|p(and|or|xor)n?",
+    ),
+    ("multiply", r"i?mul[lq]?"),
+    ("branch", r"j\w+"),
+    (
+        "integer",
+        r"(add|sub|and|or|xor|not|neg|sh[lr]d?|sa[lr]|ro[lr]|inc|dec|cmp|test|lea|bt\w*)[bwlq]?|(set|cmov)\w+",
+    ),
+)
+"""Kinds of instructions and the mnemonics of x86-64 that stand for them; others (moves, calls) are
+not counted."""
+_KINDS = [(kind, re.compile(pattern)) for kind, pattern in KINDS]
+_HOOK = "__sanitizer_cov_trace_pc"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Accesses of one kind to one tensor."""
+
+    requests: int = 0
+    """Of warps."""
+    bytes: int = 0
+    """That lanes asked for."""
+    sectors: int = 0
+    """Of 32 bytes, in all requests."""
+    touched: int = 0
+    """Sectors, each counted once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A tensor that a launch was given, and what it did with it."""
+
+    bytes: int
+    """Its size."""
+    reads: Traffic
+    writes: Traffic
+    atomics: Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Of one launch."""
+
+    kernel: str
+    warps: int
+    operands: tuple[Operand, ...]
+    """In the order of `operands_of`; of a tensor that is there twice, the second has no accesses.
+    """
+    elsewhere: tuple[Traffic, Traffic, Traffic]
+    """Reads, writes and atomics of memory that belongs to none of them."""
+    shared_requests: int
+    shared_passes: int
+    """Of the banks of shared memory; more than `shared_least` are conflicts."""
+    shared_least: int
+    instructions: dict[str, int]
+    """By kind, executed by warps."""
+    activity: float
+    """Lanes that take part in an instruction, of 32, on average."""
+
+
+@functools.cache
+def device() -> Device:
+    """The emulator, with kernels compiled to be counted. Its lists hold no products.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+    """
+    return Device(
+        name="CUDA emulator that counts",
+        driver=Driver(str(emulator.build_driver())),
+        products=None,
+        compile=lambda kernel: emulator.compile_kernels(
+            kernel.source, kernel.defines, profile=True
+        ),
+        place=torch.device("cpu"),
+    )
+
+
+def operands_of(entry: Launch) -> list[torch.Tensor]:
+    """The tensors that a launch is given, those in structs of operations included, in order."""
+    found: list[torch.Tensor] = []
+    for argument in entry.arguments:
+        if hasattr(argument, "pack"):
+            argument.pack(lambda tensor: found.append(tensor) or 0)
+        elif isinstance(argument, torch.Tensor):
+            found.append(argument)
+    return found
+
+
+def profile(entries: Sequence[Launch]) -> list[Profile]:
+    """Run launches one after another, on tensors on the CPU, and count what each does.
+
+    Raises:
+        RuntimeError: a kernel fails, or there is no C++ compiler or no objdump.
+        ValueError: see lsq.native.launch_list.
+    """
+    ready = device().list(entries)
+    library = ctypes.CDLL(str(emulator.build_driver()))
+    library.emulator_profile_end.restype = ctypes.c_char_p
+    operands = [operands_of(entry) for entry in entries]
+    regions = sorted(
+        {_span(tensor) for tensors in operands for tensor in tensors if tensor.numel()}
+    )
+    begins, ends = (
+        (ctypes.c_uint64 * len(regions))(*side)
+        for side in ([one[i] for one in regions] for i in (0, 1))
+    )
+    library.emulator_profile_begin(begins, ends, ctypes.c_int64(len(regions)))
+    try:
+        ready.run()
+    finally:
+        records = json.loads(library.emulator_profile_end())
+    places = {region: number for number, region in enumerate(regions)}
+    return [
+        _profile(record, entry, tensors, places)
+        for record, entry, tensors in zip(records, entries, operands, strict=True)
+    ]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _profile(record: dict, entry: Launch, tensors: list[torch.Tensor], places: dict) -> Profile:
+    *regions, elsewhere = (
+        [
+            Traffic(**dict(zip(("requests", "bytes", "sectors", "touched"), one, strict=True)))
+            for one in region
+        ]
+        for region in record["regions"]
+    )
+    operands, seen = [], set()
+    for tensor in tensors:
+        place = places.get(_span(tensor))
+        reads, writes, atomics = (
+            [Traffic()] * 3 if place is None or place in seen else regions[place]
+        )
+        seen.add(place)
+        size = tensor.numel() * tensor.element_size()
+        operands.append(Operand(bytes=size, reads=reads, writes=writes, atomics=atomics))
+    instructions, activity = _instructions(record)
+    requests, passes, least = record["shared"]
+    threads = entry.block[0] * entry.block[1] * entry.block[2]
+    return Profile(
+        kernel=record["kernel"],
+        warps=-(-threads // WARP) * entry.grid[0] * entry.grid[1] * entry.grid[2],
+        operands=tuple(operands),
+        elsewhere=tuple(elsewhere),
+        shared_requests=requests,
+        shared_passes=passes,
+        shared_least=least,
+        instructions=instructions,
+        activity=activity,
+    )
+
+
+def _instructions(record: dict) -> tuple[dict[str, int], float]:
+    """Instructions by kind, and the lanes of 32 that took part in them on average."""
+    code = _code(record["module"])
+    found, active = Counter(), 0
+    for offset, warps, lanes in record["blocks"]:
+        for kind, count in code.get(offset, {}).items():
+            found[kind] += warps * count
+            active += lanes * count
+    total = sum(found.values())
+    return dict(found), active / (WARP * total) if total else 1.0
+
+
+@functools.cache
+def _code(module: str) -> dict[int, Counter]:
+    """Of each basic block, by the address after its call of the hook: how many instructions of each
+    kind it has.
+
+    Raises:
+        RuntimeError: there is no objdump.
+    """
+    try:
+        command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", module]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(
+            f"objdump, which counts instructions, cannot be run ({error}); install binutils (`apt"
+            " install binutils`)"
+        ) from error
+    blocks: dict[int, Counter] = {}
+    now, hooked, inside = None, False, False
+    for line in listing.splitlines():
+        title = re.match(r"[0-9a-f]+ <(.*)>:$", line)
+        if title:
+            now, inside = None, _called(title.group(1)) is not None
+        part = re.match(
+            r"\s*([0-9a-f]+):\s+(?:(?:lock|rep\w*|bnd|data16|cs|notrack)\s+)*(\w+)\s*(.*)", line
+        )
+        if not part or inside:
+            continue
+        address, name, given = int(part.group(1), 16), part.group(2), part.group(3)
+        if hooked:
+            now, hooked = blocks.setdefault(address, Counter()), False
+        if name.startswith("call") and _HOOK in given:
+            hooked = True
+        elif now is not None:
+            kind = _kind(name, given)
+            if kind:
+                now[kind] += 1
+    return blocks
+
+
+def _kind(name: str, given: str) -> str | None:
+    """Of an instruction; None: no work."""
+    if name.startswith("call"):
+        target = re.search(r"<([^+>]*(?:<.*>)?[^+>]*)", given)
+        return _called(target.group(1)) if target else None
+    if re.search(r"%[re]?[sb]p\b", given.rpartition(",")[2]):  # the machine's own stack
+        return None
+    return next((kind for kind, pattern in _KINDS if pattern.fullmatch(name)), None)
+
+
+def _called(symbol: str) -> str | None:
+    """The kind of what a function stands for, by its name in the listing."""
+    name = re.search(r"(?:^|[ :])(\w+)(?:@plt)?(?:[<(]|$)", symbol)
+    return CALLED.get(name.group(1)) if name else None
+
+
+def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") -> int:
+    """Blocks of a kernel that a multiprocessor holds at once; 0: not one.
+
+    Args:
+        threads: of a block.
+        registers: per thread.
+        shared: bytes of a block, static and dynamic.
+        limits: of the multiprocessor.
+    """
+    warps = -(-threads // WARP)
+    of_warp = -(-registers * WARP // 256) * 256
+    by_registers = limits.registers // of_warp // warps if registers else limits.blocks
+    by_shared = limits.shared // (shared + 1024)
+    return min(limits.blocks, limits.warps // warps, by_registers, by_shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a multiprocessor has."""
+
+    warps: int
+    blocks: int
+    shared: int
+    """Bytes; each block takes 1,024 more than it asks for."""
+    registers: int = 65536

@@ -1,0 +1,196 @@
+"""Products of a GPU's operations for the tuner, each with its end: by cuBLASLt and a kernel, or in
+one kernel's tiles.
+
+Both are lists of launches of the same operation. cuBLASLt's sums are checked by themselves; what
+tiles write is
+compared with what a kernel makes of exact sums: integers bit by bit.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+
+from lsq import gemm
+from lsq.native.device import Device
+from lsq.native.launch import TICKETS, Launch, Product
+from lsq.native.launch_list import LaunchList
+from lsq.gemm.configuration import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    WGMMA_SM,
+    Configuration,
+    CublasConfiguration,
+    TileConfiguration,
+)
+from lsq.gemm.cublaslt import ChosenProduct
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import ProductKey
+from lsq.program.operation import Operation, Spec
+from lsq.program.samples import Sampler
+from lsq.ops.representatives import OPERATIONS
+
+STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
+"""Of tiles by each instruction, that are tried; a GPU with less shared memory refuses the most of
+them."""
+SPLITS = (1, 2, 4, 8)
+"""Parts along K, of products whose K is tokens."""
+REFERENCE_ELEMENTS = 2**24
+"""Sums that are computed in float64 at a time."""
+TOLERANCE = 1e-3
+"""Of floats, beside the largest of a tensor; integers must be equal."""
+
+
+def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
+    """Every tile that is tried for a product on a GPU of that compute capability; None: in the
+    emulator."""
+    splits = SPLITS if key.request.tokens == "k" else (1,)
+    found = [
+        TileConfiguration(
+            rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
+        )
+        for instruction in (("mma", "wgmma") if sm == WGMMA_SM else ("mma",))
+        for rows, columns, stages, split in itertools.product(
+            TILE_ROWS, TILE_COLUMNS[instruction], STAGES[instruction], splits
+        )
+    ]
+    return [
+        one for one in found if one.split == 1 or math.prod(one.blocks(key.m, key.n)) <= TICKETS
+    ]
+
+
+class EndedTrial:
+    """One product of an operation, with its end.
+
+    Args:
+        key: of an operation among OPERATIONS.
+        device: where it runs, with its `products`.
+        by_itself: the trial of the product without its end (lsq.gemm.tuner.cublaslt.CublasTrial).
+
+    Raises:
+        ValueError: products of this operation have one way alone, which nobody tunes.
+    """
+
+    def __init__(self, key: ProductKey, device: Device, by_itself) -> None:
+        if key.op not in OPERATIONS:
+            by_itself.close()
+            raise ValueError(
+                f"op is {key.op!r}, which a GPU makes by tiles of a rule alone: leave it out"
+            )
+        self.key, self.device, self._by_itself = key, device, by_itself
+        made = Sampler(device.place, torch.bfloat16).operation(OPERATIONS[key.op](key))
+        others = by_itself.backend.copies(key) - 1
+        self._operations = [made, *(made.bind(torch.Tensor.clone) for _ in range(others))]
+        self._scratch: dict[tuple[int, Spec], torch.Tensor] = {}
+        self._expected: list[torch.Tensor] | None = None
+        self._lists: dict[tuple[Configuration, int], LaunchList] = {}
+        self._chosen: dict[CublasConfiguration, ChosenProduct] = {}
+
+    def candidates(self) -> Sequence[Configuration]:
+        sm = self._by_itself.backend.sm
+        found = [*self._by_itself.candidates(), *tiles(self.key, sm)]
+        default = default_tile(self.key, sm) or found[0]
+        return [default, *(each for each in found if each != default)]
+
+    def fault(self, configuration: Configuration) -> str | None:
+        if isinstance(configuration, CublasConfiguration):
+            return self._by_itself.fault(configuration)
+        expected = self._exact()
+        written = self._operations[0].outputs
+        for tensor in written:
+            tensor.zero_()
+        try:
+            self._list(configuration, 0).run()
+            self.device.synchronize()
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        differing = sum(int((~_equal(*pair)).sum()) for pair in zip(written, expected, strict=True))
+        return f"{differing} of its results are wrong" if differing else None
+
+    def seconds(self, configuration: Configuration, repeats: int) -> float:
+        lists = [
+            self._list(configuration, number)
+            for number in range(min(repeats, len(self._operations)))
+        ]
+        return self._by_itself.backend.time(
+            lambda number: lists[number % len(lists)].run(), repeats
+        )
+
+    def float_seconds(self, repeats: int) -> float:
+        """Of the product of bfloat16 alone."""
+        return self._by_itself.float_seconds(repeats)
+
+    def close(self) -> None:
+        """Free the products; queued runs are waited for."""
+        self.device.synchronize()
+        self._lists.clear()
+        for chosen in self._chosen.values():
+            chosen.native.close()
+        self._by_itself.close()
+
+    def _exact(self) -> list[torch.Tensor]:
+        """What the first operation writes, of exact sums."""
+        if self._expected is None:
+            entries = self._entries(None, self._operations[0])
+            place = next(
+                number for number, entry in enumerate(entries) if isinstance(entry, Product)
+            )
+            self.device.run(entries[:place])
+            _multiply(entries[place])
+            self.device.run(entries[place + 1 :])
+            self._expected = [tensor.clone() for tensor in self._operations[0].outputs]
+        return self._expected
+
+    def _entries(
+        self, tile: TileConfiguration | None, operation: Operation
+    ) -> list[Launch | Product]:
+        with gemm.ended_by(tile):
+            return operation.cuda(*map(self._memory, enumerate(operation.cuda_scratch())))
+
+    def _memory(self, wanted: tuple[int, Spec]) -> torch.Tensor:
+        """Scratch is the same for all lists: it is warm, as planned memory is."""
+        if wanted not in self._scratch:
+            shape, dtype = wanted[1]
+            self._scratch[wanted] = torch.empty(shape, dtype=dtype, device=self.device.place)
+        return self._scratch[wanted]
+
+    def _list(self, configuration: Configuration, number: int) -> LaunchList:
+        found = self._lists.get((configuration, number))
+        if found is None:
+            tiled = isinstance(configuration, TileConfiguration)
+            entries = self._entries(configuration if tiled else None, self._operations[number])
+            found = self.device.list(
+                entries,
+                title=str(self.key),
+                products=SimpleNamespace(prepare=lambda _: self._native(configuration)),
+            )
+            self._lists[configuration, number] = found
+        return found
+
+    def _native(self, configuration: CublasConfiguration) -> ChosenProduct:
+        if configuration not in self._chosen:
+            products = self.device.products
+            native = products.describe(self.key)
+            with products.current():
+                native.choose(configuration.algorithm)
+            self._chosen[configuration] = ChosenProduct(
+                key=self.key, native=native, algorithm=configuration
+            )
+        return self._chosen[configuration]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """bool, of each element; floats may have been added up in another order."""
+    if not one.is_floating_point():
+        return one == other
+    return one.isclose(other, rtol=0.0, atol=float(TOLERANCE * other.abs().max()), equal_nan=True)
+
+
+def _multiply(product: Product) -> None:
+    """Exact sums, a few rows at a time."""
+    wide = product.b.double().mT
+    step = max(1, REFERENCE_ELEMENTS // product.b.shape[0])
+    for rows, out in zip(product.a.split(step), product.out.split(step), strict=True):
+        out.copy_(rows.double() @ wide)

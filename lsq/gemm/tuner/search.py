@@ -1,0 +1,172 @@
+"""Tunes many products into a file, which always holds all that is done: stop it and go on whenever
+you like."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lsq.gemm import configuration_file
+from lsq.gemm.configuration import Entry, Times, now
+from lsq.gemm.configuration_file import ConfigurationFile
+from lsq.gemm.device import Validators, difference
+from lsq.gemm.product_key import ProductKey
+from lsq.files.lock import locked_file
+from lsq.gemm.tuner.trial import Outcome, Settings, Trials, compare
+
+MEASUREMENTS = 150
+"""Of a product with all its candidates, about: nine of transformer base took 71 to 416 on a CPU,
+the median 134."""
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """What a run of the tuner did."""
+
+    path: Path
+    left: int
+    """Products that were not reached."""
+    entries: list[Entry] = field(default_factory=list)
+    """Measured now."""
+    skipped: int = 0
+    """Products that had an entry already."""
+    failed: list[tuple[ProductKey, str]] = field(default_factory=list)
+    """Products that cannot be tuned here, and why."""
+    refused: int = 0
+    """Candidates that computed wrong results or did not run."""
+    incomplete: int = 0
+    """Entries for which the time was too short for every candidate."""
+    interrupted: bool = False
+    """By Ctrl-C."""
+
+
+def opened(path: Path, validators: Validators) -> ConfigurationFile:
+    """The file to go on with: what is there, or a new one.
+
+    Raises:
+        ValueError: it is damaged, or of another device or library.
+        OSError: it cannot be read.
+    """
+    if not path.exists():
+        return ConfigurationFile(validators=validators)
+    file = configuration_file.read(path)
+    found = difference(file.validators, validators)
+    if found is not None:
+        raise ValueError(
+            f"{path} holds the products of another device: {found}; choose another --output"
+        )
+    return file
+
+
+def estimate(
+    trials: Trials, keys: Sequence[ProductKey], settings: Settings | None = None
+) -> dict[ProductKey, float]:
+    """About how many seconds each product takes to tune, judged by a few runs of the middle one.
+
+    Args:
+        trials: of this device.
+        keys: one at least.
+        settings: of `tune`.
+    """
+    least, speed = (settings or Settings()).seconds, float("inf")
+    middle = sorted(keys, key=lambda key: key.arithmetic)[(len(keys) - 1) // 2]
+    with contextlib.suppress(RuntimeError, ValueError, MemoryError):  # which `tune` reports
+        with contextlib.closing(trials(middle)) as trial:
+            untuned = trial.candidates()[0]
+            trial.seconds(untuned, 1)  # warm
+            speed = middle.arithmetic / trial.seconds(untuned, 3)
+    return {key: MEASUREMENTS * max(least, key.arithmetic / speed) for key in keys}
+
+
+def tune(
+    trials: Trials,
+    keys: Sequence[ProductKey],
+    path: Path,
+    validators: Validators,
+    *,
+    settings: Settings | None = None,
+    again: bool = False,
+    seconds: float = float("inf"),
+    progress: Callable[[ProductKey, Outcome | None], None] = lambda key, outcome: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Summary:
+    """Find the best way to run each product that has no entry yet, and write each entry as soon as
+    it is there.
+
+    Args:
+        trials: of this device.
+        keys: in the order in which they are tuned; those that round to the same one are tuned once.
+        path: the file, which is made or gone on with.
+        validators: of this device.
+        again: tune also what has an entry.
+        seconds: after so many, no further product is begun, and the one at hand takes up no further
+            candidates.
+        progress: called after each product, with None for what was skipped or failed.
+
+    Raises:
+        ValueError: the file is damaged or of another device.
+        OSError: another tuner is writing the file, or it cannot be written.
+    """
+    settings = settings or Settings()
+    deadline = clock() + seconds
+    rounded = list(dict.fromkeys(key.rounded() for key in keys))
+    summary = Summary(path=path, left=len(rounded))
+    with locked_file(path, "choose another --output"):
+        file = opened(path, validators)
+        known = set() if again else {entry.key for entry in file.entries}
+        try:
+            for key in rounded:
+                outcome = None
+                if key in known:
+                    summary.skipped += 1
+                elif clock() >= deadline:
+                    break
+                else:
+                    try:
+                        outcome = _tune_one(trials, key, settings, deadline, clock)
+                    except (RuntimeError, ValueError, MemoryError) as error:
+                        summary.failed.append((key, str(error)))
+                if outcome is not None:
+                    summary.entries.append(_entry(key, outcome))
+                    file = file.with_entries(summary.entries[-1:])
+                    configuration_file.write(path, file)
+                    summary.refused += len(outcome.refused)
+                    summary.incomplete += not outcome.complete
+                summary.left -= 1
+                progress(key, outcome)
+        except KeyboardInterrupt:
+            summary.interrupted = True
+    return summary
+
+
+def _tune_one(trials, key, settings, deadline, clock) -> Outcome:
+    with contextlib.closing(trials(key)) as trial:
+        candidates = trial.candidates()
+        outcome = compare(trial, candidates, settings, deadline=deadline, clock=clock)
+    for _ in range(settings.confirmations):
+        if outcome.configuration == candidates[0]:
+            break
+        with contextlib.closing(trials(key)) as trial:
+            again = compare(trial, [candidates[0], outcome.configuration], settings)
+        counts = {name: getattr(outcome, name) for name in ("refused", "complete")}
+        # both are of one kind; what they beat is known
+        if again.other is None and outcome.other is not None:
+            counts["other"] = outcome.other / outcome.chosen * again.chosen
+        outcome = dataclasses.replace(again, **counts)
+    return outcome
+
+
+def _entry(key: ProductKey, outcome: Outcome) -> Entry:
+    times = {name: getattr(outcome, name) for name in ("chosen", "default", "float", "other")}
+    microseconds = {
+        name: None if time is None else round(1e6 * time, 3) for name, time in times.items()
+    }
+    return Entry(
+        key=key,
+        configuration=outcome.configuration,
+        times=Times(**microseconds),
+        spread=round(outcome.spread, 4),
+        date=now(),
+    )

@@ -1,0 +1,89 @@
+"""Layers of BERT and of those that share it, such as RoBERTa."""
+
+import torch
+from torch import nn
+
+from lsq.models.fused_layer import FusedLayer, cache_of
+from lsq.models.reading import activation_of, biases, dropout_of, layer_norm_epsilon, plain_linears
+from lsq.config import LayerConfig, QuantConfig
+
+HEADS = ("query", "key", "value")
+
+
+class BertLayer(FusedLayer):
+    """Self-attention, LayerNorm, a feed-forward block, LayerNorm."""
+
+    causal = False
+    PARTS = {
+        "attention": "Attention",
+        "attention.self": "SelfAttention",
+        "attention.output": "SelfOutput",
+        "intermediate": "Intermediate",
+        "output": "Output",
+    }
+    SOURCES = {
+        "self_attn.qkv_weight": tuple(f"attention.self.{part}.weight" for part in HEADS),
+        "self_attn.qkv_bias": tuple(f"attention.self.{part}.bias" for part in HEADS),
+        "self_attn.out_weight": ("attention.output.dense.weight",),
+        "self_attn.out_bias": ("attention.output.dense.bias",),
+        "self_attn_layer_norm.weight": ("attention.output.LayerNorm.weight",),
+        "self_attn_layer_norm.bias": ("attention.output.LayerNorm.bias",),
+        "feed_forward.fc1_weight": ("intermediate.dense.weight",),
+        "feed_forward.fc1_bias": ("intermediate.dense.bias",),
+        "feed_forward.fc2_weight": ("output.dense.weight",),
+        "feed_forward.fc2_bias": ("output.dense.bias",),
+        "final_layer_norm.weight": ("output.LayerNorm.weight",),
+        "final_layer_norm.bias": ("output.LayerNorm.bias",),
+    }
+
+    @staticmethod
+    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        attention, after = layer.attention.self, layer.attention.output
+        q, k, v = plain_linears(attention, *HEADS)
+        (out,) = plain_linears(after, "dense")
+        (first,) = plain_linears(layer.intermediate, "dense")
+        (second,) = plain_linears(layer.output, "dense")
+        return LayerConfig(
+            hidden=q.in_features,
+            heads=attention.num_attention_heads,
+            head_width=attention.attention_head_size,
+            feed_forward=first.out_features,
+            activation=activation_of(layer.intermediate.intermediate_act_fn),
+            bias=biases(out, first, second),
+            head_bias=biases(q, k, v),
+            quant=quantization,
+            **BertLayer.settings(layer),
+        )
+
+    @staticmethod
+    def settings(layer: nn.Module) -> dict[str, object]:
+        attention, after = layer.attention.self, layer.attention.output
+        return {
+            "score_factor": attention.scaling,
+            "attention_dropout": attention.dropout.p,
+            "dropout": dropout_of(after.dropout, layer.output.dropout),
+            "layer_norm_epsilon": layer_norm_epsilon(after.LayerNorm, layer.output.LayerNorm),
+        }
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        return [layer.attention.self]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        **options,
+    ) -> torch.Tensor:
+        packing = self.packing(hidden_states, attention_mask, options, cache_of(options))
+        if packing is not None:
+            return self.fused(hidden_states, packing)
+        return self.own_pass(
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            **options,
+        )

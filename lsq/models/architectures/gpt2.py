@@ -1,0 +1,87 @@
+"""Layers of GPT-2."""
+
+import torch
+from torch import nn
+
+from lsq.models.fused_layer import FusedLayer, Others
+from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain
+from lsq.config import LayerConfig, QuantConfig
+
+
+class GPT2Layer(FusedLayer):
+    """LayerNorm, causal self-attention, LayerNorm, a feed-forward block; weights are [inputs,
+    outputs]."""
+
+    causal = True
+    PARTS = {"attn": "Attention", "mlp": "MLP"}
+    SOURCES = {
+        "self_attn_layer_norm.weight": ("ln_1.weight",),
+        "self_attn_layer_norm.bias": ("ln_1.bias",),
+        "self_attn.qkv_weight": ("attn.c_attn.weight",),
+        "self_attn.qkv_bias": ("attn.c_attn.bias",),
+        "self_attn.out_weight": ("attn.c_proj.weight",),
+        "self_attn.out_bias": ("attn.c_proj.bias",),
+        "final_layer_norm.weight": ("ln_2.weight",),
+        "final_layer_norm.bias": ("ln_2.bias",),
+        "feed_forward.fc1_weight": ("mlp.c_fc.weight",),
+        "feed_forward.fc1_bias": ("mlp.c_fc.bias",),
+        "feed_forward.fc2_weight": ("mlp.c_proj.weight",),
+        "feed_forward.fc2_bias": ("mlp.c_proj.bias",),
+    }
+
+    @staticmethod
+    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        from transformers.pytorch_utils import Conv1D
+
+        attention, mlp = layer.attn, layer.mlp
+        plain(Conv1D, attention, "c_attn", "c_proj")
+        inner, _ = plain(Conv1D, mlp, "c_fc", "c_proj")
+        return LayerConfig(
+            hidden=attention.embed_dim,
+            heads=attention.num_heads,
+            feed_forward=inner.nf,
+            activation=activation_of(mlp.act),
+            by_inputs=True,
+            pre_norm=True,
+            quant=quantization,
+            **GPT2Layer.settings(layer),
+        )
+
+    @staticmethod
+    def settings(layer: nn.Module) -> dict[str, object]:
+        return {
+            "score_factor": layer.attn.scaling,
+            "attention_dropout": layer.attn.attn_dropout.p,
+            "dropout": dropout_of(layer.attn.resid_dropout, layer.mlp.dropout),
+            "layer_norm_epsilon": layer_norm_epsilon(layer.ln_1, layer.ln_2),
+        }
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        return [layer.attn]
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        return self.float_class.forward(self, x, attention_mask=mask)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cache=None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = False,
+        **options,
+    ) -> torch.Tensor:
+        packing = self.packing(hidden_states, attention_mask, options, cache)
+        if packing is not None and encoder_hidden_states is None:
+            return self.fused(hidden_states, packing, cache=cache)
+        return self.own_pass(
+            hidden_states,
+            cache,
+            attention_mask=attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache,
+            **options,
+        )

@@ -1,0 +1,152 @@
+"""Layers of Marian and BART, with norms behind their blocks, and of those with norms before them:
+mBART, M2M100 (NLLB), Pegasus. Names inside the layers are the same in all of them.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lsq.models.fused_layer import FusedLayer, Others, cache_of
+from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears, the_same
+from lsq.config import LayerConfig, QuantConfig
+
+ENCODER = {
+    "self_attn_layer_norm.weight": ("self_attn_layer_norm.weight",),
+    "self_attn_layer_norm.bias": ("self_attn_layer_norm.bias",),
+    "self_attn.qkv_weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "self_attn.qkv_bias": (
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+    ),
+    "self_attn.out_weight": ("self_attn.out_proj.weight",),
+    "self_attn.out_bias": ("self_attn.out_proj.bias",),
+    "final_layer_norm.weight": ("final_layer_norm.weight",),
+    "final_layer_norm.bias": ("final_layer_norm.bias",),
+    "feed_forward.fc1_weight": ("fc1.weight",),
+    "feed_forward.fc1_bias": ("fc1.bias",),
+    "feed_forward.fc2_weight": ("fc2.weight",),
+    "feed_forward.fc2_bias": ("fc2.bias",),
+}
+DECODER = ENCODER | {
+    "encoder_attn_layer_norm.weight": ("encoder_attn_layer_norm.weight",),
+    "encoder_attn_layer_norm.bias": ("encoder_attn_layer_norm.bias",),
+    "encoder_attn.query_weight": ("encoder_attn.q_proj.weight",),
+    "encoder_attn.query_bias": ("encoder_attn.q_proj.bias",),
+    "encoder_attn.key_value_weight": ("encoder_attn.k_proj.weight", "encoder_attn.v_proj.weight"),
+    "encoder_attn.key_value_bias": ("encoder_attn.k_proj.bias", "encoder_attn.v_proj.bias"),
+    "encoder_attn.out_weight": ("encoder_attn.out_proj.weight",),
+    "encoder_attn.out_bias": ("encoder_attn.out_proj.bias",),
+}
+
+
+class EncoderLayer(FusedLayer):
+    """Self-attention and a feed-forward block, a LayerNorm behind each."""
+
+    SOURCES, PARTS, causal = ENCODER, {"self_attn": "Attention"}, False
+    PRE_NORM: ClassVar[bool] = False
+
+    @classmethod
+    def config_of(cls, layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        attentions = cls.attentions(layer)
+        inner, outer = plain_linears(layer, "fc1", "fc2")
+        linears = [inner, outer]
+        for attention in attentions:
+            linears += plain_linears(attention, "q_proj", "k_proj", "v_proj", "out_proj")
+        return LayerConfig(
+            hidden=attentions[0].embed_dim,
+            heads=the_same("heads", [one.num_heads for one in attentions]),
+            feed_forward=inner.out_features,
+            activation=activation_of(layer.activation_fn),
+            bias=biases(*linears),
+            pre_norm=cls.PRE_NORM,
+            quant=quantization,
+            **cls.settings(layer),
+        )
+
+    @classmethod
+    def settings(cls, layer: nn.Module) -> dict[str, object]:
+        attentions, norms = (
+            cls.attentions(layer),
+            [layer.self_attn_layer_norm, layer.final_layer_norm],
+        )
+        norms += [layer.encoder_attn_layer_norm] if cls.CROSS else []
+        return {
+            "dropout": layer.dropout,
+            "activation_dropout": layer.activation_dropout,
+            "attention_dropout": the_same(
+                "dropouts of attention", [one.dropout for one in attentions]
+            ),
+            "score_factor": the_same("factors of scores", [one.scaling for one in attentions]),
+            "layer_norm_epsilon": layer_norm_epsilon(*norms),
+        }
+
+    @classmethod
+    def attentions(cls, layer: nn.Module) -> list[nn.Module]:
+        return [layer.self_attn, *([layer.encoder_attn] if cls.CROSS else [])]
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **options
+    ) -> torch.Tensor:
+        packing = self.packing(hidden_states, attention_mask, options)
+        if packing is not None:
+            return self.fused(hidden_states, packing)
+        return self.own_pass(hidden_states, attention_mask, **options)
+
+
+class DecoderLayer(EncoderLayer):
+    """Causal self-attention, attention to an encoder's output and a feed-forward block, a LayerNorm
+    behind each."""
+
+    SOURCES, PARTS, causal, CROSS = (
+        DECODER,
+        {"self_attn": "Attention", "encoder_attn": "Attention"},
+        True,
+        True,
+    )
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        return self.float_class.forward(self, x, mask, others.memory.states)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = True,
+        **options,
+    ) -> torch.Tensor:
+        packing, memory = (
+            self.packing(hidden_states, attention_mask, options, cache_of(options)),
+            None,
+        )
+        if packing is not None and encoder_hidden_states is not None:
+            memory = self.memory(encoder_hidden_states, encoder_attention_mask)
+        if memory is not None:
+            return self.fused(hidden_states, packing, memory=memory)
+        return self.own_pass(
+            hidden_states,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache,
+            **options,
+        )
+
+
+class PreNormEncoderLayer(EncoderLayer):
+    """The same with LayerNorms before its blocks."""
+
+    PRE_NORM = True
+
+
+class PreNormDecoderLayer(DecoderLayer):
+    """The same with LayerNorms before its blocks."""
+
+    PRE_NORM = True

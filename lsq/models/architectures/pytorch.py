@@ -1,0 +1,160 @@
+"""Layers of PyTorch's own torch.nn.TransformerEncoder."""
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lsq.models.batch import HIDDEN, causal, remembered
+from lsq.models.fused_layer import FusedLayer, Others
+from lsq.models.reading import (
+    activation_of,
+    biases,
+    dropout_of,
+    layer_norm_epsilon,
+    plain,
+    plain_linears,
+)
+from lsq.config import LayerConfig, QuantConfig
+
+
+class EncoderLayer(FusedLayer):
+    """Self-attention and a feed-forward block, with a LayerNorm before or after each.
+
+    The masks of a pass say whether it is causal. Padding comes out as zeros.
+    """
+
+    STATE = (*FusedLayer.STATE, "causal")
+    causal = False
+    PARTS = {}
+    SOURCES = {
+        "self_attn.qkv_weight": ("self_attn.in_proj_weight",),
+        "self_attn.qkv_bias": ("self_attn.in_proj_bias",),
+        "self_attn.out_weight": ("self_attn.out_proj.weight",),
+        "self_attn.out_bias": ("self_attn.out_proj.bias",),
+        "self_attn_layer_norm.weight": ("norm1.weight",),
+        "self_attn_layer_norm.bias": ("norm1.bias",),
+        "feed_forward.fc1_weight": ("linear1.weight",),
+        "feed_forward.fc1_bias": ("linear1.bias",),
+        "feed_forward.fc2_weight": ("linear2.weight",),
+        "feed_forward.fc2_bias": ("linear2.bias",),
+        "final_layer_norm.weight": ("norm2.weight",),
+        "final_layer_norm.bias": ("norm2.bias",),
+    }
+
+    @staticmethod
+    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        (attention,) = plain(nn.MultiheadAttention, layer, "self_attn")
+        (out,) = plain(NonDynamicallyQuantizableLinear, attention, "out_proj")
+        first, second = plain_linears(layer, "linear1", "linear2")
+        return LayerConfig(
+            hidden=attention.embed_dim,
+            feed_forward=first.out_features,
+            bias=biases(out, first, second),
+            head_bias=attention.in_proj_bias is not None,
+            quant=quantization,
+            **EncoderLayer.settings(layer),
+        )
+
+    @staticmethod
+    def settings(layer: nn.Module) -> dict[str, object]:
+        if layer.self_attn.add_zero_attn:
+            raise ValueError("its attention has add_zero_attn")
+        return {
+            "heads": layer.self_attn.num_heads,
+            "activation": activation_of(layer.activation),
+            "attention_dropout": layer.self_attn.dropout,
+            "activation_dropout": layer.dropout.p,
+            "dropout": dropout_of(layer.dropout1, layer.dropout2),
+            "pre_norm": layer.norm_first,
+            "layer_norm_epsilon": layer_norm_epsilon(layer.norm1, layer.norm2),
+        }
+
+    @classmethod
+    def _check_attention(cls, layer: nn.Module) -> None:
+        """PyTorch's attention has one implementation, and each pass says whether it is causal."""
+
+    @property
+    def attention_kind(self) -> str:
+        return "sdpa"
+
+    def forward(
+        self,
+        src: torch.Tensor,
+        src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        if src.is_nested:  # so TransformerEncoder leaves padding out in evaluation
+            return self._nested(src)
+        read = None
+        if src.dim() in (2, 3) and (src_mask is not None or not is_causal):
+            x, masks = self._sentences(src), (src_mask, src_key_padding_mask)
+            shape = tuple(x.shape[3 - src.dim() : 2])
+            read = remembered("masks", masks, shape, lambda: _read(*masks, shape))
+        if read is not None:
+            self.causal, present = read
+            packing = self.packing(x, present, {})
+            if packing is not None:
+                return self._as_given(self.fused(x, packing), src)
+        return self.own_pass(src, src_mask, src_key_padding_mask, is_causal)
+
+    def _nested(self, src: torch.Tensor) -> torch.Tensor:
+        lengths = src._nested_tensor_size()[:, 0].to(src.device)
+        x = src.to_padded_tensor(0.0)
+        present = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        y = self._as_given(self.forward(self._as_given(x, x), None, ~present), x)
+        return torch._nested_tensor_from_mask(y, present, mask_check=False)
+
+    def _sentences(self, src: torch.Tensor) -> torch.Tensor:
+        """src, of one sentence [T, H], or [B, T, H] or [T, B, H] as batch_first says, as [B, T,
+        H]."""
+        if src.dim() == 2:
+            return src[None]
+        return src if self.self_attn.batch_first else src.transpose(0, 1)
+
+    def _as_given(self, y: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        """y [B, T, H] in the shape of src."""
+        if src.dim() == 2:
+            return y[0]
+        return y if self.self_attn.batch_first else y.transpose(0, 1)
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        mask = None if mask is None else mask[0, 0]
+        return self._sentences(self.float_class.forward(self, self._as_given(x, x), mask))
+
+
+def _read(
+    mask: torch.Tensor | None, padding: torch.Tensor | None, shape: tuple[int, ...]
+) -> tuple[bool, torch.Tensor | None] | None:
+    """Whether a pass is causal, and which tokens are there: bool [B, T], or None for all.
+
+    Args:
+        mask: [T, T] of what a query does not see: True there, or a number that is added to its
+            score.
+        padding: [B, T] or [T], the same of keys.
+        shape: (B, T) or (T,).
+
+    Returns:
+        None where attention is something else, or PyTorch refuses a mask of that shape.
+    """
+    present = None if padding is None or padding.shape != shape else _seen(padding)
+    if padding is not None and present is None:
+        return None
+    present = present if present is None or present.dim() == 2 else present[None]
+    if mask is None:
+        return False, present
+    sees = _seen(mask) if tuple(mask.shape) == 2 * shape[-1:] else None
+    if sees is None:
+        return None
+    if sees.all():
+        return False, present
+    every = torch.ones_like(sees[:1])
+    return (True, present) if torch.equal(sees, causal(None, every)[0]) else None
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor | None:
+    """Where a mask of PyTorch's hides nothing; None: it adds something else to scores."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    seen = mask == 0
+    return seen if (seen | (mask <= HIDDEN)).all() else None

@@ -1,0 +1,205 @@
+"""What all layers of a model see of a batch: which tokens are there, and how far each turns.
+
+B sentences, T time, D columns of a head. Models make both once for all layers, so it is looked at
+once.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from lsq.layers.packing import Packing
+from lsq.run.stamp import FEW_ROWS, Stamp
+
+Made = TypeVar("Made")
+_local = threading.local()
+HIDDEN = -1e4
+"""What is added to a score, or less, leaves nothing of a probability."""
+KEPT = 4
+"""Results of the last so many masks and rotations: an encoder's and a decoder's, while one calls
+another."""
+
+
+def packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, **options
+) -> Packing | None:
+    """How the tokens that `mask` leaves are packed.
+
+    Args:
+        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of what is there; or
+            of which query sees which key [B or 1, 1, T or 1, T], bool or with 0 where it does, or a
+            BlockMask of FlexAttention.
+        shape: (B, T).
+        seen: present bool [B, T] -> bool [B, T, T], what the layer lets queries see.
+        options: of Packing.
+
+    Returns:
+        None where queries see something else than `seen` says, as those of packed sentences do.
+    """
+    key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
+    return remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
+
+
+def memory_packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], **options
+) -> Packing | None:
+    """How the tokens of an encoder's output are packed that `mask` lets a decoder see.
+
+    Args:
+        mask: None; bool or 0 and 1 [B, S] of what is there; or of which query sees which key [B or
+            1, 1, T or 1, S], bool or with 0 where it does, or a BlockMask of FlexAttention.
+        shape: (B, S).
+        options: of Packing.
+
+    Returns:
+        None where queries of a sentence see different keys, or none.
+    """
+    key = shape, *((name, id(value)) for name, value in sorted(options.items()))
+    return remembered("memory", (mask,), key, lambda: _memory_packing_of(mask, shape, options))
+
+
+def rotation_of(
+    cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cosine, sine [B or 1, T, D] of models whose heads turn in halves -> (table float32 [P, D],
+    places int64 [R]).
+
+    P is filled up to a power of two, so that programs are made for few of them.
+    """
+    versions = [None if one.is_inference() else one._version for one in (cosine, sine)]
+    objects = cosine, sine, packing
+    return remembered("rotation", objects, versions, lambda: _rotation_of(*objects), exact=False)
+
+
+def _packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict
+) -> Packing | None:
+    if mask is None:
+        return Packing(shape=shape, **options)
+    mask = _dense(mask)
+    batch, time = shape
+    if mask.dim() == 2:
+        present = (mask != 0).expand(shape)
+    else:
+        sees = _sees(mask, batch)
+        if sees is None:
+            return None
+        sees = sees.expand(batch, time, time)
+        present = sees.any(dim=1)
+        if not torch.equal(sees & present[:, :, None], seen(present) & present[:, :, None]):
+            return None
+    return Packing(None if present.all() else ~present, shape=shape, **options)
+
+
+def _memory_packing_of(
+    mask: torch.Tensor | None, shape: tuple[int, int], options: dict
+) -> Packing | None:
+    if mask is None:
+        return Packing(shape=shape, **options)
+    mask = _dense(mask)
+    sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
+    if sees is None:
+        return None
+    present = sees[:, 0]
+    if not present.any(dim=1).all() or not torch.equal(sees, present[:, None].expand_as(sees)):
+        return None
+    return Packing(None if present.all() else ~present, shape=shape, **options)
+
+
+def _dense(mask: object) -> torch.Tensor:
+    """A BlockMask as bool [B or 1, N or 1, T, S]; tensors as they are.
+
+    Raises:
+        ValueError: something else.
+    """
+    if isinstance(mask, torch.Tensor):
+        return mask
+    if type(mask).__name__ != "BlockMask":
+        raise ValueError(
+            f"the attention mask is a {type(mask).__name__}; it must be a tensor, a BlockMask or"
+            " None"
+        )
+    # which made the mask, and has been imported
+    from torch.nn.attention.flex_attention import (
+        create_mask,
+    )
+
+    queries, keys = mask.seq_lengths
+    every = create_mask(mask.mask_mod, *mask.shape[:2], queries, keys, mask.kv_num_blocks.device)
+    # a block that is left out is hidden, whatever the function says
+    blocks = mask.to_dense().bool()
+    for dim, size in zip((2, 3), mask.BLOCK_SIZE, strict=True):
+        blocks = blocks.repeat_interleave(size, dim)
+    return every & blocks[:, :, :queries, :keys]
+
+
+def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """Which query sees which key, bool [B, T or 1, S], by a mask [B or 1, 1, T or 1, S].
+
+    None where heads see different keys, or what is added to scores hides a key in part.
+    """
+    if mask.shape[1] != 1:
+        return None
+    sees = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not (sees | (mask <= HIDDEN)).all():
+        return None
+    return sees.expand(batch, *sees.shape[1:])[:, 0]
+
+
+def _rotation_of(
+    cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (batch, time), half = packing.shape, cosine.shape[2] // 2
+    table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
+    places = (
+        torch.arange(len(table), device=table.device).view(len(cosine), time).expand(batch, time)
+    )
+    filled = 2 ** (len(table) - 1).bit_length()
+    return torch.nn.functional.pad(table, (0, 0, 0, filled - len(table))), packing.pack(places)
+
+
+def causal(window: int | None, present: torch.Tensor) -> torch.Tensor:
+    """present bool [B, T] -> [B, T, T]: each query sees the last `window` keys up to its own, or
+    all of these."""
+    time = present.shape[1]
+    distance = torch.arange(time, device=present.device)
+    distance = distance[:, None] - distance
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return present[:, None, :] & near
+
+
+def everything(present: torch.Tensor) -> torch.Tensor:
+    """present bool [B, T] -> [B, T, T]: each query sees all that is there."""
+    return present[:, None, :].expand(-1, present.shape[1], -1)
+
+
+def remembered(
+    kind: str, objects: tuple, key: object, make: Callable[[], Made], *, exact: bool = True
+) -> Made:
+    """Return what `make` gave for the same objects and key, or call it again.
+
+    With `exact`, tensors must also hold the values that they held.
+    """
+    kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
+    tensors = [one for one in objects if exact and isinstance(one, torch.Tensor)]
+    for found, stamp, under, made in kept:
+        same = under == key and all(map(_is_still, found, objects))
+        if same and stamp.holds(tensors, rows=FEW_ROWS):
+            return made
+    with torch.inference_mode(False):  # training may use it as well
+        made = make()
+    references = [None if one is None else weakref.ref(one) for one in objects]
+    kept.append((references, Stamp(tensors), key, made))
+    return made
+
+
+def _is_still(reference: weakref.ref | None, one: object) -> bool:
+    """Return whether `reference` refers to `one`.
+
+    A dead reference matches nothing, None included.
+    """
+    return reference is None if one is None else reference is not None and reference() is one

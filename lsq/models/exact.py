@@ -1,0 +1,179 @@
+"""Whether a layer of another model computes what its class was written to: no patches, hooks or
+wrappers. LoRA's adapters are looked through; lsq.models.adapters reads them."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from types import FunctionType
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+PLAIN = (
+    nn.Linear,
+    NonDynamicallyQuantizableLinear,
+    nn.LayerNorm,
+    nn.Dropout,
+    nn.Embedding,
+    nn.ModuleList,
+)
+OTHERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
+"""Where activations and Conv1D are defined."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+"""Names in torch.nn.modules.module of the hooks that all modules have."""
+RECORDER = "transformers.utils.output_capturing"
+"""Defines hooks that only look, and only where a fused layer runs its own code."""
+TRUSTED = ("torch", "transformers")
+"""Packages whose functions may be called, or may decorate."""
+
+
+def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]) -> None:
+    """Refuse a layer that may compute something else than its class says.
+
+    Args:
+        layer: of transformers or PyTorch.
+        parts: paths of modules inside whose classes are of the same file, and how their names end.
+        parameters: all that the layer may have.
+
+    Raises:
+        ValueError: names what is different.
+    """
+    home = type(layer).__module__
+    for path, module in [("", layer), *named_inside(layer)]:
+        kind, name = type(module), f"its {path}" if path else "it"
+        ending = parts.get(path)
+        exact = kind in PLAIN or kind.__module__ in OTHERS
+        if ending is not None:
+            exact = kind.__module__ == home and kind.__name__.endswith(ending)
+        if path and not exact:
+            raise ValueError(f"{name} is a {kind.__module__}.{kind.__qualname__}")
+        found = patched(kind) or altered(module)
+        if found:
+            raise ValueError(f"{name} has {found}")
+    for name, _ in layer.named_parameters():
+        if name.replace(".base_layer.", ".") not in parameters and not is_adapter(name):
+            raise ValueError(f"it has a parameter {name}, which its class does not use")
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether it is a linear layer that PEFT has put LoRA's adapters around."""
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a layer is of a LoRA adapter, by its name."""
+    return ".lora_" in name
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer without adapters."""
+    return module.base_layer if is_lora(module) else module
+
+
+def patched(kind: type[nn.Module]) -> str | None:
+    """A method of a class that its file does not define, or that calls a function of others."""
+    for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, value in vars(owner).items():
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(function, FunctionType) and (
+                name == "__call__" or not name.startswith("__")
+            ):
+                strange = _strange(function, owner)
+                if strange:
+                    return f"a {owner.__qualname__}.{name} {strange}"
+    return None
+
+
+def _strange(function: FunctionType, owner: type) -> str | None:
+    while isinstance(getattr(function, "__wrapped__", None), FunctionType) and _trusted(function):
+        function = function.__wrapped__
+    if _home(function) != owner.__module__:
+        return f"that {_home(function)} defines"
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, FunctionType) and not _trusted(called):
+            return f"that calls a {name} of {_home(called)}"
+    return None
+
+
+def altered(module: nn.Module) -> str | None:
+    """What makes a module compute something else than its class, or lets others see its values."""
+    state = module.__dict__
+    found = own_methods(module, type(module))
+    if found:
+        return found
+    for hooks in filter(None, map(state.get, HOOKS)):
+        for hook in hooks.values():
+            if _home(hook) != RECORDER:
+                return f"a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
+    return None
+
+
+def own_methods(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Return which method of `kind` this module replaces for itself, in words."""
+    names, state = _methods(kind), module.__dict__
+    return None if names.isdisjoint(state) else f"a {min(names & state.keys())} of its own"
+
+
+def hooked_everywhere() -> str | None:
+    """Return which hook all modules of this process have, in words
+    (register_module_forward_hook)."""
+    hooks = vars(torch_module)
+    return next((f"a hook of all modules ({name})" for name in GLOBAL_HOOKS if hooks[name]), None)
+
+
+@lru_cache(maxsize=512)
+def _methods(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of functions of a class, `forward` among them."""
+    owners = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    return frozenset(
+        name
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(value, FunctionType)
+    ) | {"forward"}
+
+
+@lru_cache(maxsize=512)
+def patched_now(kind: type[nn.Module], forward: Callable) -> str | None:
+    """`patched` of a class that has this `forward`, looked up once."""
+    return patched(kind)
+
+
+def inside(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules in it, in an order that stays; adapters are looked through."""
+    return (child for _, child in named_inside(module))
+
+
+def named_inside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The same with their paths, which are those of a module without adapters."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield prefix + name, base_of(child)
+            yield from named_inside(base_of(child), f"{prefix}{name}.")
+
+
+def attention_of_others(attention: nn.Module) -> str | None:
+    """What computes attention now, if its result is not known, as that of transformers' own is."""
+    name = attention.config._attn_implementation or "eager"
+    home = sys.modules[type(attention).__module__]
+    functions = home.ALL_ATTENTION_FUNCTIONS
+    known = _home(home.eager_attention_forward if name == "eager" else functions.get(name))
+    own = known == home.__name__ or known.startswith("transformers.integrations.")
+    if own and not name.startswith("paged|"):
+        return None
+    return f"its attention is {name!r}, " + (
+        f"a function of {known}" if known else "which lsq does not know"
+    )
+
+
+def _home(function: object) -> str:
+    """The module whose code a function is, whatever a decorator says."""
+    return getattr(function, "__globals__", {}).get("__name__", "")
+
+
+def _trusted(function: FunctionType) -> bool:
+    return _home(function).partition(".")[0] in TRUSTED

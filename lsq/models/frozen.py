@@ -1,0 +1,151 @@
+"""Frozen weights of a converted model as codes alone: LoRA's adapters do not need their floats."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lsq.models.convert import check_bare
+from lsq.layers.coded_weight import CodedWeight
+from lsq.layers.head import Head
+from lsq.layers.in_place import InPlace
+from lsq.layers.weight_codes import encoded
+from lsq.run import upkeep
+from lsq.program.parameters import Kind
+from lsq.quant import WeightFormat
+
+SAVED = "of a head that has an adapter, with which PEFT saves it"
+"""Why such a weight is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """What `freeze` did."""
+
+    weights: int
+    """How many parameters are codes now."""
+    floats: int
+    """Bytes that they had as floats; codes came on top of these, once a pass had made them."""
+    codes: int
+    """Bytes of their codes and scales."""
+    left: Mapping[str, int]
+    """Why others were left -> how many."""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f}"
+                " MB; "
+                f"their floats took {self.floats / 1e6:,.1f} MB more",
+                *(f"left: {count} {reason}" for reason, count in self.left.items()),
+            ]
+        )
+
+    __repr__ = __str__
+
+
+@torch.inference_mode(False)
+def freeze(model: nn.Module) -> Frozen:
+    """Keep the frozen weights of a converted model as codes alone, without float parameters.
+
+    Passes give the same results, bit for bit. Parameters keep their names, shapes and dtypes, and
+    read as the values that products see. Nothing can write to them. `lsq.revert` gives floats back.
+
+    Args:
+        model: of lsq.convert, on the CPU, with its weights loaded. Its frozen weights are those
+            that do not require a gradient, as PEFT leaves them.
+
+    Returns:
+        What was frozen, and why other weights were left; print it.
+
+    Raises:
+        ValueError: nothing can be frozen, or the model is wrapped. The model is unchanged.
+    """
+    check_bare(model, "freeze")
+    holders = Counter(
+        id(one) for module in model.modules() for one in set(module.parameters(recurse=False))
+    )
+    shared = {one for one, count in holders.items() if count > 1}
+    found, left, saved = [], Counter(), _saved_heads(model)
+    for module in model.modules():
+        for name, declared in module.declared.items() if isinstance(module, InPlace) else ():
+            if declared.kind is Kind.WEIGHT:
+                reason = SAVED if id(module) in saved else _reason(module, name, shared)
+                count = len(module.sources(name))
+                if reason is None:
+                    found.append((module, name))
+                else:
+                    left[reason] += count
+    if not found:
+        reasons = [f"{count} are {reason}" for reason, count in left.items()]
+        raise ValueError(
+            f"no weight of this {type(model).__name__} can be kept as codes alone: "
+            + ("; ".join(reasons) or "no layer is lsq's, call lsq.convert(model) first")
+        )
+    weights, floats, codes = map(sum, zip(*(_freeze(*one) for one in found), strict=True))
+    return Frozen(weights=weights, floats=floats, codes=codes, left=left)
+
+
+def _saved_heads(model: nn.Module) -> set[int]:
+    """Return the ids of output embeddings with an adapter: PEFT saves their memory beside it."""
+    models = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
+    heads = [one.get_output_embeddings() for one in models]
+    return {id(head.base_layer) for head in heads if hasattr(head, "base_layer")}
+
+
+def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
+    """Why a weight is left; None: it is frozen."""
+    parts, clip = module.sources(name), module.declared[name].clip
+    if module.is_coded(name):
+        return "codes alone already"
+    if (
+        module.schedule.fallen
+        or clip is None
+        or not isinstance(module.quant.weight_form(name), WeightFormat)
+    ):
+        return "read as floats by products, by their mode, their format or a fall back"
+    if any(one.requires_grad for one in (*parts, module.own_parameter(clip))):
+        return (
+            "trained, or their clips are; PEFT's adapters or requires_grad_(False) come before"
+            " lsq.freeze"
+        )
+    if any(type(one) is not nn.Parameter for one in parts):
+        return "parametrized, or otherwise no plain parameters"
+    if any(id(one) in shared for one in parts):
+        return "shared with an embedding or another module"
+    if module.weight_masks is not None:
+        return "sparse"
+    if any(one.device.type != "cpu" for one in parts):
+        return f"on {parts[0].device}, and not on the CPU, where alone codes do without floats"
+    return None
+
+
+@torch.no_grad()
+def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
+    """Of one weight: parameters, bytes of floats, bytes of codes."""
+    if not module.schedule.begun:  # no pass has measured clips
+        module.calibrate_weights()
+        module.schedule.measured_weights()
+    declared, parts = module.declared[name], module.sources(name)
+    values = module.own_parameter(name)
+    codes = encoded(
+        values,
+        module.own_parameter(declared.clip),
+        module.quant.weight_form(name),
+        module.target,
+        rows=module.vocabulary.padded
+        if isinstance(module, Head)
+        else values.shape[declared.by_inputs],
+        by_inputs=declared.by_inputs,
+        absmax=not module.quant.learned,
+    )
+    first = 0
+    for (_, holder, last), part in zip(module.holders(name), parts, strict=True):
+        count = codes.rows if declared.by_inputs else len(part)
+        holder._parameters[last] = CodedWeight.parameter(codes, first, first + count, part.dtype)
+        first += count
+        upkeep.withdraw(part)
+    module.forget_floats(name)
+    return len(parts), sum(part.nbytes for part in parts), codes.nbytes

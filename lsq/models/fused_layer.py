@@ -1,0 +1,641 @@
+"""Whole layers of other models as one program each, in the place of the layers, whose parameters
+stay theirs."""
+
+import dataclasses
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lsq.models.adapters import Adapted, adapted, block_matrix
+from lsq.models.batch import causal, everything, memory_packing_of, packing_of, rotation_of
+from lsq.models.comparison import compare
+from lsq.models.exact import (
+    RECORDER,
+    altered,
+    attention_of_others,
+    base_of,
+    check_exact,
+    hooked_everywhere,
+    inside,
+    is_adapter,
+    named_inside,
+    own_methods,
+    patched_now,
+)
+from lsq.models.joined import Joined, lie_together
+from lsq.models.rounded_weights import Rounded, rounded_weights
+from lsq.run.backends import Backend, backend
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.coded_weight import CodedWeight
+from lsq.layers.in_place import InPlace
+from lsq.layers.module import ProgramModule
+from lsq.layers.packing import Packing, packing_options
+from lsq.layers.places import placed
+from lsq.layers.positions import position_inputs
+from lsq.layers.programs import Mode
+from lsq.layers.schedule import recomputing
+from lsq.layers.torch_compile import beside_the_graph
+from lsq.run.executor import FLOATS
+from lsq.program.parameters import Kind, Parameter
+from lsq.program.program import Program
+
+TRAINED_INPUTS = ("x", "memory", "relative_bias")
+"""Names of the inputs of programs that may need a gradient."""
+FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
+READ = frozenset(
+    {
+        "block_table",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "position_bias",
+        "s_aux",
+        "sliding_window",
+        "softcap",
+    }
+)
+"""Options of a pass by which attention of transformers gives another result."""
+
+ATTENTIONS = frozenset({"attentions", "cross_attentions"})
+UNDIFFERENTIATED = (
+    b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole"
+    b" sequence to one "
+    b"pass, decode under torch.no_grad(), or convert with fused=False"
+)
+_unfilled: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
+"""Caches that training passes were given -> the numbers of the layers that put nothing there."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncoderOutput:
+    """What a decoder's layers attend to."""
+
+    states: torch.Tensor
+    """[B, S, H]"""
+    packing: Packing
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Others:
+    """What a layer reads beside its input."""
+
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Cosine, sine [B or 1, T, D], where heads turn."""
+    memory: EncoderOutput | None = None
+    """What is attended to, where the layer is CROSS."""
+    bias: torch.Tensor | None = None
+    """A table [buckets, N] of biases by distance that comes from another layer."""
+    pairs: torch.Tensor | None = None
+    """The same for all pairs [1, N, T, T], as the layer's own code takes it."""
+
+    def first(self, tokens: int, target: Backend) -> "Others":
+        """Of the first sentence, with the first tokens alone."""
+        memory = self.memory
+        if memory is not None:
+            states = memory.states[:1, :tokens].detach()
+            memory = EncoderOutput(
+                states=states, packing=Packing(shape=tuple(states.shape[:2]), backend=target)
+            )
+        return Others(
+            rotation=self.rotation and tuple(one[:1, :tokens] for one in self.rotation),
+            memory=memory,
+            bias=self.bias,
+            pairs=None if self.pairs is None else self.pairs[:1, :, :tokens, :tokens].detach(),
+        )
+
+
+class FusedLayer(InPlace):
+    """A layer of another model that runs as one program of lsq's.
+
+    The modules inside it hold its parameters and are not called in training: state dicts,
+    optimizers and checkpoints find everything where it was. Clips are parameters of the layer
+    itself. Where a program has one parameter of several, such as queries, keys and values, it gets
+    them joined.
+
+    A pass that needs what the program does not give, such as a step of decoding with a cache, is
+    the other layer's own, on weights as the program rounds them. So is every pass while something
+    in the layer is not what its class says.
+    """
+
+    STATE = (
+        *ProgramModule.STATE,
+        "config",
+        "rounded",
+        "joined",
+        "kinds",
+        "departed",
+        "compared",
+        "adapted",
+    )
+    SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Names of the program's parameters -> those of the layer that they are made of, one after
+    another."""
+    PARTS: ClassVar[Mapping[str, str]]
+    """Paths of the modules inside whose classes are of the layer's file -> how the names of these
+    end."""
+    INPUTS: ClassVar[tuple[str, ...]] = ()
+    """Other parameters of the layer, which programs get as inputs."""
+    causal: bool
+    """Whether queries see no keys behind them."""
+    CROSS: ClassVar[bool] = False
+    """Whether it also attends to an encoder's output."""
+
+    @staticmethod
+    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        """What the layer is.
+
+        Raises:
+            ValueError: something that no program is for.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def settings(layer: nn.Module) -> dict[str, object]:
+        """What others may change, read in every pass: arguments of LayerConfig.
+
+        Raises:
+            ValueError: something that no program is for.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        """The modules that attend: to the layer's input, which knows the layer's number, and to an
+        encoder's output."""
+        raise NotImplementedError
+
+    @property
+    def attention_kind(self) -> str:
+        """What computes attention in the layer's own code, as transformers calls it."""
+        return self.attentions(self)[0].config._attn_implementation or "eager"
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        """Refuse a layer that may compute something else than the program.
+
+        Raises:
+            ValueError: says why.
+        """
+        adapted(layer, cls.SOURCES)  # which refuses some
+        for dtype in {parameter.dtype for parameter in layer.parameters()} - set(FLOATS):
+            raise ValueError(f"it has parameters of {dtype}")
+        check_exact(
+            layer,
+            cls.PARTS,
+            {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)},
+        )
+        cls._check_attention(layer)
+
+    @classmethod
+    def _check_attention(cls, layer: nn.Module) -> None:
+        first, *_ = cls.attentions(layer)
+        found = attention_of_others(first)
+        if found:
+            raise ValueError(found)
+        if bool(first.is_causal) is not cls.causal:
+            raise ValueError(f"its attention is {'not ' if cls.causal else ''}causal")
+
+    def take_place(self, quant: QuantConfig, path: str) -> None:
+        self.config = self.config_of(self, quant)
+        trained = any(
+            one.requires_grad for name, one in self.named_parameters() if not is_adapter(name)
+        )
+        self._take_adapters(adapted(self, self.SOURCES))
+        self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
+        one = Sentences(rows=1, count=1)
+        build = partial(self.program, one, source=one if self.CROSS else None)
+        self.config = placed(self.config, path, build, self.state_names)
+        self.begin(self.config.quant)
+        self.rounded = Rounded()
+        self.joined: dict[str, torch.Tensor | None] = {}
+        self.declare(build, measure=False)
+        self.let_clips_learn(trained)
+
+    def extra_repr(self) -> str:
+        if self.departed:
+            return f"its own code, since {self.departed}"
+        return (
+            "one program in"
+            f" {'int8' if self.quant.quantized and not self.schedule.fallen else 'floats'}"
+        )
+
+    # Parameters, which others hold
+
+    def take_parameters(self, every: Iterable[Parameter]) -> None:
+        every = list(every)
+        super().take_parameters(one for one in every if not self._is_held(one.name))
+        for one in every:
+            self.declared[one.name] = one
+
+    def state_name(self, name: str) -> str:
+        return name.replace(".", "_")
+
+    def state_names(self, name: str) -> Sequence[str]:
+        return self.SOURCES.get(name) or super().state_names(name)
+
+    def _holder(self, path: str) -> tuple[nn.Module, str]:
+        return self, self.state_name(path)
+
+    def _is_held(self, name: str) -> bool:
+        """Whether a parameter of the program is made of those of modules inside."""
+        return name in self.SOURCES or name in self.adapted.sources
+
+    def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
+        """Of each parameter that one of the program's is made of: its path, its module, its name
+        there."""
+        paths = self.SOURCES.get(name)
+        for path in paths or self.adapted.sources[name]:
+            *modules, last = path.split(".")
+            holder = self
+            for part in modules:
+                holder = holder._modules[part]
+                holder = base_of(holder) if paths else holder
+            yield path, holder, last
+
+    def sources(self, name: str) -> list[torch.Tensor]:
+        """The parameters that one of the program's is made of.
+
+        Raises:
+            ValueError: a module inside the layer is another one now.
+        """
+        found = []
+        for path, holder, last in self.holders(name):
+            if holder._parameters.get(last) is None:
+                raise ValueError(
+                    f"{path} of this {type(self).__name__} is gone: adapters, pruning or a"
+                    " parametrization have taken "
+                    f"its place in a {type(holder).__name__}. Put them in before lsq.convert,"
+                    " convert with "
+                    "fused=False, or call lsq.revert(model)"
+                )
+            found.append(holder._parameters[last])
+        return found
+
+    def own_parameter(self, name: str) -> torch.Tensor:
+        if not self._is_held(name):
+            return self._parameters[self.state_name(name)]
+        found = self.sources(name)
+        if name in self.adapted.blocks:
+            return block_matrix(found, self.adapted.blocks[name], self.adapted.rows[name])
+        if len(found) == 1:
+            return found[0]
+        coded = CodedWeight.joined(found)
+        return Joined.apply(self.joined.get(name), *found) if coded is None else coded
+
+    def forget_floats(self, name: str) -> None:
+        super().forget_floats(name)
+        self.joined.pop(name, None)
+        self.rounded.kept.pop(name, None)
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "joined": {}}  # of other parameters than a copy's
+
+    def join(self) -> None:
+        """Let parameters that programs have as one lie together."""
+        for name in self.SOURCES:
+            if name in self.declared:
+                self.joined[name] = lie_together(self.sources(name))
+
+    def _apply(self, *arguments, **options):
+        super()._apply(*arguments, **options)
+        self.join()
+        return self
+
+    def _drop_codes(self) -> None:
+        super()._drop_codes()
+        self.rounded.clear()
+
+    def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
+        return super().mode_of({name: inputs[name] for name in TRAINED_INPUTS if name in inputs})
+
+    def _trains(self, name: str) -> bool:
+        found = self.sources(name) if self._is_held(name) else [self.own_parameter(name)]
+        return any(parameter.requires_grad for parameter in found)
+
+    # Passes
+
+    def program(
+        self,
+        sentences: Sentences,
+        mode: Mode,
+        *,
+        source: Sentences | None = None,
+        places: int | None = None,
+        heads: bool = False,
+    ) -> Program:
+        """The layer's, for packed sentences, and for those of an encoder's output."""
+        if source is not None:
+            return programs.decoder_layer(self.config, sentences, source, mode)
+        config = _with_places(self.config, places)
+        return programs.encoder_layer(config, sentences, mode, causal=self.causal, heads=heads)
+
+    @beside_the_graph
+    def packing(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: Mapping[str, object],
+        cache: object = None,
+    ) -> Packing | None:
+        """How x [B, T, H] is packed under a mask of the model's.
+
+        `options`: others, of the pass. `cache`: of keys and values. Where gradients are wanted in
+        training mode nothing is put there, since nobody decodes with it; else, what is first to
+        come there is the program's, and has no gradient.
+
+        Returns:
+            None where the program has not what is asked for: an unusual mask, a cache,
+            probabilities of attention, a layer that has changed.
+
+        Raises:
+            ValueError: a training pass was given this cache before, and did not fill it; a module
+                inside the layer is of another class than it was.
+        """
+        if self._departs() or any(options[name] is not None for name in READ & options.keys()):
+            return None
+        shape, seen = tuple(x.shape[:2]), _causal(self.config.window) if self.causal else everything
+        if not x.numel():  # which transformers' own layers cannot take
+            return packing_of(None, shape, seen, **packing_options(self))
+        begins = cache is None or self._begins(cache)
+        whole = self._hides(x.shape[1]) if mask is None else mask.shape[-1] == x.shape[1]
+        if not (begins and whole) or _attention_is_recorded():
+            return None
+        packing = packing_of(mask, shape, seen, **packing_options(self))
+        return None if packing is not None and not packing.rows and self._fills(cache) else packing
+
+    def _departs(self) -> bool:
+        """Whether the layer's own code must run, which is said once. Reads settings.
+
+        Raises:
+            ValueError: a module inside is of another class than it was.
+        """
+        found = self._departure()
+        if found and found != self.departed:
+            warnings.warn(
+                f"a {type(self).__name__} runs its own code in the place of its program, since"
+                f" {found}; "
+                "lsq.revert(model) and lsq.convert(model) look at the model anew",
+                stacklevel=2,
+            )
+        self.departed = found
+        return found is not None
+
+    def _take_adapters(self, found: Adapted) -> None:
+        self.adapted = found
+        self.config = dataclasses.replace(self.config, adapters=found.adapters)
+
+    def _read_adapters(self) -> None:
+        """Read the adapters again if they have changed.
+
+        After an error the layer has the former ones.
+        """
+        found, before = adapted(self, self.SOURCES), self.adapted
+        if found == before:
+            return
+        self._take_adapters(found)
+        one = Sentences(rows=1, count=1)
+        mode = Mode(training=True, backward=True, backend=backend("reference"))
+        try:
+            program = self.program(one, mode, source=one if self.CROSS else None)
+        except ValueError:
+            self._take_adapters(before)
+            raise
+        for name in [name for name, one in self.declared.items() if one.kind is Kind.ADAPTER]:
+            del self.declared[name]
+        self.take_parameters(virtual.declared for virtual in program.parameters)
+
+    def _departure(self) -> str | None:
+        modules = list(inside(self))
+        if [type(module) for module in modules] != list(self.kinds.values()):
+            self._refuse()
+        for module in modules:
+            kind = type(module)
+            found = patched_now(kind, kind.forward) or altered(module)
+            if found:
+                return f"its {_path(self, module)} has {found}"
+            if module.training is not self.training:
+                modes = ("training", "eval") if module.training else ("eval", "training")
+                return "its {} is in {} mode, and the layer in {} mode".format(
+                    _path(self, module), *modes
+                )
+        kind = self.float_class
+        found = patched_now(kind, kind.forward) or own_methods(self, kind) or hooked_everywhere()
+        if found:
+            return f"it has {found}"
+        try:
+            self._check_attention(self)
+            self._read_adapters()
+            now = self.settings(self)
+            if any(getattr(self.config, name) != value for name, value in now.items()):
+                self.config = dataclasses.replace(self.config, **now)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _kinds(self) -> Iterator[tuple[str, type[nn.Module]]]:
+        """Paths and classes of the modules inside, in their order."""
+        return ((path, type(module)) for path, module in named_inside(self))
+
+    def _refuse(self) -> None:
+        now = dict(self._kinds())
+        path = next(
+            path for path in (*self.kinds, *now) if now.get(path) is not self.kinds.get(path)
+        )
+        before, after = (
+            f"a {kind.__module__}.{kind.__qualname__}" if kind else "not there"
+            for kind in (self.kinds.get(path), now.get(path))
+        )
+        raise ValueError(
+            f"{path} of this {type(self).__name__} was {before} when it was converted, and is"
+            f" {after} now. "
+            "Add adapters and wrappers before lsq.convert, or convert with fused=False"
+        )
+
+    def _hides(self, time: int) -> bool:
+        """Whether attention without a mask sees what the program lets it see."""
+        if not self.causal or time < 2:
+            return True
+        if self.attention_kind == "sdpa":
+            return self.config.window is None or time <= self.config.window
+        return self.attention_kind.startswith("flash")
+
+    def _begins(self, cache: object) -> bool:
+        """Whether a pass of the program comes first to a cache."""
+        if cache.get_seq_length(self._number):
+            return False
+        unfilled = _unfilled.setdefault(cache, set())
+        if self._number in unfilled and not recomputing():
+            raise ValueError(
+                "this cache was given to a training pass, which does not fill it; decode in eval"
+                " mode or under "
+                "torch.no_grad() from the beginning"
+            )
+        if self._fills(cache):
+            return True
+        # of whose passes some are for that alone
+        measures = self.training and self.calibration_due()
+        program = self.training and torch.is_grad_enabled() or measures
+        if program:
+            unfilled.add(self._number)
+        return program
+
+    def _fills(self, cache: object) -> bool:
+        return (
+            cache is not None and not (self.training and torch.is_grad_enabled()) and not self.CROSS
+        )
+
+    @beside_the_graph
+    def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:
+        """An encoder's output [B, S, H] under a mask of the model's; None: the program has not what
+        is asked for."""
+        packing = memory_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
+        return None if packing is None else EncoderOutput(states=states, packing=packing)
+
+    @beside_the_graph
+    def fused(
+        self, x: torch.Tensor, packing: Packing, *, cache: object = None, **others
+    ) -> torch.Tensor:
+        """x [B, T, H] -> the same after the layer, zero in padding.
+
+        Of padding alone nothing is computed or counted.
+
+        Args:
+            x: in any float dtype.
+            packing: of x.
+            cache: of keys and values, empty; it gets them but in training passes.
+            others: see Others.
+        """
+        others = Others(**others)
+        if not packing.rows:
+            read = [
+                one
+                for one in (others.memory and others.memory.states, others.bias)
+                if one is not None
+            ]
+            return packing.unpack(self.reached(packing.pack(x)[:0], *read))
+        if not self.compared:
+            self.compared = compare(self, x, others)
+        inputs, sizes = self.inputs(x, packing, others)
+        mode, fills = self.mode_of(inputs), self._fills(cache)
+        build = partial(self.program, packing.sentences, **sizes)
+        y, *heads = self.execute(build(mode, heads=fills and not mode.backward), inputs)
+        if fills and mode.backward:  # programs that go back have no other results
+            with torch.no_grad():
+                _, *heads = self.execute(build(self.mode_of(inputs), heads=True), inputs)
+        if fills:
+            self._fill(cache, packing, x.dtype, y, *heads)
+        # models of bfloat16 go beyond; their own layers stay finite there, too
+        if x.dtype == torch.float16:
+            y = y.clamp(*FLOAT16)
+        return packing.unpack(y).to(x.dtype)
+
+    def inputs(
+        self, x: torch.Tensor, packing: Packing, others: Others
+    ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """The inputs of a program, and its sizes beside those of x: arguments of `program`."""
+        inputs, places, memory = (
+            {"x": packing.pack(x), "starts": packing.starts},
+            None,
+            others.memory,
+        )
+        if memory is not None:
+            inputs |= {
+                "memory": memory.packing.pack(memory.states),
+                "memory_starts": memory.packing.starts,
+            }
+        if others.rotation is not None:
+            inputs["rotation"], inputs["places"] = rotation_of(*others.rotation, packing)
+            places = len(inputs["rotation"])
+        else:
+            inputs |= position_inputs(
+                self.config,
+                packing.positions,
+                packing.shape[1],
+                causal=self.causal,
+                table=others.bias,
+            )
+        return inputs, {"source": memory and memory.packing.sentences, "places": places}
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        """The result of the code of its class, as its modules are; mask: what is added to
+        scores."""
+        return self.float_class.forward(self, x, mask)
+
+    @property
+    def _number(self) -> int:
+        return self.attentions(self)[0].layer_idx
+
+    def _fill(
+        self,
+        cache: object,
+        packing: Packing,
+        dtype: torch.dtype,
+        y: torch.Tensor,
+        heads: torch.Tensor,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """Give keys and values, behind the queries in `heads` [M, ...], to a cache of transformers.
+
+        They have no gradient; where `y`, the result beside them, has one, whoever goes back to them
+        is told.
+        """
+        values = (heads if scale is None else heads * scale).to(dtype)
+        if y.requires_grad:
+            values = torch._C._functions.DelayedError(UNDIFFERENTIATED, 1)(values.requires_grad_())
+        columns = [self.config.query_columns, self.config.key_columns, self.config.key_columns]
+        _, *both = packing.unpack(values).split(columns, dim=2)
+        keys, values = (one.unflatten(2, (self.config.of_keys, -1)).transpose(1, 2) for one in both)
+        cache.update(keys, values, self._number)
+
+    def own_pass(self, x: torch.Tensor, *arguments, **options):
+        """The pass of the layer that this one was, on weights that are rounded as the program
+        rounds them."""
+        if self.training and torch.is_grad_enabled() and self.departed is None:
+            warnings.warn(
+                f"a {type(self).__name__} runs its own code in a training pass: its program cannot"
+                " take the mask, "
+                "the cache or an option of this pass",
+                stacklevel=2,
+            )
+        with rounded_weights(self, rows=x.shape[:-1].numel()):
+            return self.float_class.forward(self, x, *arguments, **options)
+
+
+def _path(layer: nn.Module, module: nn.Module) -> str:
+    return next(path for path, one in layer.named_modules() if one is module)
+
+
+def _attention_is_recorded() -> bool:
+    """Whether a model of transformers gathers probabilities of attention, by hooks on modules that
+    programs pass by."""
+    capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
+    return capturing is not None and not ATTENTIONS.isdisjoint(
+        capturing._active_collector.get() or ()
+    )
+
+
+def cache_of(options: Mapping[str, object]) -> object:
+    """Return the cache of keys and values in a pass's options: `cache` from transformers 5.24
+    on."""
+    return options.get("cache", options.get("past_key_values"))
+
+
+@lru_cache(maxsize=64)
+def _causal(window: int | None):
+    return partial(causal, window)
+
+
+@lru_cache(maxsize=256)
+def _with_places(config: LayerConfig, places: int | None) -> LayerConfig:
+    if places is None:
+        return config
+    return dataclasses.replace(config, rotary=dataclasses.replace(config.rotary, places=places))

@@ -1,0 +1,241 @@
+"""Reads the structs that Python declares, and writes them as one C++ header for the CPU library and
+the kernels.
+
+A class that inherits from Value or Operation declares a struct: its annotated fields in order, then
+its properties marked @size (int64_t) or @factor (float) and sizes read off a tensor by extent(...).
+Annotations:
+
+    In[T]      read by the operation          T | None   may be missing: a null pointer
+    Out[T]     written by it                  Host[...]  known to Python alone: not in the struct
+
+with T a kind of tensor (TENSORS), a number (NUMBERS), an enumeration, or a value. An operation says
+In or Out of every tensor and value; a value's own fields go the way of the field that holds it,
+unless they say In[...] themselves. A docstring below a field that begins with its shape, such as
+`[M, N]` or `[N] or [1]`, states it: program/declare.py checks tensors by it before C++ sees them.
+Every size and offset that Python assumes is asserted in the header, and the header is part of the
+library's checksum: a library of other declarations is refused when it is loaded.
+
+Imports nothing of lsq: setup.py runs this file as well.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+TENSORS = {
+    "Activations": "Float",
+    "Floats": "float",
+    "Codes": "int8_t",
+    "Bits": "uint8_t",
+    "Offsets": "int32_t",
+    "Indices": "int64_t",
+    "Key": "int64_t",
+    "Bytes": "uint8_t",
+    "AnyFloats": "void",
+    "Parameters": "float",
+}
+"""Kinds of tensors -> what their elements are in C++.
+
+Float is float32, or on a GPU a dtype of half the size; of AnyFloats C++ learns the dtype from
+another field.
+"""
+NUMBERS = {"int": "int64_t", "bool": "int64_t", "float": "float"}
+MARKS = {"size": "int", "factor": "float"}
+OFFSET = (
+    "#ifdef __CUDACC_RTC__  // NVRTC 13.0 lacks __builtin_offsetof",
+    "#define LSQ_OFFSET(type, field) __INTADDR__(&static_cast<type*>(nullptr)->field)",
+    "#else",
+    "#define LSQ_OFFSET(type, field) __builtin_offsetof(type, field)",
+    "#endif",
+)
+"""Where a field lies in its struct, as a constant, for every compiler of the header."""
+_SHAPE = re.compile(r"\[([^\]]+)\]")
+_FORM = re.compile(
+    r"(?:(?P<direction>In|Out)\[)?(?P<kind>\w+)(?(direction)\])(?P<optional> \| None)?"
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One declared field."""
+
+    name: str
+    kind: str
+    """A key of TENSORS or NUMBERS, or the name of a value or an enumeration."""
+    direction: str = ""
+    """"In", "Out", or "" for that of the holder."""
+    optional: bool = False
+    derived: bool = False
+    """A property: computed from the other fields."""
+    shapes: tuple[tuple[str, ...], ...] = ()
+    """What its docstring allows: names of sizes, numbers, and sums and products of both; () says
+    nothing."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A declared struct or enumeration."""
+
+    name: str
+    base: str
+    fields: tuple[Field, ...] = ()
+    members: tuple[tuple[str, int], ...] = ()
+    """Of an enumeration."""
+
+
+def parse(owner: str, name: str, annotation: str) -> Field | None:
+    """The field that an annotation in a class declares; None for one of Host.
+
+    Raises:
+        ValueError: it has none of the forms above.
+    """
+    if annotation.startswith("Host["):
+        return None
+    form = _FORM.fullmatch(annotation)
+    if form is None:
+        raise ValueError(
+            f"{owner}.{name} is {annotation}; write T, In[T], Out[T] or Host[...], and | None"
+            " behind it"
+        )
+    return Field(name, form["kind"], form["direction"] or "", form["optional"] is not None)
+
+
+def check(one: Declaration, known: Mapping[str, str]) -> None:
+    """Refuse fields that no struct can have; `known`: names of classes -> names of their bases.
+
+    Raises:
+        ValueError: a kind is unknown, a number may be missing, or an operation does not say In or
+            Out.
+    """
+    for field in one.fields:
+        where, base = f"{one.name}.{field.name}", known.get(field.kind)
+        number, holds = (
+            field.kind in NUMBERS or base == "IntEnum",
+            field.kind in TENSORS or base == "Value",
+        )
+        if not (number or holds):
+            allowed = ", ".join([*TENSORS, *NUMBERS])
+            raise ValueError(
+                f"{where} is of kind {field.kind}; allowed: {allowed}, enumerations and values"
+            )
+        if number and (field.optional or field.direction):
+            raise ValueError(f"{where} is a number: it is always there, and neither In nor Out")
+        if holds and one.base == "Operation" and not field.direction:
+            raise ValueError(
+                f"{where} belongs to an operation: write In[{field.kind}] or Out[{field.kind}]"
+            )
+
+
+@cache
+def declarations() -> dict[str, Declaration]:
+    """Every declared struct and enumeration of the package by name, each after those that it
+    holds."""
+    sources = [PACKAGE / "program" / "values.py", *sorted((PACKAGE / "ops").glob("*.py"))]
+    found = [
+        one for path in sources for one in _declared(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    order = {"IntEnum": 0, "Value": 1, "Operation": 2}
+    bases = {one.name: one.base for one in found}
+    for one in found:
+        check(one, bases)
+    return {one.name: one for one in sorted(found, key=lambda one: order[one.base])}
+
+
+def _declared(tree: ast.Module) -> Iterator[Declaration]:
+    for node in tree.body:
+        base = ast.unparse(node.bases[0]) if isinstance(node, ast.ClassDef) and node.bases else ""
+        if base in ("Value", "Operation"):
+            yield Declaration(node.name, base, tuple(_fields(node)))
+        elif base == "IntEnum":
+            members = [
+                (one.targets[0].id, one.value.value)
+                for one in node.body
+                if isinstance(one, ast.Assign)
+            ]
+            yield Declaration(node.name, base, members=tuple(members))
+
+
+def _fields(node: ast.ClassDef) -> Iterator[Field]:
+    for one, following in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(one, ast.AnnAssign) and (
+            field := parse(node.name, one.target.id, ast.unparse(one.annotation))
+        ):
+            told = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            yield replace(field, shapes=_shapes(following.value.value) if told else ())
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef):
+            marks = [MARKS.get(ast.unparse(mark)) for mark in one.decorator_list]
+            if any(marks):
+                yield Field(one.name, marks[0], derived=True)
+        elif isinstance(one, ast.Assign) and ast.unparse(one.value).startswith("extent("):
+            yield Field(one.targets[0].id, MARKS["size"], derived=True)
+
+
+def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
+    """The shapes at the beginning of a docstring: all of its first sentence."""
+    found = _SHAPE.findall(text.split(". ")[0]) if text.startswith("[") else ()
+    return tuple(tuple(size.strip() for size in one.split(",")) for one in found)
+
+
+def layout(name: str) -> tuple[int, list[tuple[str, int]]]:
+    """(bytes, offset of each field) of a struct, as every C++ compiler of a 64-bit machine lays it
+    out."""
+    offset, widest, offsets = 0, 1, []
+    for field in declarations()[name].fields:
+        size, alignment = _size(field)
+        offset += -offset % alignment
+        offsets.append((field.name, offset))
+        offset += size
+        widest = max(widest, alignment)
+    return offset + -offset % widest, offsets
+
+
+def _size(field: Field) -> tuple[int, int]:
+    declared = declarations().get(field.kind)
+    if declared is not None and declared.base == "Value":
+        return layout(field.kind)[0], 8
+    size = 4 if field.kind == "float" else 8
+    return size, size
+
+
+def header() -> str:
+    """The C++ header, which wants Float and Pointer<T> to be defined before it is included."""
+    lines = [
+        "// Written by lsq/native/declarations.py from the classes of the same names in lsq/program"
+        " and lsq/ops."
+    ]
+    lines += ["#pragma once", "", *OFFSET, "", "namespace lsq {", ""]
+    for one in declarations().values():
+        lines += _enumeration(one) if one.base == "IntEnum" else _struct(one)
+    return "\n".join([*lines, "}  // namespace lsq", "", "#undef LSQ_OFFSET", ""])
+
+
+def _enumeration(one: Declaration) -> list[str]:
+    members = ", ".join(f"{name} = {value}" for name, value in one.members)
+    return [f"enum class {one.name} : int64_t {{ {members} }};", ""]
+
+
+def _struct(one: Declaration) -> list[str]:
+    size, offsets = layout(one.name)
+    checks = [f"sizeof({one.name}) == {size}"]
+    checks += [f"LSQ_OFFSET({one.name}, {name}) == {offset}" for name, offset in offsets]
+    return [
+        f"struct {one.name} {{",
+        *(f"    {_member(field)} {field.name};" for field in one.fields),
+        "};",
+        "static_assert(",
+        "    " + " &&\n    ".join(checks) + ",",
+        '    "laid out as in Python");',
+        "",
+    ]
+
+
+def _member(field: Field) -> str:
+    if field.kind in TENSORS:
+        return f"Pointer<{'const ' if field.direction == 'In' else ''}{TENSORS[field.kind]}>"
+    return NUMBERS.get(field.kind, field.kind)

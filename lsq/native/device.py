@@ -1,0 +1,122 @@
+"""Runs lists of launches and products: on a GPU, or in the emulator, through the same launcher."""
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lsq.native.launch import Kernel, Launch, Product
+from lsq.native.launch_list import LaunchList, Part
+from lsq.native.places import Places
+from lsq.native.runtime import MESSAGE_BYTES, Driver
+from lsq.native.stream_memory import StreamMemory
+
+
+class Device:
+    """Where lists of launches run.
+
+    Args:
+        name: for people.
+        driver: the CUDA driver, or the emulator's.
+        compile: makes the machine code of a kernel.
+        products: finds the algorithms of products (lsq.gemm.cublaslt.Products); None where lists
+            hold none.
+        place: the torch device whose tensors it works on.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        driver: Driver,
+        compile: Callable[[Kernel], bytes],
+        products,
+        place: torch.device,
+    ):
+        self.name = name
+        self.place = place
+        self.driver = driver
+        self.products = products
+        self._compile = compile
+        self._functions: dict[tuple[Kernel, int], int] = {}
+        self._memories: dict[int, StreamMemory] = {}
+        self._of_captures: StreamMemory | None = None
+        self.lock = threading.RLock()
+        """Held while a list is launched: what lists share is handed on.
+
+        A signal may launch another one meanwhile.
+        """
+        self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        """What went wrong then."""
+
+    def function(self, kernel: Kernel, shared: int) -> int:
+        """The driver's handle of a kernel, compiled and loaded when it is first wanted."""
+        key = kernel, shared
+        if key not in self._functions:
+            self._functions[key] = self.driver.load(self._compile(kernel), kernel.name, shared)
+        return self._functions[key]
+
+    def list(
+        self, entries: Sequence[Launch | Product], *, title: str = "", products=None
+    ) -> LaunchList:
+        """Prepare `entries` for running on their tensors, which the list keeps; `products` as of
+        LaunchList."""
+        return LaunchList(
+            self, [Part(entries=entries, places=Places(self.place), title=title)], products
+        )
+
+    def run(self, entries: Sequence[Launch | Product]) -> None:
+        """Run `entries` once on the current stream."""
+        self.list(entries).run()
+
+    def memory(self, stream: int, workspace_bytes: int, capturing: bool) -> StreamMemory:
+        """What the current stream's work shares, with a workspace of at least so many bytes.
+
+        A capture gets memory of its own for each list: its graph may run on any stream.
+        """
+        if capturing and self._of_captures is None:
+            return StreamMemory(self.place, workspace_bytes)
+        if capturing:
+            self._of_captures.grow(workspace_bytes)
+            return self._of_captures
+        if stream not in self._memories:
+            self._memories[stream] = StreamMemory(self.place, workspace_bytes)
+        self._memories[stream].grow(workspace_bytes)
+        return self._memories[stream]
+
+    @contextlib.contextmanager
+    def captures_in_turn(self) -> Iterator[None]:
+        """Within this context all captures share one memory, which is made before: no graph fills
+        it again.
+
+        Whoever captures here replays one graph after another, and none once the context has ended.
+        """
+        self._of_captures = StreamMemory(self.place, 0)
+        self._of_captures.ticket.zero_()
+        try:
+            yield
+        finally:
+            self._of_captures = None
+
+    def record(self, tensor: torch.Tensor) -> None:
+        """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it
+        was made on."""
+        if self.place.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(self.place))
+
+    def stream(self) -> int:
+        """The handle of PyTorch's current stream on this device."""
+        if self.place.type == "cuda":
+            return torch.cuda.current_stream(self.place).cuda_stream
+        return (
+            torch.accelerator.current_stream(self.place).stream_id
+            if self.place.type != "cpu"
+            else 0
+        )
+
+    def synchronize(self) -> None:
+        """Wait until everything launched on the current stream is done."""
+        if self.place.type != "cpu":
+            torch.accelerator.current_stream(self.place).synchronize()

@@ -1,0 +1,113 @@
+"""Plain data that says what a GPU is to do: launches of kernels with their arguments, and matrix
+products.
+
+An operation's `cuda` function returns a list of these; lsq.native.device runs lists, on a GPU or in
+the emulator.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+FLOATS = {torch.float32: 0, torch.bfloat16: 1}
+"""-DFLOAT of each dtype that activations may have."""
+
+
+TICKETS = 4096
+"""Words behind TICKET."""
+TICKET = object()
+"""Stands for TICKETS uint32 of zeroed memory that the runner of a list brings along, which kernels
+leave at zero."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise a ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def float_define(*tensors: torch.Tensor | None) -> dict[str, int]:
+    """-DFLOAT for the one dtype that all given tensors have.
+
+    Raises:
+        ValueError: the tensors differ in dtype, or kernels have no such dtype.
+    """
+    found = {tensor.dtype for tensor in tensors if tensor is not None}
+    check(
+        len(found) == 1 and found <= set(FLOATS),
+        f"activations are {', '.join(sorted(map(str, found))) or 'missing'}; a CUDA kernel takes"
+        " one dtype of "
+        f"{', '.join(map(str, FLOATS))}: convert them with .to(dtype)",
+    )
+    return {"FLOAT": FLOATS[found.pop()]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A function of a file in csrc/cuda, specialised by -D."""
+
+    source: str
+    """File name, e.g. "quantize.cu"."""
+    name: str
+    """Function name, e.g. "lsq_quantize"."""
+    defines: tuple[tuple[str, int], ...] = ()
+    """(name, value) of each -D, sorted."""
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"-D{name}={value}" for name, value in self.defines)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch of a kernel.
+
+    Arguments are what the kernel's parameters are: the operation (lsq.program.operation.Operation)
+    for its struct, tensors (contiguous) or None for pointers, TICKET, whole numbers for int64_t,
+    floats for float.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    arguments: tuple
+    shared: int = 0
+    """Bytes of dynamic shared memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """out [M, N] = alpha * a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
+
+    Both operands are contiguous along K in the plain case, the only one for int8.
+    """
+
+    a: torch.Tensor
+    """[M, K], or [K, M] if `transpose_a`."""
+    b: torch.Tensor
+    """[N, K], as weights are, or [K, N] if `transpose_b`."""
+    out: torch.Tensor
+    alpha: torch.Tensor | float = 1.0
+    """One number, or float32 [N] on the device (int8 results only)."""
+    transpose_a: bool = False
+    transpose_b: bool = False
+    op: str = "matmul"
+    """The operation that reads the result, where tuned files tell them apart; else any product by
+    itself."""
+
+
+def launch(
+    source: str, name: str, *arguments, grid, block=256, shared: int = 0, **defines: int
+) -> Launch:
+    """A launch; grid and block are a whole number or up to three."""
+    return Launch(
+        kernel=Kernel(source=source, name=name, defines=tuple(sorted(defines.items()))),
+        grid=_three(grid),
+        block=_three(block),
+        arguments=arguments,
+        shared=shared,
+    )
+
+
+def _three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
+    sizes = size if isinstance(size, tuple) else (size,)
+    return (*sizes, 1, 1)[:3]

@@ -1,0 +1,179 @@
+"""Launches and products with their tensors, turned into a list that C++ replays with one call."""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lsq.native import runtime
+from lsq.native.launch import TICKET, Launch, Product, check
+from lsq.native.places import Places
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Entries that run one after another."""
+
+    entries: Sequence[Launch | Product]
+    places: Places
+    title: str = ""
+    """What to call them in errors."""
+
+
+class LaunchList:
+    """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
+
+    Operations and operands stand where their Places say, and are read from there at every run. A
+    run in a capture of a graph takes what stands there at that moment.
+
+    Runs on several streams follow each other: a run waits for the stream of the one before. Until
+    the work of a list is done, whoever made it keeps the tensors that are not `held`.
+
+    Args:
+        device: the lsq.native.device.Device where it runs.
+        parts: what it runs, in order.
+        products: finds the algorithms of its products, if not the device's.
+
+    Raises:
+        ValueError: a tensor lies elsewhere, is not contiguous or not aligned.
+        RuntimeError: a kernel does not compile or load, or a product has no algorithm.
+    """
+
+    def __init__(self, device, parts: Sequence[Part], products=None):
+        self.device = device
+        self._products = products or device.products
+        self._held = [part.places.held for part in parts]
+        self._memory: list = [part.places.memory for part in parts]
+        self._ticket: ctypes.c_uint64 | None = None  # where one of its kernels takes TICKET
+        self._workspace_bytes = 0
+        self._stream, self._recorded = device.stream(), set()
+        self._captured: list = []
+        self._library = runtime.library()
+        self._list = ctypes.c_void_p(self._library.lsq_list_create(device.driver.handle))
+        for part in parts:
+            for entry in part.entries:
+                if isinstance(entry, Launch):
+                    self._add_launch(entry, part)
+                else:
+                    self._add_product(entry, part)
+
+    def run(self) -> None:
+        """Launch everything on PyTorch's current stream. Threads may share the list.
+
+        Raises:
+            RuntimeError: a launch failed; the message names the kernel or product and its sizes.
+        """
+        with self.device.lock:
+            stream = self.device.stream()
+            capturing = self.device.driver.is_capturing(stream)
+            if not capturing:
+                self._follow(stream)
+            memory = self.device.memory(stream, self._workspace_bytes, capturing)
+            # PyTorch keeps a capture's memory with its graph
+            if capturing and self.device.place.type != "cuda":
+                self._captured.append(memory)
+            if self._ticket is not None:
+                self._ticket.value = memory.ticket.data_ptr()
+            workspace = memory.workspace
+            if self._library.lsq_list_run(
+                self._list,
+                ctypes.c_void_p(stream),
+                ctypes.c_void_p(workspace.data_ptr()),
+                ctypes.c_int64(workspace.numel()),
+                self.device.message,
+                ctypes.c_int64(runtime.MESSAGE_BYTES),
+            ):
+                memory.clear()
+                raise RuntimeError(self.device.message.value.decode(errors="replace"))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_list"):
+            self._library.lsq_list_destroy(self._list)
+
+    def _follow(self, stream: int) -> None:
+        """Wait for the last run where that was on another stream, and let PyTorch know who uses the
+        tensors."""
+        if stream == self._stream:
+            return
+        self.device.driver.follow(self._stream, stream)
+        self._stream = stream
+        if stream not in self._recorded:
+            self._recorded.add(stream)
+            for held in self._held:
+                for tensor in held():
+                    self.device.record(tensor)
+
+    def _word(self, value: bytes) -> int:
+        """The address of 8 bytes that live as long as the list."""
+        self._memory.append(ctypes.c_uint64.from_buffer_copy(value))
+        return ctypes.addressof(self._memory[-1])
+
+    def _pointer(self, tensor: torch.Tensor, places: Places, what: str) -> int:
+        """The address of a word in which that of the tensor stands at every run."""
+        word, offset = places.address(tensor, what)
+        if word is None:
+            return self._word(struct.pack("<q", offset))
+        if not offset:
+            return word
+        shifted = self._word(bytes(8))
+        self._library.lsq_list_add_shift(
+            self._list, ctypes.c_void_p(word), ctypes.c_int64(offset), ctypes.c_void_p(shifted)
+        )
+        return shifted
+
+    def _parameter(self, value, places: Places, what: str) -> int:
+        """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8
+        bytes."""
+        if value is TICKET:
+            if self._ticket is None:
+                self._ticket = ctypes.c_uint64()
+            return ctypes.addressof(self._ticket)
+        if isinstance(value, torch.Tensor):
+            check(
+                value.is_contiguous(),
+                f"{what}: a tensor with strides {value.stride()} is not contiguous; call"
+                " .contiguous()",
+            )
+            return self._pointer(value, places, what)
+        if hasattr(value, "pack"):
+            return ctypes.addressof(places.struct(value, what))
+        return self._word(
+            struct.pack("<fxxxx", value)
+            if isinstance(value, float)
+            else struct.pack("<q", value or 0)
+        )
+
+    def _add_launch(self, entry: Launch, part: Part) -> None:
+        what = _named(part.title, entry.kernel)
+        function = self.device.function(entry.kernel, entry.shared)
+        values = [self._parameter(value, part.places, what) for value in entry.arguments]
+        self._library.lsq_list_add_launch(
+            self._list,
+            what.encode(),
+            ctypes.c_void_p(function),
+            (ctypes.c_int64 * 6)(*entry.grid, *entry.block),
+            ctypes.c_int64(entry.shared),
+            (ctypes.c_void_p * len(values))(*values),
+            ctypes.c_int64(len(values)),
+        )
+
+    def _add_product(self, entry: Product, part: Part) -> None:
+        prepared = self._products.prepare(entry)
+        what = _named(part.title, prepared)
+        vector = isinstance(entry.alpha, torch.Tensor)
+        operands = [entry.a, entry.b, entry.out, *([entry.alpha] if vector else [])]
+        words = [self._pointer(tensor, part.places, what) for tensor in operands]
+        self._workspace_bytes = max(self._workspace_bytes, prepared.algorithm.workspace_bytes)
+        self._library.lsq_list_add_product(
+            self._list,
+            what.encode(),
+            ctypes.c_void_p(prepared.native.address),
+            *map(ctypes.c_void_p, (*words, None)[:4]),
+            ctypes.c_float(1.0 if vector else entry.alpha),
+        )
+
+
+def _named(title: str, entry) -> str:
+    return f"{title}: {entry}" if title else str(entry)

@@ -1,0 +1,320 @@
+"""Calls the matrix products of lsq/csrc/runtime, which run in libcublasLt.
+
+Which product for which tensors is decided in lsq/gemm/cublaslt.py; here everything is numbers and
+addresses.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lsq import extras
+from lsq.native import runtime
+
+_LONGEST_LIST = 4096
+
+ALGORITHM_BYTES = 64
+
+DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
+"""torch's dtype -> cudaDataType."""
+
+ALPHAS = {"one": 0, "scalar": 1, "vector": 2}
+
+CONFIGURATION = (
+    "id",
+    "tile",
+    "split_k",
+    "reduction_scheme",
+    "swizzle",
+    "custom_option",
+    "stages",
+    "inner_shape",
+    "cluster_shape",
+)
+"""What an algorithm is made of, in the order of cublasLtMatmulAlgoConfigAttributes_t.
+
+All but the id may be changed.
+"""
+
+CAPABILITIES = {
+    "split_k": 0,
+    "reduction_schemes": 1,
+    "swizzle": 2,
+    "custom_option_max": 7,
+    "alignment_a": 16,
+    "alignment_b": 17,
+    "alignment_d": 19,
+}
+"""What an algorithm can do, one number each -> cublasLtMatmulAlgoCapAttributes_t."""
+
+CAPABILITY_LISTS = {"tiles": 6, "stages": 13}
+
+
+class ProductError(RuntimeError):
+    """A call of libcublasLt that failed, or the library is missing; the message says which."""
+
+
+class Candidate(NamedTuple):
+    """An algorithm of libcublasLt as bytes, with what it needs and how well it fills the device."""
+
+    data: bytes
+    workspace_bytes: int
+    waves: float
+
+
+class _Spec(ctypes.Structure):
+    """ProductSpec of cublaslt.h: what a product is to the library, all of it numbers."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "m n k dtype out_dtype alpha transpose_a transpose_b leading_a leading_b leading_out"
+        ).split()
+    ]
+
+
+def find_cublaslt() -> str:
+    """Path of libcublasLt where CUDA's packages, its toolkit or the system have it.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    try:
+        from cuda import pathfinder
+
+        return pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise RuntimeError(
+            f"no libcublasLt was found ({reason}): install CUDA's libraries with "
+            f"`{extras.command('cuda13')}`, or a build of torch for CUDA"
+        ) from error
+
+
+def _call(name: str, *arguments) -> None:
+    """Call a function of the launcher.
+
+    Raises:
+        ProductError: its status is not 0.
+    """
+    status, message = runtime.call(f"lsq_product_{name}", *arguments)
+    if status:
+        raise ProductError(message)
+
+
+def _checked(data: bytes) -> bytes:
+    if len(data) != ALGORITHM_BYTES:
+        raise ValueError(
+            f"an algorithm of cuBLASLt is {ALGORITHM_BYTES} bytes, these are {len(data)}; the file"
+            " that they come from "
+            "is damaged: tune again"
+        )
+    return bytes(data)
+
+
+class ProductLibrary:
+    """One libcublasLt, for one device: the one that is current when an algorithm is first looked
+    up.
+
+    Args:
+        path: what `find_cublaslt` returns, or an emulated library.
+
+    Raises:
+        ProductError: it cannot be loaded or lacks a function.
+        RuntimeError: lsq's own library, which calls it, is not built.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._handle = ctypes.c_void_p()
+        _call("open", os.fsencode(path), ctypes.byref(self._handle))
+
+    def version(self) -> str:
+        """Such as "13.0.2"; algorithms are valid for this version alone."""
+        number = runtime.library().lsq_product_version(self._handle)
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    def product(self, **spec: int) -> "Matmul":
+        """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha
+        as in ALPHAS.
+
+        Raises:
+            ProductError: the library refuses the description.
+        """
+        return Matmul(self._handle, _Spec(**spec))
+
+    def decode(self, data: bytes) -> dict[str, int]:
+        """The configuration in the bytes of an algorithm, named as in CONFIGURATION.
+
+        Raises:
+            ValueError: not 64 bytes.
+            ProductError: not an algorithm.
+        """
+        data, value = _checked(data), ctypes.c_int64()
+        decoded = {}
+        for attribute, name in enumerate(CONFIGURATION):
+            _call("configuration", self._handle, data, attribute, ctypes.byref(value))
+            decoded[name] = value.value
+        return decoded
+
+    def configure(self, data: bytes, **configuration: int) -> bytes:
+        """The bytes of an algorithm with another configuration, whose names are those of
+        CONFIGURATION.
+
+        Raises:
+            ValueError: not 64 bytes.
+            ProductError: not an algorithm, or the id, which cannot be changed.
+        """
+        changed = ctypes.create_string_buffer(_checked(data), ALGORITHM_BYTES)
+        for name, value in configuration.items():
+            _call("configure", self._handle, changed, CONFIGURATION.index(name), value)
+        return changed.raw
+
+    def capabilities(self, data: bytes) -> dict[str, int | list[int]]:
+        """What an algorithm can do, named as in CAPABILITIES and CAPABILITY_LISTS: the space of an
+        exhaustive search.
+
+        Raises:
+            ValueError: not 64 bytes.
+            ProductError: not an algorithm.
+        """
+        data = _checked(data)
+        numbers = {
+            name: self._capability(data, attribute)[0] for name, attribute in CAPABILITIES.items()
+        }
+        lists = {
+            name: self._capability(data, attribute) for name, attribute in CAPABILITY_LISTS.items()
+        }
+        return {**numbers, **lists}
+
+    def _capability(self, data: bytes, attribute: int) -> list[int]:
+        values, count = (ctypes.c_int64 * _LONGEST_LIST)(), ctypes.c_int64()
+        _call(
+            "capability", self._handle, data, attribute, values, _LONGEST_LIST, ctypes.byref(count)
+        )
+        return values[: count.value]
+
+    def close(self) -> None:
+        """Let the library go; its products stay usable."""
+        runtime.library().lsq_product_close(self._handle)
+        self._handle = ctypes.c_void_p()
+
+
+class Matmul:
+    """One product in C++ (class MatrixProduct of cublaslt.h), which a launcher runs through
+    `address`."""
+
+    def __init__(self, library: ctypes.c_void_p, spec: _Spec) -> None:
+        self._handle = ctypes.c_void_p()
+        _call("create", library, ctypes.byref(spec), ctypes.byref(self._handle))
+
+    @property
+    def address(self) -> int:
+        """Of the C++ object; valid until `close`."""
+        return self._handle.value
+
+    def candidates(self, workspace_bytes: int, limit: int) -> list[Candidate]:
+        """The algorithms that the library proposes, best first; perhaps none.
+
+        Raises:
+            ProductError: the product is not supported, or no CUDA context is current.
+        """
+        algorithms = ctypes.create_string_buffer(limit * ALGORITHM_BYTES)
+        workspaces, waves, count = (
+            (ctypes.c_int64 * limit)(),
+            (ctypes.c_float * limit)(),
+            ctypes.c_int64(),
+        )
+        _call(
+            "candidates",
+            self._handle,
+            workspace_bytes,
+            limit,
+            algorithms,
+            workspaces,
+            waves,
+            ctypes.byref(count),
+        )
+        parts = [
+            algorithms.raw[i : i + ALGORITHM_BYTES]
+            for i in range(0, limit * ALGORITHM_BYTES, ALGORITHM_BYTES)
+        ]
+        return [
+            Candidate(*each) for each in zip(parts[: count.value], workspaces, waves, strict=False)
+        ]
+
+    def check(self, data: bytes) -> Candidate:
+        """The workspace and waves of an algorithm for this product.
+
+        Raises:
+            ValueError: not 64 bytes.
+            ProductError: the algorithm does not run this product on this device.
+        """
+        workspace_bytes, waves = ctypes.c_int64(), ctypes.c_float()
+        _call(
+            "check",
+            self._handle,
+            _checked(data),
+            ctypes.byref(workspace_bytes),
+            ctypes.byref(waves),
+        )
+        return Candidate(bytes(data), workspace_bytes.value, waves.value)
+
+    def choose(self, data: bytes) -> None:
+        """Run with this algorithm from now on; raises as `check`."""
+        _call("choose", self._handle, _checked(data))
+
+    def algorithm_ids(self) -> list[int]:
+        """The algorithms that exist for these dtypes, whether or not they run on this device.
+
+        Raises:
+            ProductError: no CUDA context is current.
+        """
+        ids, count = (ctypes.c_int64 * _LONGEST_LIST)(), ctypes.c_int64()
+        _call("algorithm_ids", self._handle, ids, _LONGEST_LIST, ctypes.byref(count))
+        return ids[: count.value]
+
+    def start(self, algorithm_id: int) -> bytes:
+        """The algorithm of this number, not yet configured.
+
+        Raises:
+            ProductError: there is none for these dtypes.
+        """
+        data = ctypes.create_string_buffer(ALGORITHM_BYTES)
+        _call("start", self._handle, algorithm_id, data)
+        return data.raw
+
+    def run(
+        self,
+        operands: Sequence[int],
+        *,
+        alpha: float | int | None = None,
+        workspace: int = 0,
+        workspace_bytes: int = 0,
+        stream: int = 0,
+    ) -> None:
+        """Queue the product.
+
+        Args:
+            operands: addresses of a, b and out, multiples of 16.
+            alpha: the number for "scalar", the address of N float32 for "vector", nothing for
+                "one".
+            workspace: address of the workspace, a multiple of 256.
+            workspace_bytes: its size.
+            stream: a cudaStream_t.
+
+        Raises:
+            ProductError: it cannot be queued; the message says why, with the shapes.
+        """
+        number = ctypes.c_float(alpha) if isinstance(alpha, float) else None
+        alpha = ctypes.byref(number) if number is not None else ctypes.c_void_p(alpha)
+        pointers = [ctypes.c_void_p(address) for address in operands]
+        addresses = ctypes.c_void_p(workspace), workspace_bytes, ctypes.c_void_p(stream)
+        _call("run", self._handle, *pointers, alpha, *addresses)
+
+    def close(self) -> None:
+        """Free it; nothing may run it any more."""
+        runtime.library().lsq_product_destroy(self._handle)
+        self._handle = ctypes.c_void_p()

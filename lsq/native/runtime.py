@@ -1,0 +1,120 @@
+"""Calls the launcher in csrc/runtime: a CUDA driver and its functions; launch_list.py has its
+lists."""
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+from lsq.native import shared_library
+from lsq.native.shared_library import LibraryError
+
+LIBRARY = Path(__file__).parent / "libruntime.so"
+MESSAGE_BYTES = 8192
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The launcher.
+
+    Raises:
+        LibraryError: it is not built, is damaged, or was built from other sources than those beside
+            it.
+    """
+    if not LIBRARY.exists():
+        raise LibraryError(
+            f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++)"
+            " and install lsq again"
+        )
+    found = shared_library.load(LIBRARY, "runtime")
+    found.lsq_list_create.restype = ctypes.c_void_p
+    return found
+
+
+def call(name: str, *arguments) -> tuple[int, str]:
+    """Call a function that returns a status and fills a message: both.
+
+    Whole numbers go as int64.
+    """
+    function = getattr(library(), name)
+    function.restype = ctypes.c_int64
+    numbers = (
+        ctypes.c_int64(argument) if isinstance(argument, int) else argument
+        for argument in arguments
+    )
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    status = function(*numbers, message, ctypes.c_int64(MESSAGE_BYTES))
+    return status, message.value.decode(errors="replace")
+
+
+def _call(name: str, *arguments) -> None:
+    status, message = call(name, *arguments)
+    if status:
+        raise RuntimeError(message)
+
+
+class Driver:
+    """A CUDA driver, or the emulator's, for one device in its primary context, which PyTorch works
+    in, too.
+
+    The context is made, if it is not there, when it is first needed.
+
+    Args:
+        path: of libcuda.so.1.
+        ordinal: number of the device.
+
+    Raises:
+        RuntimeError: it cannot be opened, or finds no GPU.
+    """
+
+    def __init__(self, path: str, ordinal: int = 0):
+        self.handle, version = ctypes.c_void_p(), ctypes.c_int64()
+        _call(
+            "lsq_driver_open",
+            path.encode(),
+            ordinal,
+            ctypes.byref(self.handle),
+            ctypes.byref(version),
+        )
+        self.version = (version.value // 1000, version.value % 1000 // 10)
+        """Newest CUDA version that it supports."""
+
+    def load(self, image: bytes, name: str, shared: int) -> int:
+        """The handle of kernel `name` in machine code, for `shared` bytes of dynamic shared memory.
+
+        It stays loaded as long as the process lives.
+
+        Raises:
+            RuntimeError: the driver refuses it.
+        """
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        places = ctypes.byref(module), ctypes.byref(function)
+        _call("lsq_function_load", self.handle, image, name.encode(), shared, *places)
+        return function.value
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device's context current in this thread meanwhile; a fresh thread has none.
+
+        Raises:
+            RuntimeError: there is no such device, or the driver refuses.
+        """
+        entered = ctypes.c_void_p()
+        _call("lsq_context_enter", self.handle, ctypes.byref(entered))
+        try:
+            yield
+        finally:
+            library().lsq_context_leave(entered)
+
+    def follow(self, before: int, after: int) -> None:
+        """Let the next work of stream `after` wait for what was launched on stream `before` so far.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        _call("lsq_stream_follow", self.handle, ctypes.c_void_p(before), ctypes.c_void_p(after))
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is launched on the stream goes into a graph."""
+        return bool(library().lsq_stream_capturing(self.handle, ctypes.c_void_p(stream)))

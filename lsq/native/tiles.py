@@ -1,0 +1,137 @@
+"""lsq's own int8 products on the CPU: by tiles that stay in the caches, with whatever ends them in
+the same pass.
+
+The loops are in csrc/cpu (tiles.h says how operands are packed); here is what they can use, and how
+a product is handed over.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from lsq.native import loader
+
+PLAIN = "plain"
+INSTRUCTIONS = {PLAIN: 0, "avx_vnni": 1, "avx512_vnni": 2, "amx": 3}
+"""What multiplies, the slowest first; the numbers are those of csrc/cpu/tiles.h. "plain" is C++ for
+processors that have none of the others."""
+PAIR = 32
+"""Rows and columns that a kernel takes at a time."""
+INNER = 64
+"""Inner elements of a tile."""
+ALIGNMENT = 64
+"""Bytes to whose multiples packed codes begin."""
+SPARSE_BLOCK = 1280
+"""Bytes of two tiles of a sparse weight, side by side; see csrc/cpu/sparse_tiles.h."""
+
+
+@functools.cache
+def usable() -> tuple[str, ...]:
+    """The INSTRUCTIONS that this processor has and the system allows, the fastest first; "plain" is
+    the last."""
+    if not loader.available():
+        return ()
+    function = loader.function("lsq_tiles_usable")
+    function.restype = ctypes.c_int64
+    return tuple(
+        name for name, number in reversed(INSTRUCTIONS.items()) if function(ctypes.c_int64(number))
+    )
+
+
+def preferred() -> tuple[str, ...]:
+    """The same, without "plain" where there are others, which are faster."""
+    return usable()[:-1] or usable()
+
+
+def vectorised() -> bool:
+    """Whether anything but plain C++ multiplies here."""
+    return preferred() not in ((), (PLAIN,))
+
+
+def packed_bytes(columns: int, inner: int) -> int:
+    """Of b int8 [N, K] as the loops pack it: whole tiles, and a sum for each column."""
+    return -(-columns // PAIR) * PAIR * (-(-inner // INNER) * INNER + 4)
+
+
+def packed_sparse_bytes(columns: int, inner: int) -> int:
+    """The same of codes that are 2:4 sparse, of which two of four are stored."""
+    pairs = -(-columns // PAIR)
+    return pairs * (-(-inner // INNER) * SPARSE_BLOCK + 4 * PAIR)
+
+
+def packed_group_bytes(columns: int, inner: int, group: int) -> int:
+    """The same of codes with scales of groups: whole pairs of tiles and groups, with a sum and a
+    scale for each column.
+
+    With room to begin at a multiple of ALIGNMENT.
+    """
+    return -(-columns // PAIR) * PAIR * -(-inner // group) * (group + 8) + ALIGNMENT
+
+
+class _Codes(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("transposed", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor) -> "_Codes":
+        transposed = (
+            matrix.stride(-1) != 1
+            and matrix.shape[0] > 1
+            or matrix.stride(0) == 1
+            and matrix.shape[1] > 1
+        )
+        return cls(
+            matrix.data_ptr(), matrix.stride(1) if transposed else matrix.stride(0), transposed
+        )
+
+
+class TileProduct(ctypes.Structure):
+    """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it.
+
+    Holds no memory alive.
+
+    Either operand may be a transposed view. `memory` holds packed_bytes(N, K) at a multiple of 64
+    bytes; None for loops that pack columns in memory of their own.
+    """
+
+    _fields_ = [
+        ("a", _Codes),
+        ("b", _Codes),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("instructions", ctypes.c_int64),
+        ("strip", ctypes.c_int64),
+        ("memory", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(
+        cls,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        instructions: str,
+        strip: int,
+        memory: torch.Tensor | None,
+    ) -> "TileProduct":
+        """Of tensors; `strip` rows at a time, or as the loops think best if 0.
+
+        Raises:
+            ValueError: the processor or the system has no such instructions.
+        """
+        if instructions not in usable():  # which also asks the system for them
+            raise ValueError(
+                f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}"
+            )
+        (rows, inner), columns = a.shape, b.shape[0]
+        number, place = INSTRUCTIONS[instructions], None if memory is None else memory.data_ptr()
+        return cls(_Codes.of(a), _Codes.of(b), rows, columns, inner, number, strip, place)
+
+    @property
+    def packed(self):
+        """What the library takes."""
+        return ctypes.byref(self)

@@ -1,0 +1,333 @@
+"""Watches the noise of a model's int8 modules while it trains, and lets those go on in floats that
+have too much."""
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.config import require_model, require_whole
+from lsq.dist.agreement import least_of_all
+from lsq.layers.memory import release_memory
+from lsq.layers.module import ProgramModule
+from lsq.layers.schedule import recomputing
+from lsq.observe.reading import QUANTITIES, Bounds, Reading
+from lsq.observe.sample import Sample
+from lsq.program.program import Program
+
+logger = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """What takes figures, such as torch.utils.tensorboard.SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Note a figure."""
+
+
+class Monitor:
+    """See `monitor`.
+
+    Attributes:
+        steps: made so far.
+        readings: module name -> what the last look found, the least of all processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        rows: int = 64,
+        bounds: Bounds | None = None,
+        patience: int = 2,
+        fall_back: bool = True,
+        writer: Writer | None = None,
+        group: ProcessGroup | None = None,
+    ):
+        for name, value in (("every", every), ("rows", rows), ("patience", patience)):
+            require_whole(name, value)
+        require_model(model)
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        if not self._modules():
+            raise ValueError(
+                f"{type(model).__name__} has no module that computes in int8; call lsq.convert on"
+                " it first, or build "
+                "it of lsq.layers"
+            )
+        self._every, self._rows, self._patience = every, rows, patience
+        self._bounds, self._fall_back = bounds or Bounds(), fall_back
+        self._writer, self._group = writer, group
+        self.steps = 0
+        self.readings: dict[str, Reading] = {}
+        self._strikes: dict[str, int] = {}
+        """How many looks in a row found too much noise in a module."""
+        self._warned: set[str] = set()
+        self._watched: dict[ProgramModule, str] = {}
+        """Those that are looked at in this step, and their names."""
+        self._taken: set[ProgramModule] = set()
+        """Those with a pass in this step that goes back."""
+        self._found: dict[ProgramModule, Reading] = {}
+        self._arm()
+
+    # What there is to see
+
+    @property
+    def fallen(self) -> tuple[str, ...]:
+        """Names of the modules that go on in floats, also those that a checkpoint brought."""
+        return tuple(name for name, module in self._modules().items() if module.schedule.fallen)
+
+    def __str__(self) -> str:
+        """The last readings, the worst of modules that differ by numbers in their names alone."""
+        outcome = f"{len(self.fallen)} of {len(self._modules())} modules go on in floats"
+        if not self.readings:
+            due = self._every * (self.steps // self._every + 1)
+            return (
+                f"no reading yet: the next look is at step {due}, and {self.steps} are"
+                f" made\n{outcome}"
+            )
+        rows: dict[str, list[Reading]] = {}
+        for name, reading in self.readings.items():
+            rows.setdefault(re.sub(r"\b\d+\b", "*", name) or "the model itself", []).append(reading)
+        width = max(map(len, rows), default=0)
+        titles = [name.replace("_", " ") for name in QUANTITIES]
+        lines = [f"{'least signal-to-noise, dB':{width}}  {'  '.join(titles)}"]
+        for name, readings in rows.items():
+            figures = [
+                min((one.values()[kind] for one in readings if kind in one.values()), default=None)
+                for kind in QUANTITIES
+            ]
+            cells = ["-" if figure is None else f"{figure:.1f}" for figure in figures]
+            padded = [cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)]
+            lines.append(
+                f"{name:{max(width, len(lines[0].partition('  ')[0]))}}  {'  '.join(padded)}"
+            )
+        return "\n".join([*lines, outcome])
+
+    __repr__ = __str__
+
+    # What is done
+
+    def step(self) -> None:
+        """Count a step. Call it after each step of the optimizer, in every process.
+
+        Where the step was looked at, processes agree on what was found, and modules with too much
+        noise fall back.
+        """
+        self.steps += 1
+        if self.steps % self._every == 0:
+            self._conclude()
+        self._arm()
+
+    def close(self) -> None:
+        """Look no more. What has fallen stays so."""
+        for module in self._watched:
+            module._watcher = None
+        self._watched, self._taken, self._found = {}, set(), {}
+
+    def state_dict(self) -> dict:
+        """Plain numbers, from which a training goes on as it would have.
+
+        What has fallen is in the model's own.
+        """
+        return {"steps": self.steps, "strikes": dict(self._strikes)}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on from a `state_dict`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if set(state) != {"steps", "strikes"}:
+            raise ValueError(
+                f"the state has {', '.join(map(repr, state))}; a monitor's has 'steps' and"
+                " 'strikes'"
+            )
+        self.close()
+        self.steps, self._strikes = state["steps"], dict(state["strikes"])
+        self._arm()
+
+    def _modules(self) -> dict[str, ProgramModule]:
+        return {
+            name: module
+            for name, module in self._model.named_modules()
+            if isinstance(module, ProgramModule) and module.quant.quantized
+        }
+
+    def _arm(self) -> None:
+        """Look at the next step, if it is time."""
+        if (self.steps + 1) % self._every == 0:
+            self._watched = {
+                module: name
+                for name, module in self._modules().items()
+                if not module.schedule.fallen
+            }
+            for module in self._watched:
+                module._watcher = self._see
+
+    def _see(
+        self,
+        module: ProgramModule,
+        program: Program,
+        tensors: Mapping[str, Tensor],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        """A pass in training mode: all of a step that go back are looked at; if none does, those
+        without gradients.
+
+        What gradient checkpointing runs again is looked at only where it had no gradients at first.
+        """
+        goes_back, again = bool(program.output_gradients), recomputing()
+        if not program.weights or (module in self._taken and (again or not goes_back)):
+            return
+        sample = Sample.of(program, tensors, self._rows, module.target)
+        if not goes_back:
+            self._note(module, sample.reading(None))
+            return
+        if not again:
+            self._taken.add(module)
+
+        def look(gradients: Sequence[Tensor | None]) -> None:
+            # parameters are whole here, also under FSDP2, and as the pass has seen them
+            if module in self._watched:
+                self._note(module, sample.reading(gradients))
+
+        outputs[0].grad_fn.register_prehook(look)
+
+    def _note(self, module: ProgramModule, reading: Reading) -> None:
+        """One of perhaps several uses of a module in a step, of which the worst counts."""
+        self._found[module] = reading.worst(self._found.get(module, reading))
+
+    def _conclude(self) -> None:
+        """Agree with other processes on what was found, and do what follows."""
+        watched, found = self._watched, self._found
+        self.close()
+        self.readings = {}
+        if watched:
+            seen = [found.get(module, Reading()).values() for module in watched]
+            rows = [[values.get(kind, math.inf) for kind in QUANTITIES] for values in seen]
+            table = torch.tensor(rows, dtype=torch.float32)
+            device = next(self._model.parameters()).device
+            for name, row in zip(
+                watched.values(), least_of_all(table.to(device), self._group).tolist(), strict=True
+            ):
+                values = {
+                    kind: value
+                    for kind, value in zip(QUANTITIES, row, strict=True)
+                    if value < math.inf
+                }
+                if values:
+                    self.readings[name] = Reading(**values)
+        for module, name in watched.items():
+            if name in self.readings:
+                self._judge(name, module, self.readings[name])
+        self._write()
+
+    def _judge(self, name: str, module: ProgramModule, reading: Reading) -> None:
+        broken = self._bounds.broken(reading)
+        self._strikes[name] = self._strikes.get(name, 0) + 1 if broken else 0
+        if self._strikes[name] < self._patience:
+            return
+        del self._strikes[name]
+        if self._fall_back:
+            module.fall_back()
+            self._release_memory()
+            self._warn(
+                name,
+                broken,
+                f"it goes on in floats, as {len(self.fallen)} of {len(self._modules())} modules",
+            )
+        elif name not in self._warned:
+            self._warned.add(name)
+            self._warn(name, broken, "it stays in int8")
+
+    def _release_memory(self) -> None:
+        """A plan is of programs that are not what they were."""
+        if any(
+            isinstance(one, ProgramModule) and one.step_memory is not None
+            for one in self._model.modules()
+        ):
+            release_memory(self._model)
+            self._say(
+                "planned memory is released, since modules go on in floats; call plan_memory again"
+            )
+
+    def _warn(self, name: str, broken: list[str], outcome: str) -> None:
+        looks = f"{self._patience} looks in a row" if self._patience > 1 else "a look"
+        self._say(
+            f"step {self.steps}, {name or type(self._model).__name__}: {' and '.join(broken)}, by"
+            f" {looks}; {outcome}"
+        )
+
+    def _say(self, text: str) -> None:
+        if (
+            not distributed.is_available()
+            or not distributed.is_initialized()
+            or distributed.get_rank() == 0
+        ):
+            logger.warning(text)
+
+    def _write(self) -> None:
+        if self._writer is None:
+            return
+        for name, reading in self.readings.items():
+            for kind, value in reading.values().items():
+                self._writer.add_scalar(f"signal_to_noise/{kind}/{name}", value, self.steps)
+        self._writer.add_scalar("signal_to_noise/modules_in_floats", len(self.fallen), self.steps)
+
+
+def monitor(
+    model: nn.Module,
+    *,
+    every: int = 100,
+    rows: int = 64,
+    bounds: Bounds | None = None,
+    patience: int = 2,
+    fall_back: bool = True,
+    writer: Writer | None = None,
+    group: ProcessGroup | None = None,
+) -> Monitor:
+    """Watch the noise of every int8 module of `model` while it trains, and let those with too much
+    go on in floats.
+
+    Every so many steps a few rows of a batch are computed twice, by each module as it does and in
+    floats: its results, and the gradients of its inputs and weights from those of its results. A
+    module of which one of the three has less signal-to-noise than its bound, several times in a
+    row, goes on in floats: as what it was if `lsq.convert` has made it of a linear layer, in the
+    dtype of its input or of torch.autocast; else by its program in float mode. Parameters, clips
+    and optimizers stay what they are; clips have no gradient any more. Checkpoints of the model
+    keep it: the entry `fallen` of a module.
+
+    Args:
+        model: with modules of lsq, bare or in DistributedDataParallel.
+        every: steps between two looks. Call `step` of what is returned after each step of the
+            optimizer.
+        rows: of the sample; where these are words of sentences, whole ones until there are as many,
+            one at least.
+        bounds: what is too much.
+        patience: looks in a row that must find too much.
+        fall_back: False: only warn, once for each module.
+        writer: gets every reading and the number of modules in floats (SummaryWriter of
+            torch.utils.tensorboard).
+        group: the processes that train the same model and decide together; None: all.
+
+    Raises:
+        TypeError: `model` is no torch.nn.Module.
+        ValueError: the model has no int8 module, or a number is below 1.
+    """
+    return Monitor(
+        model,
+        every=every,
+        rows=rows,
+        bounds=bounds,
+        patience=patience,
+        fall_back=fall_back,
+        writer=writer,
+        group=group,
+    )

@@ -1,0 +1,1 @@
+"""How programs run: the executor, backends, frames of planned memory, prepared passes."""

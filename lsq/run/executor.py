@@ -1,0 +1,253 @@
+"""Runs a program, and hangs it into PyTorch's autograd as one node.
+
+The outputs of operations come from the run's frame: fresh memory, or the places that a plan of the
+whole step has for them. A pass is prepared once and runs as a whole. Where somebody looks on
+(hooks, profile), and on the reference, it
+goes operation by operation: outputs are allocated when it runs and dropped after their last reader.
+"""
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lsq.run import homes
+from lsq.program.backend import Backend
+from lsq.run.frames import Frame, StepMemory
+from lsq.run.fresh import FreshFrame
+from lsq.program.operation import Operation
+from lsq.program.program import Program
+from lsq.program.tensor import VirtualTensor
+
+_seconds: defaultdict[str, float] | None = None
+
+
+@contextmanager
+def profile():
+    """Collect the seconds that each operation runs, once it is prepared: yields a dict of operation
+    name -> seconds."""
+    global _seconds
+    previous, _seconds = _seconds, defaultdict(float)
+    try:
+        yield _seconds
+    finally:
+        _seconds = previous
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a module wants to see of its forward pass; both get the operation as declared, and on
+    real tensors."""
+
+    before: Callable[[Operation, Operation], None] | None = None
+    after: Callable[[Operation, Operation], None] | None = None
+
+    def __bool__(self) -> bool:
+        return self.before is not None or self.after is not None
+
+
+NO_HOOKS = Hooks()
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What is converted at the borders of a program to the floats that it was built for."""
+
+
+class Execution:
+    """A program with the tensors of one call: `Execution(program, backend)(tensors by name) ->
+    outputs`.
+
+    Args:
+        program: what to run.
+        backend: where.
+        hooks: called around each operation of the forward pass.
+        memory: planned memory for runs with a backward pass; without, all tensors get fresh memory.
+        owner: who runs, for the memory.
+        fleeting: names of parameters that the backward pass may find with other values, so that it
+            keeps copies.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        backend: Backend,
+        *,
+        hooks: Hooks | None = None,
+        memory: StepMemory | None = None,
+        owner: object = None,
+        fleeting: Collection[str] = (),
+    ):
+        self.program, self.backend = program, backend
+        self.hooks = hooks or NO_HOOKS
+        self.memory = memory
+        self.owner = owner
+        self.fleeting = fleeting
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run forward.
+
+        Gradients flow to the inputs and parameters of a program that has a backward pass.
+
+        Floats may come as any of FLOATS, whatever dtype the program was built for; outputs have
+        that dtype.
+
+        Raises:
+            ValueError: a tensor is missing, or its shape or dtype is not the program's.
+        """
+        program = self.program
+        arguments = [
+            _checked(virtual, tensors, program)
+            for virtual in (*program.inputs, *program.parameters)
+        ]
+        if program.output_gradients:
+            frame = (
+                self._fresh()
+                if self.memory is None
+                else self.memory.open(self.owner, program, tensors)
+            )
+            return _Node.apply(self, frame, *arguments)
+        with torch.no_grad():
+            values = _placed((*program.inputs, *program.parameters), arguments)
+            self.run_pass(range(program.forward_length), values, self._fresh())
+            return tuple(values[output] for output in program.outputs)
+
+    def run_pass(
+        self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame
+    ) -> None:
+        """Run the operations `indices` of a whole pass on `values`, which gains what crosses the
+        program's borders."""
+        hooks = NO_HOOKS if indices.start else self.hooks
+        looked_at = _seconds is not None or hooks
+        if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
+            if indices.start:
+                values.update({**frame.kept(self.program), **values})
+            self.run(indices, values, frame, hooks)
+
+    def _fresh(self) -> FreshFrame:
+        return FreshFrame(self.backend.place)
+
+    def run(
+        self,
+        indices: range,
+        values: dict[VirtualTensor, torch.Tensor],
+        frame: Frame,
+        hooks: Hooks = NO_HOOKS,
+    ) -> None:
+        """Run `indices` one by one on `values`, which gains their outputs and loses what has no
+        reader left."""
+        program = self.program
+        for index in indices:
+            operation = program.operations[index]
+            written = frame.tensors_for(program, index)
+            outputs = program.outputs_of[index]
+            values.update(zip(outputs, written, strict=False))
+            bound = operation.bind(values.__getitem__)
+            if hooks.before:
+                hooks.before(operation, bound)
+            run = self.backend.prepare([(bound, written[len(outputs) :])])
+            began = time.perf_counter()
+            run()
+            if _seconds is not None:
+                _seconds[operation.name] += time.perf_counter() - began
+            if hooks.after:
+                hooks.after(operation, bound)
+            frame.done(program, index)
+            for tensor in program.dying[index]:
+                values.pop(tensor, None)
+
+
+def _checked(
+    virtual: VirtualTensor, tensors: dict[str, torch.Tensor], program: Program
+) -> torch.Tensor:
+    tensor = tensors.get(virtual.name)
+    if tensor is None:
+        raise ValueError(f"program {program.name} needs a tensor called {virtual.name!r}")
+    fits = tensor.dtype == virtual.dtype or (
+        virtual.dtype.is_floating_point and tensor.dtype in FLOATS
+    )
+    if tuple(tensor.shape) != virtual.shape or not fits:
+        raise ValueError(
+            f"{virtual.name} is {tensor.dtype} {tuple(tensor.shape)}; program {program.name} was"
+            " built for "
+            f"{virtual.dtype} {virtual.shape}"
+        )
+    return tensor
+
+
+def _placed(
+    borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]
+) -> dict[VirtualTensor, torch.Tensor]:
+    """What crosses a border, as the program reads it; no new view of what need not be copied.
+
+    Autograd is off.
+    """
+    return {
+        virtual: (tensor.to(virtual.dtype) if tensor.dtype in FLOATS else tensor).contiguous()
+        for virtual, tensor in zip(borders, tensors, strict=True)
+    }
+
+
+SECOND = (
+    "layers of lsq round, and have no second derivatives (gradient penalties, Hessians), for which"
+    " create_graph=True "
+    "asks: leave the layers that need them as they are by skip= of lsq.convert, or go back by"
+    " lsq.revert(model)"
+)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Refuse create_graph=True at once, where PyTorch's own decorator waits for the second
+    derivative.
+
+    A gradient without a way back to the input counts as a constant: a Hessian would be zero without
+        an error.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError(SECOND)
+        return backward(ctx, *gradients)
+
+    return once
+
+
+class _Node(torch.autograd.Function):
+    """One program as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, execution: Execution, frame: Frame, *arguments):
+        program = execution.program
+        borders = (*program.inputs, *program.parameters)
+        values = _placed(borders, arguments)
+        with frame.running(backward=False):
+            execution.run_pass(range(program.forward_length), values, frame)
+        ctx.execution, ctx.frame = execution, frame
+        ctx.saved = tuple(
+            tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
+        )
+        given = dict(zip(borders, arguments, strict=True))  # as they came, not a converted copy
+        fleeting = [
+            tensor for tensor in ctx.saved if tensor.name in execution.fleeting and tensor in given
+        ]
+        if fleeting:
+            # in one launch
+            copies = torch._foreach_mul([given[tensor].detach() for tensor in fleeting], 1)
+            given.update(zip(fleeting, copies, strict=True))
+        ctx.save_for_backward(*(given.get(tensor, values[tensor]) for tensor in ctx.saved))
+        return tuple(values[output] for output in program.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        program = ctx.execution.program
+        values = _placed(ctx.saved, ctx.saved_tensors)
+        values |= _placed(program.output_gradients, gradients)
+        ctx.frame.homes = dict(homes.claim(program, ctx.next_functions))
+        with ctx.frame.running(backward=True):
+            ctx.execution.run_pass(program.backward_range, values, ctx.frame)
+        results = dict(zip(program.differentiable, program.gradients, strict=True))
+        found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
+        return None, None, *(None if gradient is None else values[gradient] for gradient in found)

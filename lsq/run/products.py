@@ -1,0 +1,72 @@
+"""The matrix products of a program, as the keys of tuned products: those that its operations ask
+for."""
+
+import torch
+
+from lsq import gemm
+from lsq.native.launch import Launch, Product
+from lsq.gemm.product_key import ProductKey, key_of
+from lsq.program.operation import Operation
+from lsq.program.program import Program
+from lsq.program.samples import placed
+
+
+def products_of(
+    program: Program, kind: str = "cpu", activations: torch.dtype = torch.bfloat16
+) -> list[ProductKey]:
+    """What the operations of a program multiply, each product once, in the order of the program.
+
+    Args:
+        program: with or without a backward pass.
+        kind: "cpu": the int8 products, as operations ask for their scratch memory; "cuda": all
+            products that they ask for or launch, prepared without memory.
+        activations: their dtype on a GPU.
+
+    Raises:
+        ValueError: an operation has no CUDA implementation, or cannot take these shapes.
+    """
+    with gemm.requested() as found:
+        for operation in program.operations:
+            if kind == "cuda":
+                found += [
+                    key_of(entry)
+                    for entry in _entries(operation, activations, {})
+                    if isinstance(entry, Product)
+                ]
+            else:
+                operation.cpu_scratch()
+    return list(dict.fromkeys(found))
+
+
+def launched(program: Program, activations: torch.dtype) -> list[Launch | Product]:
+    """Everything that a GPU does for a program, found without one and without memory.
+
+    Raises:
+        ValueError: an operation has no CUDA implementation, or cannot take these shapes.
+    """
+    return [entry for entries in launched_by_operation(program, activations) for entry in entries]
+
+
+def launched_by_operation(
+    program: Program, activations: torch.dtype
+) -> list[list[Launch | Product]]:
+    """The same, apart for each operation.
+
+    What several of them read or write is one tensor, on "meta".
+
+    Raises:
+        ValueError: see `launched`.
+    """
+    shared = {}
+    return [_entries(operation, activations, shared) for operation in program.operations]
+
+
+def _entries(
+    operation: Operation, activations: torch.dtype, shared: dict
+) -> list[Launch | Product]:
+    """What an operation launches; `shared` keeps what several have."""
+    bound = placed(operation, "meta", activations, shared)
+    scratch = [
+        torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()
+    ]
+    return bound.cuda(*scratch)

@@ -1,0 +1,1 @@
+"""What uses a trained model: search, engine, translator, HTTP service, export."""

@@ -1,0 +1,82 @@
+"""Launches kernels of tests/csrc/cuda through the emulated driver.
+
+Imports no torch: children start fast.
+"""
+
+import ctypes
+from pathlib import Path
+
+from lsq import emulator
+
+FOLDER = Path(__file__).parent / "kernels"
+ORDERS = (0, 1, 2, 77)
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+
+
+def memory(count, kind=ctypes.c_float):
+    """An array of zeros on the heap, with nothing after it, so that AddressSanitizer sees accesses
+    beyond its end."""
+    array = (kind * count).from_address(libc.malloc(ctypes.sizeof(kind) * count))
+    ctypes.memset(array, 0, ctypes.sizeof(array))
+    return array
+
+
+class CudaError(Exception):
+    """A driver function returned a failure."""
+
+    def __init__(self, result, message):
+        super().__init__(message)
+        self.result = result
+
+
+class Driver:
+    """The emulated driver, in one order of threads; the context of a device becomes current."""
+
+    def __init__(self, order=0, sanitize=False, device=0):
+        self.library = ctypes.CDLL(str(emulator.build_driver(sanitize)))
+        self.library.lsq_emulator_order(order)
+        context = ctypes.c_void_p()
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self("cuCtxSetCurrent", context)
+
+    def __call__(self, name, *arguments):
+        result = getattr(self.library, name)(*arguments)
+        if result:
+            message = ctypes.c_char_p()
+            self.library.cuGetErrorString(result, ctypes.byref(message))
+            raise CudaError(result, message.value.decode())
+
+
+class Module:
+    """The kernels of a file."""
+
+    def __init__(self, source, order=0, sanitize=False, defines=(), device=0):
+        self.driver = Driver(order, sanitize, device)
+        self.handle = ctypes.c_void_p()
+        image = emulator.compile_kernels(str(FOLDER / source), defines, sanitize)
+        self.driver("cuModuleLoadData", ctypes.byref(self.handle), image)
+
+    def function(self, name):
+        found = ctypes.c_void_p()
+        self.driver("cuModuleGetFunction", ctypes.byref(found), self.handle, name.encode())
+        return found
+
+    def launch(self, name, grid, block, *arguments, shared=0, stream=None):
+        """Arrays go as pointers, whole numbers as int64 (addresses too), floats as float32; stream:
+        its handle."""
+        values = [
+            ctypes.c_float(value)
+            if isinstance(value, float)
+            else ctypes.c_int64(value if isinstance(value, int) else ctypes.addressof(value))
+            for value in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        grid, block = (
+            (*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)
+        )
+        self.driver(
+            "cuLaunchKernel", self.function(name), *grid, *block, shared, stream, pointers, None
+        )

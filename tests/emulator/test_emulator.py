@@ -1,0 +1,320 @@
+"""Kernels run in the emulator: right results in every order of threads, and words about every
+planted fault."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lsq import emulator
+from tests.emulator.emulated import ORDERS, CudaError, Driver, Module, memory
+from tests.emulator.sanitizers import sanitizer_environment
+
+ROOT = Path(__file__).parents[2]
+LAUNCH_FAILED = 719
+
+
+def centred(order=0, rows=5, columns=300, threads=256):
+    """(found, expected) of the kernel that takes the mean off each row."""
+    x = torch.arange(rows * columns, dtype=torch.float32).remainder(17).reshape(rows, columns)
+    out = torch.zeros_like(x)
+    Module("sound.cu", order).launch(
+        "centre", rows, threads, x.data_ptr(), out.data_ptr(), columns, 0.5
+    )
+    return out, x - x.mean(1, keepdim=True) + 0.5
+
+
+def reverses(order, barrier):
+    """Whether the kernel that needs a barrier gives the right result, over three blocks."""
+    x = torch.arange(3 * 96, dtype=torch.float32)
+    out = torch.zeros_like(x)
+    module = Module("sound.cu", order, defines=(("BARRIER", barrier),))
+    module.launch("reverse", 3, 96, x.data_ptr(), out.data_ptr(), shared=96 * 4)
+    return torch.equal(out, x.reshape(3, 96).flip(1).flatten())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sums_of_blocks(order):
+    found, expected = centred(order)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dimensions(order):
+    out = memory(3 * 2 * 2 * 5 * 3 * 2)
+    Module("sound.cu", order).launch("places", (3, 2, 2), (5, 3, 2), out)
+    assert list(out) == list(range(1, len(out) + 1))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_exchanges_within_warps(order):
+    out = memory(9 * 32, ctypes.c_int32)
+    Module("sound.cu", order).launch("exchanges", 1, 32, out)
+    lanes = range(32)
+    every_third = ctypes.c_int32(sum(1 << lane for lane in lanes if lane % 3 == 0)).value
+    assert [list(out[start : start + 32]) for start in range(0, len(out), 32)] == [
+        [(lane + 5) % 32 for lane in lanes],
+        [lane // 8 * 8 + 3 for lane in lanes],
+        [lane - 2 if lane % 16 >= 2 else lane for lane in lanes],
+        [lane + 2 if lane % 16 < 14 else lane for lane in lanes],
+        [lane ^ 9 for lane in lanes],
+        [every_third] * 32,
+        [1] * 32,
+        [1] * 32,
+        [4] * 16 + [20] * 16,
+    ]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_last_block_sees_what_all_left(order):
+    partial, ticket, total = memory(7), memory(1, ctypes.c_uint32), memory(1)
+    for _ in range(2):
+        total[0] = 0
+        Module("sound.cu", order).launch("ticket_sum", 7, 64, partial, ticket, total)
+        assert total[0] == 28 and ticket[0] == 0
+
+
+def test_floats_of_16_bits():
+    halves = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .float()
+    )
+    between = (halves[1:] + halves[:-1]) / 2  # ties
+    wild = torch.randint(-(2**31), 2**31 - 1, (50_000,), dtype=torch.int32).view(torch.float32)
+    x = torch.cat([halves, between, between * (1 + 2**-20), between * (1 - 2**-20), wild])
+    found, expected = torch.empty_like(x, dtype=torch.bfloat16), x.bfloat16()
+    Module("sound.cu").launch(
+        "narrow", -(-x.numel() // 256), 256, x.data_ptr(), found.data_ptr(), x.numel()
+    )
+    missing = expected.isnan()
+    assert torch.equal(found.isnan(), missing)
+    assert torch.equal(found[~missing], expected[~missing])
+    assert torch.equal(found.signbit()[~missing], expected.signbit()[~missing])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_missing_barrier_is_a_race(order):
+    assert reverses(order, barrier=1)
+    with pytest.raises(
+        CudaError,
+        match=r"kernel reverse, .* (reads|writes) shared memory that warp \d (wrote|read) ",
+    ):
+        reverses(order, barrier=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_barrier_that_is_missing_from_the_second_turn_on(order):
+    module = Module("faulty.cu", order)
+    module.launch("race", 1, 64, memory(64), 1)
+    message = (
+        r"thread \(\d+, 0, 0\) (reads|writes) shared memory that .*, after it waited at"
+        r" faulty.cu:\d+"
+    )
+    with pytest.raises(CudaError, match=rf"kernel race, block \(0, 0, 0\): {message}"):
+        module.launch("race", 1, 64, memory(64), 0)
+
+
+def test_warps_that_write_the_same_value_race():
+    with pytest.raises(
+        CudaError, match=r"thread \(32, 0, 0\) writes shared memory that warp 0 wrote"
+    ):
+        Module("faulty.cu").launch("equal_values", 1, 64, memory(64))
+
+
+def test_shared_memory_starts_as_nan_in_every_block():
+    out = memory(64)
+    module = Module("faulty.cu")
+    for _ in range(2):
+        module.launch("unwritten", 2, 64, out, shared=256)
+        assert all(value != value for value in out)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (
+            "divergent_barrier",
+            r"\(0, 0, 0\) and 39 more: wait at __syncthreads \(.*\(40, 0, 0\) and 23 more finished",
+        ),
+        (
+            "two_barriers",
+            r"not all threads reach the same __syncthreads: .*\(32, 0, 0\) and 31 more: wait",
+        ),
+        ("finished_lane", r"thread .* wait at __ballot_sync \(faulty.cu:\d+, mask 0xffffffff\)"),
+        (
+            "different_masks",
+            r"thread \(\d+, 0, 0\) calls __shfl_sync \(.*\) with mask 0x.*, but is itself lane \d+,"
+            r" which the mask",
+        ),
+        (
+            "other_lanes_mask",
+            r"thread \(\d+, 0, 0\) calls __any_sync \(.*\) with mask 0xff, but is itself lane",
+        ),
+        ("different_functions", r"the same mask and function: thread .* __all_sync .* __syncwarp"),
+        (
+            "source_not_named",
+            r"thread \(\d+, 0, 0\) reads lane 20 by __shfl_sync \(.*\), which its mask 0xffff does"
+            r" not name",
+        ),
+    ],
+)
+def test_faults_of_synchronization(kernel, message, order):
+    with pytest.raises(
+        CudaError, match=rf"kernel {kernel}, block \(0, 0, 0\): .*{message}"
+    ) as caught:
+        Module("faulty.cu", order).launch(kernel, 1, 64, memory(64))
+    assert caught.value.result == LAUNCH_FAILED
+
+
+def test_masks_name_lanes_that_exist():
+    with pytest.raises(CudaError, match=r"mask 0xffffffff, but its warp has only 8 lanes"):
+        centred(threads=40)
+
+
+def test_a_misaligned_vector():
+    x, out = memory(1024), memory(64)
+    module = Module("faulty.cu")
+    message = (
+        r"kernel misaligned_vector, block .* thread \(3, 0, 0\) accesses 0x\w+4 .*not"
+        r" aligned"
+        r" to 16 bytes"
+    )
+    with pytest.raises(CudaError, match=message) as caught:
+        module.launch("misaligned_vector", 1, 64, x, out, 4)
+    assert caught.value.result == LAUNCH_FAILED
+    module.launch("misaligned_vector", 1, 64, x, out, 16)
+
+
+def test_a_fault_does_not_outlast_its_launch():
+    with pytest.raises(CudaError):
+        Module("faulty.cu").launch("divergent_barrier", 1, 64, memory(64))
+    torch.testing.assert_close(*centred())
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared", "message"),
+    [
+        (1, 1025, 0, "blocks of 1025 x 1 x 1 threads"),
+        (1, (32, 8, 5), 0, "blocks of 32 x 8 x 5 threads"),
+        (1, (1, 1, 65), 0, "blocks of 1 x 1 x 65 threads"),
+        (0, 32, 0, "a grid of 0 x 1 x 1 blocks"),
+        ((1, 65536), 32, 0, "a grid of 1 x 65536 x 1 blocks"),
+        (
+            1,
+            32,
+            49153,
+            r"49153 bytes of dynamic shared memory; the function, which has \d+ static bytes,"
+            r" allows \d+",
+        ),
+    ],
+)
+def test_launches_that_a_gpu_refuses(grid, block, shared, message):
+    with pytest.raises(CudaError, match=f"kernel places: {message}") as caught:
+        Module("sound.cu").launch("places", grid, block, memory(1), shared=shared)
+    assert caught.value.result == 1
+
+
+def test_much_shared_memory_must_be_asked_for():
+    module = Module("sound.cu")
+    function, attribute, static = module.function("many_barriers"), 8, ctypes.c_int()
+    module.driver("cuFuncGetAttribute", ctypes.byref(static), 1, function)
+    usual, most = 48 * 1024 - static.value, 227 * 1024 - static.value
+    with pytest.raises(
+        CudaError, match=f"{most + 1} bytes of dynamic shared memory; allowed are 0 to {most}"
+    ):
+        module.driver("cuFuncSetAttribute", function, attribute, most + 1)
+    out = memory(64)
+    with pytest.raises(CudaError, match=f"{static.value} static bytes, allows {usual} "):
+        module.launch("many_barriers", 1, 64, out, shared=usual + 1)
+    module.driver("cuFuncSetAttribute", function, attribute, most)
+    module.launch("many_barriers", 1, 64, out, shared=most)
+    assert list(out) == [9] * 64 and static.value > 0
+
+
+def test_what_is_not_there():
+    with pytest.raises(CudaError, match="no kernel absent") as caught:
+        Module("sound.cu").function("absent")
+    assert caught.value.result == 500
+    with pytest.raises(CudaError, match="not a module of the emulator") as caught:
+        Driver()("cuModuleLoadData", ctypes.byref(ctypes.c_void_p()), b"\x7fELF")
+    assert caught.value.result == 200
+
+
+def test_launches_from_several_threads():
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(centred(rows=40))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for found, expected in results:
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.thorough
+def test_other_processors_switch_by_ucontext(monkeypatch):
+    monkeypatch.setattr(emulator, "FLAGS", [*emulator.FLAGS, "-DEMULATOR_UCONTEXT"])
+    torch.testing.assert_close(*centred())
+    with pytest.raises(CudaError, match="not all threads reach"):
+        Module("faulty.cu").launch("divergent_barrier", 1, 64, memory(64))
+
+
+def sanitized(source, launch):
+    """The finished child process that makes one launch under the sanitizers."""
+    code = (
+        f"from tests.emulator.emulated import *\nModule({source!r},"
+        f" sanitize=True).launch({launch})\nprint('finished')"
+    )
+    environment = os.environ | sanitizer_environment() | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ("'write_beyond', 1, 64, memory(64), 1", "heap-buffer-overflow"),
+        (
+            "'write_beyond_shared', 1, 32, memory(32), 1",
+            "insufficient space|global-buffer-overflow",
+        ),
+        ("'write_beyond_dynamic', 1, 64, memory(64), 1, shared=256", "use-after-poison"),
+        ("'misaligned_load', 1, 8, memory(64), memory(64)", "load of misaligned address"),
+        ("'copies', 1, 32, memory(380), memory(384), 128, 0", "heap-buffer-overflow"),
+    ],
+)
+def test_sanitizers_catch(launch, message):
+    child = sanitized("tensor_cores.cu" if "copies" in launch else "faulty.cu", launch)
+    kernel = launch.split("'")[1]
+    assert child.returncode and "finished" not in child.stdout
+    assert any(word in child.stderr for word in message.split("|")) and kernel in child.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("source", "launch"),
+    [
+        ("sound.cu", "'centre', 3, 256, memory(3 * 500), memory(3 * 500), 500, 0.0"),
+        ("sound.cu", "'reverse', 3, 96, memory(288), memory(288), shared=384"),
+        ("faulty.cu", "'write_beyond_dynamic', 1, 64, memory(64), 0, shared=256"),
+        ("faulty.cu", "'write_beyond_shared', 1, 32, memory(32), 0"),
+        ("tensor_cores.cu", "'one_multiplication', 1, 32, memory(128), memory(64), memory(128)"),
+        ("tensor_cores.cu", "'matrices', 1, 32, memory(128), memory(128), 16, 0, 0"),
+        ("tensor_cores.cu", "'copies', 1, 32, memory(384), memory(384), 128, 0"),
+    ],
+)
+def test_sanitizers_let_sound_launches_pass(source, launch):
+    child = sanitized(source, launch)
+    assert child.stdout == "finished\n", child.stderr
+    assert child.returncode == 0

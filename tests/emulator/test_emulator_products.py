@@ -1,0 +1,121 @@
+"""Products of the emulated libcublasLt run on the driver's streams: ordered, captured, in a context
+of their own."""
+
+import threading
+
+import pytest
+import torch
+
+from lsq.native.products import ALPHAS, DTYPES, ProductError, ProductLibrary
+from tests.emulator.emulated import CudaError, Module
+from tests.emulator.emulated_cublaslt import emulated
+from tests.emulator.emulated_streams import Stream, captured, device, handle_of, watched
+
+ROWS = 64
+SPEC = {"m": ROWS, "n": ROWS, "k": ROWS, "leading_a": ROWS, "leading_b": ROWS, "leading_out": ROWS}
+SPEC |= {"dtype": DTYPES[torch.int8], "out_dtype": DTYPES[torch.int32], "alpha": ALPHAS["one"]}
+WORKSPACE = 2**20
+
+
+class Work:
+    """A product a @ b.t() of codes and a kernel that overwrites its operands, on streams."""
+
+    def __init__(self):
+        self.module = Module("ordered.cu")
+        self.driver = self.module.driver
+        self.library = ProductLibrary(emulated().path)
+        self.a, self.b = (torch.randint(-9, 9, (ROWS, ROWS), dtype=torch.int8) for _ in range(2))
+        self.out, self.other = (torch.zeros(ROWS, ROWS, dtype=torch.int32) for _ in range(2))
+        workspace = torch.empty(WORKSPACE + 256, dtype=torch.uint8)
+        self.workspace = workspace[-workspace.data_ptr() % 256 :][:WORKSPACE]
+
+    def product(self, out, stream=None, split=1):
+        made = self.library.product(**SPEC)
+        made.choose(
+            self.library.configure(
+                made.start(21),
+                tile=15,
+                stages=13,
+                split_k=split,
+                reduction_scheme=2 if split > 1 else 0,
+            )
+        )
+        operands = [tensor.data_ptr() for tensor in (self.a, self.b, out)]
+        place = {"workspace": self.workspace.data_ptr(), "workspace_bytes": WORKSPACE}
+        handle = handle_of(stream)
+        made.run(operands, **place, stream=handle.value if handle else 0)
+
+    def fill(self, tensor, stream=None):
+        self.module.launch("fill", 1, 16, tensor.data_ptr(), 0x01010101, stream=handle_of(stream))
+
+    @property
+    def expected(self):
+        return self.a.int() @ self.b.int().t()
+
+
+@pytest.fixture
+def work():
+    return Work()
+
+
+@pytest.mark.parametrize("operand", ["a", "b", "out"])
+def test_its_operands_and_results_are_ordered(work, operand):
+    first, second = Stream(work.driver), Stream(work.driver)
+    with watched(work.driver):
+        work.product(work.out, first)
+        with pytest.raises(
+            CudaError, match="kernel fill, .* writes 4 bytes .*, which a product (read|wrote) on"
+        ):
+            work.fill(getattr(work, operand), second)
+        second.wait_stream(first)
+        work.fill(getattr(work, operand), second)
+        message = r"EXECUTION_FAILED, a product (reads|writes) \d+ bytes .*kernel fill wrote"
+        with pytest.raises(ProductError, match=message):
+            work.product(work.other if operand != "out" else work.out, first)
+
+
+def test_one_workspace_serves_one_stream(work):
+    first, second = Stream(work.driver), Stream(work.driver)
+    with watched(work.driver):
+        work.product(work.out, first, split=4)
+        work.product(work.other, second)  # which needs none
+        with pytest.raises(
+            ProductError, match="a product writes .*, which a product wrote on stream"
+        ):
+            work.product(work.other, second, split=4)
+
+
+def test_it_is_captured(work):
+    stream = Stream(work.driver)
+    with captured(stream) as graph:
+        work.product(work.out, stream)
+    assert not work.out.any()
+    for _ in range(2):
+        work.a.random_(-9, 9)
+        graph.launch(stream)
+        assert torch.equal(work.out, work.expected)
+
+
+def test_it_belongs_to_a_context(work):
+    stream = Stream(work.driver)
+    work.product(work.out, stream)
+    with device(work.driver, 1):
+        with pytest.raises(
+            ProductError,
+            match=r"EXECUTION_FAILED, stream \d+ does not belong to the current context",
+        ):
+            work.product(work.out, stream)
+        with pytest.raises(
+            ProductError, match="EXECUTION_FAILED, a product belongs to another context"
+        ):
+            work.product(work.out)
+
+
+def test_a_thread_without_a_context_gets_that_of_the_first_device(work):
+    work.product(work.other)
+    thread = threading.Thread(
+        target=lambda: (work.product(work.out), work.driver("cuCtxSynchronize"))
+    )
+    thread.start()
+    thread.join()
+    assert torch.equal(work.out, work.expected)

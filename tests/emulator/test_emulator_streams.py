@@ -1,0 +1,268 @@
+"""Streams and events of the emulated driver belong to contexts, and captures hold what a real one's
+would."""
+
+import ctypes
+import threading
+
+import pytest
+
+from tests.emulator.emulated import CudaError, Module, memory
+from tests.emulator.emulated_streams import (
+    GLOBAL,
+    RELAXED,
+    Event,
+    Memory,
+    Stream,
+    captured,
+    device,
+    handle_of,
+    watched,
+)
+
+COUNT = 32
+
+
+class Work:
+    """Launches of simple kernels on streams."""
+
+    def __init__(self):
+        self.module = Module("ordered.cu")
+        self.driver = self.module.driver
+        self.module.function("fill"), self.module.function("copy")
+
+    def memory(self, count=1):
+        return [Memory(self.driver, COUNT) for _ in range(count)]
+
+    def fill(self, x, stream=None, value=7):
+        self.module.launch("fill", 1, COUNT, x.address, value, stream=handle_of(stream))
+
+    def copy(self, x, y, stream=None):
+        self.module.launch("copy", 1, COUNT, x.address, y.address, stream=handle_of(stream))
+
+
+@pytest.fixture
+def work():
+    return Work()
+
+
+def refused(result, message=""):
+    """A failure with that number."""
+    return pytest.raises(
+        CudaError, match=rf"(?s){message}", check=lambda error: error.result == result
+    )
+
+
+def test_a_stream_or_a_function_of_another_context_is_refused(work):
+    (x,), stream = work.memory(), Stream(work.driver)
+    event = Event(work.driver)
+    with device(work.driver, 1):
+        with refused(
+            400, r"stream \d+ does not belong to the current context, which is that of device 1"
+        ):
+            work.fill(x, stream)
+        with refused(400, "kernel fill was loaded into another context"):
+            work.fill(x)
+        with refused(400, "the event does not belong to the context of stream 0 of device 1"):
+            event.record(None)
+        Stream(work.driver).wait(event)  # which an event may order, though
+
+
+def test_what_is_destroyed_or_was_never_made_is_refused(work):
+    (x,), stream, event = work.memory(), Stream(work.driver), Event(work.driver)
+    work.driver("cuStreamDestroy_v2", stream.handle)
+    work.driver("cuEventDestroy_v2", event.handle)
+    with refused(400, "no such stream"):
+        work.fill(x, stream)
+    with refused(400, "no such event"):
+        event.record(None)
+    with refused(1, "no memory was allocated there"):
+        work.driver("cuMemFree_v2", memory(4))
+
+
+def test_a_fresh_thread_has_no_streams_events_or_memory(work):
+    (x,), found = work.memory(), []
+    stream, event = Stream(work.driver), Event(work.driver)
+    calls = [
+        lambda: work.fill(x),
+        lambda: event.record(stream),
+        lambda: stream.wait(event),
+        stream.synchronize,
+        event.synchronize,
+        lambda: Stream(work.driver),
+        lambda: Event(work.driver),
+        lambda: work.memory(),
+        lambda: work.driver("cuCtxSynchronize"),
+    ]
+
+    def fresh():
+        for call in calls:
+            with refused(201, "no context is current in this thread"):
+                call()
+            found.append(call)
+
+    thread = threading.Thread(target=fresh)
+    thread.start()
+    thread.join()
+    assert len(found) == len(calls)
+
+
+def test_a_capture_runs_when_it_is_launched_with_the_addresses_and_numbers_of_its_time(work):
+    (x, y), stream = work.memory(2), Stream(work.driver)
+    work.driver("cuMemsetD8Async", x.handle, 0, ctypes.c_size_t(4 * COUNT), stream.handle)
+    number = 7
+    with captured(stream) as graph:
+        work.fill(x, stream, number)
+        work.driver("cuMemcpyAsync", y.handle, x.handle, ctypes.c_size_t(4 * COUNT), stream.handle)
+    assert x.values[0] == 0
+    for _ in range(2):
+        x.values[0], y.values[0], number = 1, 2, 9
+        graph.launch(stream)
+        assert list(x.values) == list(y.values) == [7] * COUNT
+
+
+def test_a_capture_takes_in_streams_that_wait_for_it(work):
+    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    with watched(work.driver):
+        with captured(first) as graph:
+            work.fill(x, first)
+            second.wait_stream(first)
+            work.copy(x, y, second)
+            first.wait_stream(second)
+            work.copy(y, x, first)
+        assert y.values[0] != 7
+        for _ in range(2):
+            graph.launch(first)
+    assert y.values[0] == 7
+    work.fill(y, second, 5)  # which is captured no more
+    assert y.values[0] == 5
+
+
+def test_branches_of_a_graph_that_nothing_orders_are_reported(work):
+    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    with watched(work.driver):
+        with captured(first) as graph:
+            work.copy(x, y, first)
+            event = Event(work.driver).record(first)
+            work.fill(x, first)
+            second.wait(event)
+            work.copy(x, y, second)
+            first.wait_stream(second)
+        message = (
+            "reads 4 bytes .* on branch 1 of a graph, which kernel fill wrote on branch 0 of"
+            " a graph"
+        )
+        with refused(719, message):
+            graph.launch(first)
+
+
+def test_a_graph_is_ordered_with_the_stream_that_it_is_launched_on(work):
+    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    with captured(first) as graph:
+        work.fill(x, first)
+    with watched(work.driver):
+        graph.launch(second)
+        with refused(719, "reads 4 bytes .*, which kernel fill wrote on branch 0 of a graph"):
+            work.copy(x, y, first)
+        work.copy(x, y, second)
+        with refused(719, "fill, .* writes 4 bytes .*, which kernel copy read"):
+            graph.launch(first)
+
+
+def allocate(work):
+    work.driver("cuMemAlloc_v2", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(8))
+
+
+FORBIDDEN = {
+    "synchronize": (900, lambda work, stream: stream.synchronize()),
+    "query": (900, lambda work, stream: work.driver("cuStreamQuery", stream.handle)),
+    "synchronize all": (900, lambda work, stream: work.driver("cuCtxSynchronize")),
+    "synchronize an event": (
+        907,
+        lambda work, stream: Event(work.driver).record(stream).synchronize(),
+    ),
+    "allocate": (900, lambda work, stream: allocate(work)),
+    "free": (900, lambda work, stream: work.driver("cuMemFree_v2", work.memory()[0].handle)),
+    "load": (900, lambda work, stream: Module("sound.cu")),
+    "allocate in order": (801, lambda work, stream: Memory(work.driver, 4, stream)),
+    "wait for an event from before": (
+        905,
+        lambda work, stream: stream.wait(Event(work.driver).record(None)),
+    ),
+    "destroy": (900, lambda work, stream: work.driver("cuStreamDestroy_v2", stream.handle)),
+}
+
+
+@pytest.mark.parametrize("result, call", FORBIDDEN.values(), ids=FORBIDDEN)
+def test_what_may_not_happen_in_a_capture_ends_it(work, result, call):
+    (x,), stream = work.memory(), Stream(work.driver)
+    with refused(901, "ended by what is not allowed in one"), captured(stream, GLOBAL):
+        with refused(result):
+            call(work, stream)
+        with refused(901):
+            work.fill(x, stream)
+    work.fill(x, stream)
+    assert x.values[0] == 7
+
+
+def test_a_relaxed_capture_lets_others_allocate(work):
+    stream = Stream(work.driver)
+    with captured(stream, RELAXED):
+        allocate(work)
+
+
+def test_the_null_stream_takes_no_part_in_captures(work):
+    (x,), stream, blocking = work.memory(), Stream(work.driver), Stream(work.driver, blocking=True)
+    with refused(900, "stream 0 cannot be captured"):
+        work.driver("cuStreamBeginCapture_v2", None, RELAXED)
+    with captured(stream, RELAXED):
+        work.fill(x)
+    with refused(901), captured(blocking, RELAXED):
+        with refused(906, r"kernel fill on stream 0 would wait for stream \d+, which is captured"):
+            work.fill(x)
+
+
+def test_a_stream_that_is_not_waited_for_is_named(work):
+    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    with (
+        refused(904, r"captured in stream \d+ for which stream \d+ has not waited"),
+        captured(first),
+    ):
+        work.fill(x, first)
+        second.wait_stream(first)
+        work.copy(x, y, second)
+    work.copy(x, y, second)
+
+
+def test_two_captures_do_not_become_one(work):
+    first, second = Stream(work.driver), Stream(work.driver)
+    with refused(901), captured(first), refused(901), captured(second), refused(902):
+        second.wait_stream(first)
+
+
+def test_an_event_of_a_capture_is_of_no_use_after_it(work):
+    first, second, event = Stream(work.driver), Stream(work.driver), Event(work.driver)
+    with captured(first):
+        event.record(first)
+    with refused(907, "was recorded in a captured stream"):
+        second.wait(event)
+    event.record(first)
+    second.wait(event)
+
+
+def test_a_capture_ends_where_it_began(work):
+    first, second, graph, status = (
+        Stream(work.driver),
+        Stream(work.driver),
+        ctypes.c_void_p(),
+        ctypes.c_int(9),
+    )
+    with refused(401, "is not captured"):
+        work.driver("cuStreamEndCapture", first.handle, ctypes.byref(graph))
+    with refused(901), captured(first):
+        second.wait_stream(first)
+        work.driver("cuStreamIsCapturing", second.handle, ctypes.byref(status))
+        assert status.value == 1
+        with refused(903):
+            work.driver("cuStreamEndCapture", second.handle, ctypes.byref(graph))
+    work.driver("cuStreamIsCapturing", second.handle, ctypes.byref(status))
+    assert status.value == 0

@@ -1,0 +1,206 @@
+"""The tuner's side of cuBLASLt, against the emulated library: what is found runs, and what is wrong
+is refused.
+
+On a CPU this shows nothing of times on a GPU.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from lsq.native.products import Matmul
+from lsq.gemm import configuration_file
+from lsq.gemm.cublaslt import Products
+from lsq.gemm.tuner.cublaslt import CublasBackend
+from lsq.gemm.tuner.search import tune
+from lsq.gemm.tuner.trial import Settings, compare, entry_fault
+from tests.emulator.emulated_cublaslt import emulated
+from tests.gemm.operands import asked, matmul
+from tests.gemm.tuned import GPU
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+SETTINGS = Settings(rounds=3, final_rounds=3, seconds=1e-6)
+KEYS = {
+    "codes": matmul(out="int8", alpha="vector"),
+    "sums": matmul(k=192),
+    "weight gradient": matmul(m=48, n=32, k=80),
+    "views": matmul(leading_a=96, leading_b=80, leading_out=64),
+    "bfloat16": matmul(k=128, dtype="bfloat16", out="bfloat16", layout="nn"),
+    "wide bfloat16": matmul(m=40, k=56, dtype="bfloat16", out="float32", layout="tn"),
+    "float32": matmul(m=7, n=24, k=128, dtype="float32", out="float32", alpha="scalar"),
+    "apart": matmul(m=9, n=8, k=24, dtype="bfloat16", out="bfloat16", layout="tn", leading_out=16),
+}
+
+
+@pytest.fixture(scope="module")
+def products():
+    made = Products(torch.device("cpu"), library=emulated().path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_every_candidate_is_right(products, kind, exhaustive):
+    key = KEYS[kind]
+    backend = CublasBackend(products, exhaustive=exhaustive, cache=2**14)
+    found = backend.candidates(key)
+    assert len(found) == len({each.algorithm for each in found}) >= (20 if exhaustive else 1)
+    trial = backend.trial(key)
+    for each in found:
+        each.check_key(key)
+        assert trial.fault(each) is None
+    assert trial.seconds(found[0], 3) > 0 and trial.float_seconds(3) > 0
+    trial.close()
+
+
+def everything(products, key):
+    return CublasBackend(products, exhaustive=True).candidates(key)
+
+
+def test_the_proposals_come_first_and_the_search_goes_on_where_they_end(products):
+    key = KEYS["sums"]
+    proposed = CublasBackend(products).candidates(key)
+    found = everything(products, key)
+    assert proposed == products.candidates(key) and found[: len(proposed)] == proposed
+    assert {each.split_k for each in found} >= {1, 2, 3, 4, 6, 12}
+    assert {each.reduction_scheme for each in found} == {0, 1, 2, 4}
+    assert {each.swizzle for each in found} == {0, 1}
+    assert {each.custom_option for each in found} >= {0, 1}
+    assert found == everything(products, key)
+    assert all(each.workspace_bytes <= products.workspace_bytes for each in found)
+
+
+@pytest.mark.parametrize("kind", ["codes", "bfloat16", "float32"])
+def test_parts_of_sums_are_added_in_a_fixed_order_and_rounded_once(products, kind):
+    searched = everything(products, KEYS[kind])[len(products.candidates(KEYS[kind])) :]
+    assert {each.reduction_scheme for each in searched} == {0, 2}
+
+
+def test_a_small_workspace_is_kept_to():
+    small = Products(torch.device("cpu"), library=emulated().path, workspace_bytes=4096)
+    found = everything(small, KEYS["sums"])
+    assert found and max(each.workspace_bytes for each in found) <= 4096
+    small.close()
+
+
+@pytest.mark.parametrize("kind", ["sums", "codes", "bfloat16"])
+def test_wrong_results_are_refused(products, monkeypatch, kind):
+    backend = CublasBackend(products, cache=0)
+    key = KEYS[kind]
+    found = backend.candidates(key)
+    trial = backend.trial(key)
+    run, chosen = Matmul.run, []
+    choose = Matmul.choose
+    monkeypatch.setattr(
+        Matmul, "choose", lambda self, data: chosen.append(data) or choose(self, data)
+    )
+
+    def wrong(self, operands, **options):
+        run(self, operands, **options)
+        if chosen[-1] == found[1].algorithm and trial._own.native is self:
+            trial._own.sets[0]["out"][3, 5] += 1
+
+    monkeypatch.setattr(Matmul, "run", wrong)
+    outcome = compare(trial, found, SETTINGS)
+    assert [each for each, _ in outcome.refused] == [found[1]]
+    assert "wrong" in outcome.refused[0][1]
+    trial.close()
+
+
+class FakeGpu:
+    """Stands in for what a measurement takes of torch.cuda: a captured run lasts a millisecond."""
+
+    def __init__(self, monkeypatch):
+        self.clock, self.capturing, self.captured, self.outside = 0.0, False, 0, 0
+        gpu = self
+
+        class Stream(contextlib.nullcontext):
+            def __init__(self, device=None):
+                super().__init__()
+
+            def wait_stream(self, other):
+                pass
+
+        class Graph:
+            def capture_begin(self):
+                gpu.capturing = True
+
+            def capture_end(self):
+                gpu.capturing = False
+
+            def replay(self):
+                gpu.clock += gpu.captured
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.synchronize = lambda: None
+
+            def record(self):
+                self.at = gpu.clock
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        for name, value in (
+            ("Stream", Stream),
+            ("CUDAGraph", Graph),
+            ("Event", Event),
+            ("stream", lambda stream: stream),
+            ("current_stream", Stream),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def run(self, number):
+        if self.capturing:
+            self.captured += 1
+        else:
+            self.outside += 1
+
+
+def test_the_host_does_not_count_in_measurements(products, monkeypatch):
+    backend, gpu = CublasBackend(products), FakeGpu(monkeypatch)
+    backend.on_gpu = True
+    assert backend.time(gpu.run, 30) == pytest.approx(1e-3)
+    assert (gpu.captured, gpu.outside) == (30, 1), "one run before the capture loads what it needs"
+
+    def fails(number):
+        if gpu.capturing:
+            raise RuntimeError("no such algorithm")
+
+    with pytest.raises(RuntimeError, match="no such algorithm"):
+        backend.time(fails, 2)
+    assert not gpu.capturing
+
+
+def test_algorithms_that_do_not_run_are_refused_with_the_reason(products):
+    backend = CublasBackend(products, cache=0)
+    trial = backend.trial(KEYS["sums"])
+    emulated().fail("Matmul", 13)
+    assert "int8 [41,192] x [48,192]" in trial.fault(backend.candidates(KEYS["sums"])[0])
+    other = backend.candidates(KEYS["bfloat16"])[0]
+    assert "INVALID_VALUE" in trial.fault(other)
+    good = backend.candidates(KEYS["sums"])[0]
+    assert trial.fault(dataclasses.replace(good, tile=99)).startswith("tile is 99 in the file")
+    trial.close()
+
+
+@pytest.mark.parametrize("key", [matmul(k=60), matmul(layout="nn"), asked("project", 41, 48, 60)])
+def test_products_that_cublaslt_has_not(products, key):
+    backend = CublasBackend(products)
+    for ask in (backend.candidates, backend.trial):
+        with pytest.raises(ValueError, match="int8 product"):
+            ask(key)
+
+
+def test_tuning_and_using_what_was_tuned(products, tmp_path):
+    path = tmp_path / "gpu.json"
+    backend = CublasBackend(products, exhaustive=True, cache=2**14)
+    summary = tune(backend.trial, list(KEYS.values()), path, GPU, settings=SETTINGS)
+    assert len(summary.entries) == len(KEYS) and not summary.failed and not summary.refused
+    for entry in configuration_file.read(path).entries:
+        assert products.fault(entry.key, entry.configuration) is None
+        assert entry_fault(entry, backend.trial) is None

@@ -1,0 +1,428 @@
+"""Frozen weights as codes alone: passes compute what they did, and nothing is written."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lsq
+from lsq.models.exact import base_of
+from lsq.models.fused_layer import FusedLayer
+from lsq.config import QuantConfig
+from lsq.models import float_state_dict, frozen
+from lsq.models.frozen import SAVED
+from lsq.layers import weight_codes
+from lsq.layers.coded_weight import CodedWeight, Codes
+from lsq.layers.module import ProgramModule
+from lsq.layers.statistics import observe
+from lsq.optim import Adam
+from tests.models.architectures.checks import made, right_padded
+from tests.models.architectures.test_gpt2 import gpt2
+from tests.models.architectures.test_llama import MAKERS
+
+peft = pytest.importorskip("peft")
+
+BATCH = right_padded((11, 6))
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+INT4 = {"weight_format": "int4"}
+
+
+def adapted(model: torch.nn.Module, targets=ALL, **options) -> torch.nn.Module:
+    """With adapters that add something."""
+    torch.manual_seed(5)
+    found = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, **options))
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return found
+
+
+def llama(
+    *, first: str = "peft", fused: bool = True, dtype=torch.float32, **quant
+) -> torch.nn.Module:
+    model = made(MAKERS["llama"]).to(dtype)
+    if first == "peft":
+        model = adapted(model)
+    lsq.convert(model, QuantConfig(**quant), fused=fused)
+    return model if first == "peft" else adapted(model)
+
+
+def step(model: torch.nn.Module, batch=BATCH, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Gradients of the loss, and the loss among them."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def assert_same(first: torch.nn.Module, second: torch.nn.Module, batch=BATCH) -> None:
+    """In training, and afterwards in eval mode."""
+    for seed in range(2):
+        expected, found = step(first, batch, seed), step(second, batch, seed)
+        assert expected.keys() == found.keys() and len(found) > 1
+        for name, one in expected.items():
+            assert torch.equal(found[name], one), name
+    with torch.no_grad():
+        wanted, given = (model.eval()(**batch).logits for model in (first, second))
+    assert torch.equal(given, wanted)
+    first.train(), second.train()
+
+
+def weight_of(model: torch.nn.Module, name: str = "q_proj") -> torch.nn.Parameter:
+    return next(
+        one for path, one in model.named_parameters() if path.endswith(f"{name}.base_layer.weight")
+    )
+
+
+@pytest.mark.parametrize("first", ["peft", "convert"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("quant", [{}, {"bits": 4}, INT4, {"clips": "learned"}], ids=str)
+def test_losses_and_gradients_are_the_same(first, fused, quant):
+    before, after = (llama(first=first, fused=fused, **quant) for _ in range(2))
+    if first == "convert":  # else clips have not been measured
+        step(before), step(after)
+    report = lsq.freeze(after)
+    assert report.weights == (15 if fused else 11) and not report.left
+    assert_same(before, after)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_bytes_are_those_of_codes(fused):
+    for quant, share in (({}, 1.0), (INT4, 17 / 32)):
+        model = llama(fused=fused, dtype=torch.bfloat16, **quant)
+        step(model)
+        report = lsq.freeze(model)
+        weights = {
+            path: one for path, one in model.named_parameters() if isinstance(one, CodedWeight)
+        }
+        storages = {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in weights.values()
+        }
+        rows = sum(len(one) for one in weights.values())
+        assert len(weights) == report.weights and report.floats == 2 * sum(
+            map(torch.numel, weights.values())
+        )
+        assert report.codes == sum(storages.values()) + 4 * rows
+        # of 80 inputs, int4 stores 96
+        assert sum(storages.values()) <= share * report.floats / 2 * 1.2
+        assert len(str(report).splitlines()) == 1
+        step(model)
+        for layer in model.modules():
+            assert not (isinstance(layer, ProgramModule) and layer.codes.kept)
+            assert not (
+                isinstance(layer, FusedLayer)
+                and any(one is not None for one in layer.joined.values())
+            )
+
+
+def test_floats_go_one_by_one(monkeypatch):
+    model = llama()
+    step(model)
+    floats = [
+        weakref.ref(one) for path, one in model.named_parameters() if "_proj.base_layer" in path
+    ]
+    there, original = [], frozen.encoded
+
+    def encoded(*given, **options):
+        there.append(sum(one() is not None for one in floats))
+        return original(*given, **options)
+
+    monkeypatch.setattr(frozen, "encoded", encoded)
+    lsq.freeze(model)
+    # queries, keys and values are one, and the head is last
+    assert there == [
+        14,
+        11,
+        10,
+        9,
+        8,
+        7,
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
+    assert not any(one() is not None for one in floats)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_make_no_floats_and_no_codes(fused, dtype, monkeypatch):
+    model = llama(fused=fused, dtype=dtype)
+    step(model)
+    lsq.freeze(model)
+
+    def refuse(*_, **__):
+        raise AssertionError("a weight was decoded, or rounded again")
+
+    monkeypatch.setattr(Codes, "decode", refuse)
+    monkeypatch.setattr(weight_codes, "_make", refuse)
+    step(model)
+    with torch.no_grad():
+        model.eval()(**BATCH)
+    with torch.inference_mode():
+        model(**BATCH)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_reads_what_products_see(fused, dtype):
+    models = [llama(fused=fused, dtype=dtype) for _ in range(2)]
+    for model in models:
+        step(model)
+    lsq.freeze(models[1])
+    words = {name: BATCH[name][:1] for name in ("input_ids", "attention_mask")}
+    options = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    wanted, found = (model.eval().generate(**words, **options).scores for model in models)
+    assert len(found) == 5 and all(map(torch.equal, found, wanted))
+
+
+def test_adapters_learn_as_before():
+    found = []
+    for coded in (False, True):
+        model = llama()
+        if coded:
+            lsq.freeze(model)
+        optimizer = Adam([one for one in model.parameters() if one.requires_grad], lr=2e-2)
+        losses = []
+        for seed in range(4):
+            losses.append(step(model, seed=seed)["loss"].item())
+            optimizer.step()
+        found.append(losses)
+    assert found[0] == found[1] and found[0][-1] < found[0][0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_by_inputs(fused):
+    models = [adapted(gpt2(), ["c_attn"], fan_in_fan_out=True) for _ in range(2)]
+    for model in models:
+        lsq.convert(model, fused=fused)
+    report = lsq.freeze(models[1])
+    # the head is the embedding's
+    assert report.weights == 8 and list(report.left.values()) == ([1] if fused else [])
+    assert_same(*models)
+
+
+def test_parameters_are_what_they_were():
+    model = llama(dtype=torch.bfloat16)
+
+    def seen() -> tuple:
+        parameters = {
+            name: (one.shape, one.dtype, one.requires_grad)
+            for name, one in model.named_parameters()
+        }
+        return parameters, str(model), model.num_parameters(), model.state_dict().keys()
+
+    before = seen()
+    lsq.freeze(model)
+    assert seen() == before and all(
+        isinstance(one, torch.nn.Parameter) for one in model.parameters()
+    )
+    weight = weight_of(model)
+    assert "int8" in repr(weight) and weight.detach().float().abs().max() > 0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_frozen_is_not_trained(fused):
+    model = llama(fused=fused)
+    lsq.freeze(model)
+    for train in (
+        weight_of(model).requires_grad_,
+        lambda: setattr(weight_of(model), "requires_grad", True),
+    ):
+        with pytest.raises(RuntimeError, match=r"cannot require a gradient: .*lsq.revert\(model\)"):
+            train()
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_merging_and_saving_come_after_revert(fused, tmp_path):
+    model = llama(fused=fused)
+    step(model)
+    lsq.freeze(model)
+    seen = {
+        name: one + 0.0 for name, one in model.named_parameters() if isinstance(one, CodedWeight)
+    }
+    for merge in (
+        model.merge_and_unload,
+        lambda: model.merge_and_unload(safe_merge=True),
+        model.merge_adapter,
+    ):
+        with pytest.raises(RuntimeError, match=r"lsq.revert\(model\)"):
+            merge()
+    with pytest.raises(RuntimeError, match="float_state_dict"):
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = float_state_dict(model)
+    assert all(
+        torch.equal(found[name], one) and type(found[name]) is torch.Tensor
+        for name, one in seen.items()
+    )
+    model.save_pretrained(tmp_path / "adapters")
+    saved = peft.PeftModel.from_pretrained(
+        made(MAKERS["llama"]), tmp_path / "adapters"
+    ).state_dict()
+    assert all(
+        torch.equal(saved[name], one) for name, one in model.state_dict().items() if "lora_" in name
+    )
+    with torch.no_grad():
+        wanted = lsq.revert(model).eval()(**BATCH).logits
+    assert all(type(one) is torch.nn.Parameter for one in model.parameters())
+    assert all(torch.equal(dict(model.named_parameters())[name], one) for name, one in seen.items())
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = type(merged).from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**BATCH).logits, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_the_whole_model_has_decoded_values(dtype, tmp_path):
+    model = made(MAKERS["llama"]).to(dtype)
+    names = model.state_dict().keys()
+    lsq.convert(model.requires_grad_(False))
+    lsq.freeze(model)
+    model.save_pretrained(tmp_path)
+    again, information = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert (
+        again.state_dict().keys() == names
+        and not any(information.values())
+        and again.dtype == dtype
+    )
+    assert all(
+        torch.equal(one, float_state_dict(model)[name]) for name, one in again.state_dict().items()
+    )
+
+
+def test_copies_and_other_dtypes(tmp_path):
+    model = llama()
+    step(model)
+    lsq.freeze(model)
+    torch.save(model, tmp_path / "model.pt")
+    with torch.no_grad():
+        wanted = model.eval()(**BATCH).logits
+        for one in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert isinstance(weight_of(one), CodedWeight) and torch.equal(
+                one.eval()(**BATCH).logits, wanted
+            )
+        codes = weight_of(model).codes
+        model.to(torch.bfloat16)
+        assert (
+            weight_of(model).dtype == torch.bfloat16 and weight_of(model, "v_proj").codes is codes
+        )
+        torch.testing.assert_close(model(**BATCH).logits.float(), wanted, rtol=0, atol=0.1)
+
+
+def test_whoever_looks_on_sees_values():
+    models = [llama() for _ in range(2)]
+    lsq.freeze(models[1])
+    looked = []
+    for model in models:
+        monitor = lsq.monitor(model, every=1)
+        with observe(model) as found:
+            step(model)
+        monitor.step()
+        looked.append((found, monitor.readings))
+    assert looked[0][0].keys() == looked[1][0].keys() and len(looked[1][1]) == 3
+    assert all(reading.output > 20 for reading in looked[1][1].values())
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, FusedLayer):
+                module.fall_back()
+    torch.testing.assert_close(step(models[1])["loss"], step(models[0])["loss"], rtol=1e-2, atol=0)
+
+
+def test_planned_memory():
+    models = [llama() for _ in range(2)]
+    lsq.freeze(models[1])
+    for model in models:
+        lsq.plan_memory(model, lambda model=model: model(**BATCH).loss, mode="guard")
+    assert_same(*models)
+
+
+def converted(**quant) -> torch.nn.Module:
+    model = made(MAKERS["llama"])
+    lsq.convert(model, QuantConfig(**quant))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: made(MAKERS["llama"]), r"call lsq.convert\(model\) first"),
+        (converted, "15 are trained"),
+        (lambda: converted(mode="float").requires_grad_(False), "14 are read as floats"),
+        (lambda: llama(weight_format="nvfp4"), "15 are read as floats"),
+        (lambda: converted().requires_grad_(False).to("meta"), "15 are on meta"),
+    ],
+)
+def test_nothing_to_freeze(make, reason):
+    with pytest.raises(ValueError, match=reason):
+        lsq.freeze(make())
+
+
+def test_freezing_again_takes_what_is_new():
+    model = converted()
+    model.model.layers[0].requires_grad_(False)
+    report = lsq.freeze(model)
+    assert (
+        report.weights == 7
+        and list(report.left.values()) == [8]
+        and "left: 8 trained" in str(report)
+    )
+    step(model)
+    model.requires_grad_(False)
+    report = lsq.freeze(model)
+    assert report.weights == 8 and report.left == {"codes alone already": 7}
+    with pytest.raises(ValueError, match="15 are codes alone already"):
+        lsq.freeze(model)
+    lsq.revert(model)
+    assert all(type(one) is torch.nn.Parameter for one in model.parameters())
+
+
+def test_sparse_weights_stay():
+    report = lsq.freeze(llama(sparsity="2:4"))
+    assert report.weights == 1 and report.left == {"sparse": 14}  # the head is dense
+
+
+def test_one_of_queries_keys_and_values_that_others_replace_is_named():
+    model = llama(fused=True)
+    lsq.freeze(model)
+    attention = model.get_submodule(
+        next(name for name, _ in model.named_modules() if name.endswith("self_attn"))
+    )
+    projection = base_of(attention.q_proj)
+    projection._parameters["weight"] = torch.nn.Parameter(
+        projection.weight.detach() + 0.0, requires_grad=False
+    )
+    with pytest.raises(ValueError, match="are no longer those that were frozen"):
+        step(model)
+
+
+def test_a_head_with_an_adapter_is_left_for_peft_to_save(tmp_path):
+    base = made(MAKERS["llama"])
+    lsq.convert(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    report = lsq.freeze(model)
+    assert report.left == {SAVED: 1}
+    model.save_pretrained(tmp_path)
+    assert any("lm_head" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_revert_in_inference_mode_leaves_weights_that_can_be_trained():
+    model = llama(fused=True)
+    lsq.freeze(model)
+    with torch.inference_mode():
+        lsq.revert(model)
+    assert weight_of(model).requires_grad_(True).requires_grad

@@ -1,0 +1,139 @@
+"""Which layers are chosen, and the reasons that are told for the others."""
+
+import pytest
+import torch
+from torch import nn
+
+from lsq.config import QuantConfig
+from lsq.models.selection import choose
+from tests.models.models import Model, model
+
+
+def reasons(
+    model: nn.Module, quant: QuantConfig | None = None, *, skip=(), minimum_width=64, tied=False
+):
+    choices = choose(model, quant or QuantConfig(), skip, minimum_width=minimum_width, tied=tied)
+    return {choice.layer.name: choice.layer.reason for choice in choices}
+
+
+def chosen(*arguments, **options) -> set[str]:
+    return {name for name, reason in reasons(*arguments, **options).items() if reason is None}
+
+
+BLOCKS = {f"blocks.{number}.{layer}" for number in range(2) for layer in ("up", "mix", "down")}
+
+
+def test_every_linear_layer_is_named_and_the_usual_ones_are_chosen():
+    found = reasons(model())
+    assert found.keys() == {*BLOCKS, "head", "score"}
+    assert chosen(model()) == BLOCKS
+    assert found["head"] == "shares its weight with the embedding words (tied=True converts it)"
+    assert found["score"].startswith("3 outputs: narrower than 64")
+    assert chosen(model(), tied=True) == {*BLOCKS, "head"}
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ("blocks.0.up", {"blocks.0.up"}),
+        ("up", {"blocks.0.up", "blocks.1.up"}),
+        ("blocks.1", {name for name in BLOCKS if "1" in name}),
+        (["*.mix", "0.down"], {"blocks.0.mix", "blocks.1.mix", "blocks.0.down"}),
+        ("blocks.?.d*", {"blocks.0.down", "blocks.1.down"}),
+        (
+            lambda layer, name: isinstance(layer, nn.Linear) and layer.bias is None,
+            {"blocks.0.down", "blocks.1.down"},
+        ),
+    ],
+)
+def test_what_is_skipped(skip, left):
+    found = reasons(model(), skip=skip)
+    assert {name for name in BLOCKS if found[name] is not None} == left
+    assert all(found[name] == "skip names it" for name in left)
+
+
+def test_what_peft_puts_beside_a_layer_is_an_adapter():
+    class Wrapped(nn.Module):
+        __module__ = "peft.tuners.lora.layer"
+
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(64, 64)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 8)})
+
+    choices = choose(nn.Sequential(Wrapped()), QuantConfig(), (), minimum_width=64, tied=False)
+    assert {choice.layer.name: choice.layer.adapter for choice in choices} == {
+        "0.base_layer": False,
+        "0.lora_A.default": True,
+    }
+
+
+def test_a_pattern_that_fits_nothing_is_refused_with_what_is_near():
+    with pytest.raises(
+        ValueError,
+        match="skip names 'blocks.0.upp', but no module of this model is called so; near",
+    ):
+        reasons(model(), skip=["head", "blocks.0.upp"])
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Linear(72, 64), "72 inputs: int8 products need a multiple of 16"),
+        (nn.Linear(64, 100), "100 outputs: int8 products need a multiple of 16"),
+        (nn.Linear(48, 64), "48 inputs: narrower than 64 gains nothing (minimum_width)"),
+        (nn.Linear(64, 64, dtype=torch.float64), "has a weight of torch.float64"),
+        (
+            nn.MultiheadAttention(64, 2).out_proj,
+            "is of a torch.nn.MultiheadAttention, which multiplies by itself",
+        ),
+        (
+            nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)),
+            "is a ParametrizedLinear, which may compute something else",
+        ),
+        (nn.Linear(64, 64, device="meta"), None),
+        (nn.Linear(64, 64, dtype=torch.bfloat16), None),
+    ],
+)
+def test_layers_that_are_special(layer, reason):
+    assert reasons(nn.Sequential(layer))["0"] == reason
+
+
+def test_a_forward_of_its_own_is_told():
+    layer = nn.Linear(64, 64)
+    layer.forward = lambda x: x
+    assert "forward of its own" in reasons(layer)[""]
+
+
+def test_shapes_and_dtypes_that_no_program_has():
+    wide, high, precise = (nn.Linear(64, 64) for _ in range(3))
+    wide.in_features = 80
+    high.bias = nn.Parameter(torch.zeros(1))
+    precise.bias.data = precise.bias.data.double()
+    found = reasons(nn.Sequential(wide, high, precise))
+    assert found["0"] == "has a weight [64, 64] in the place of [64, 80]"
+    assert (found["1"], found["2"]) == (
+        "has a bias of torch.float32 [1]",
+        "has a bias of torch.float64 [64]",
+    )
+
+
+def test_a_class_that_was_patched(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    assert reasons(nn.Linear(64, 64))[""] == f"has a Linear.forward that {__name__} defines"
+
+
+def test_formats_that_do_not_take_a_weight_by_inputs():
+    found = reasons(model(), QuantConfig(weight_format="int4"))
+    assert found["blocks.0.mix"] == "has a weight [inputs, outputs], which int4 does not store"
+    assert found["blocks.0.up"] is None
+
+
+def test_narrow_layers_on_demand():
+    layer = nn.Linear(16, 32)
+    assert chosen(layer) == set() and chosen(layer, minimum_width=16) == {""}
+
+
+def test_a_module_that_is_there_twice_is_one_layer():
+    block = Model().blocks[0]
+    assert chosen(nn.ModuleList([block, block])) == {"0.up", "0.mix", "0.down"}

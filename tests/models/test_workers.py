@@ -1,0 +1,175 @@
+"""Converted models in several processes: DistributedDataParallel, and FSDP2 with checkpoints of its
+shards."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lsq
+from lsq.config import QuantConfig
+from tests.models.models import Model, loss_of, model, tokens
+from tests.dist.processes import run
+
+QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)
+STEPS = 3
+
+
+def converted(seed: int = 1) -> Model:
+    made = model(seed)
+    lsq.convert(made, QUANT)
+    return made
+
+
+def trained(model: nn.Module, steps: int = STEPS) -> None:
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss_of(model(tokens(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
+        for name, one in model.state_dict().items()
+    }
+
+
+def alike(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        torch.testing.assert_close(
+            found[name], one, rtol=1e-4, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+def parallel(rank: int) -> dict[str, torch.Tensor]:
+    made = converted()
+    made.score.requires_grad_(False)  # which no batch reaches
+    trained(DistributedDataParallel(made))
+    return whole(made)
+
+
+@pytest.mark.thorough
+def test_distributed_data_parallel():
+    expected = converted()
+    trained(expected)
+    for found in run(parallel, 2):
+        alike(found, whole(expected))
+
+
+def shard(model: nn.Module, **options) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def saved_and_loaded(
+    made: nn.Module, other: nn.Module, train: Callable, folder: str
+) -> list[dict[str, torch.Tensor]]:
+    """States of a sharded model that has trained, of another that loads its checkpoint, and of both
+    a step later."""
+    train(made)
+    checkpoint.save(get_model_state_dict(made), checkpoint_id=folder)
+    state = get_model_state_dict(other)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    found = [whole(made), whole(other)]
+    for one in (made, other):
+        train(one, 1)
+        found.append(whole(one))
+    distributed.barrier()
+    return found
+
+
+def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    return saved_and_loaded(shard(converted()), shard(converted(5)), trained, folder)
+
+
+def assert_shards_go_on(function: Callable, expected: nn.Module, train: Callable) -> None:
+    """What two processes of `saved_and_loaded` find is what `expected` is in one, without
+    shards."""
+    train(expected)
+    before = whole(expected)
+    train(expected, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        for first, loaded, after, after_loaded in run(
+            function, 2, str(Path(folder) / "checkpoint")
+        ):
+            alike(first, before)
+            alike(loaded, first)
+            alike(after, whole(expected))
+            alike(after_loaded, after)
+
+
+def test_fully_shard_and_a_checkpoint_of_its_shards():
+    assert_shards_go_on(sharded, converted(), trained)
+
+
+def from_meta(rank: int) -> list[dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        made = Model()
+        lsq.convert(made, QUANT)
+        # `to_empty` unties it in any case
+        made.head.weight = nn.Parameter(torch.empty_like(made.head.weight))
+    shard(made)
+    made.to_empty(device="cpu")
+    set_model_state_dict(
+        made, model().state_dict(), options=StateDictOptions(full_state_dict=True, strict=False)
+    )
+    trained(made)
+    return whole(made)
+
+
+def test_fully_shard_on_the_meta_device():
+    expected = converted()
+    expected.head.weight = nn.Parameter(expected.words.weight.detach().clone())
+    trained(expected)
+    for found in run(from_meta, 2):
+        alike(found, whole(expected))
+
+
+def mixed(rank: int) -> float:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    made = shard(converted(), mp_policy=policy)
+    trained(made, 1)
+    before = loss_of(made(tokens())).item()
+    trained(made, 12)
+    assert all(one.dtype == torch.float32 for one in made.parameters())
+    return before - loss_of(made(tokens())).item()
+
+
+def test_mixed_precision_of_fully_shard():
+    assert min(run(mixed, 2)) > 0.3
+
+
+def refused(rank: int) -> list[str]:
+    messages = []
+    for wrapped in (DistributedDataParallel(model()), shard(model())):
+        for change in (lsq.convert, lsq.revert):
+            with pytest.raises(ValueError) as raised:
+                change(wrapped)
+            messages.append(str(raised.value))
+    return messages
+
+
+def test_wrapped_models_are_refused():
+    (messages,) = run(refused, 1)
+    assert messages[0].startswith(
+        "the model is wrapped in DistributedDataParallel; convert what is inside"
+    )
+    assert messages[1].endswith("revert what is inside, before it is wrapped")
+    assert all("are shards of FSDP2" in message for message in messages[2:])

@@ -1,0 +1,401 @@
+"""Watching a model, and what becomes of modules with too much noise."""
+
+import copy
+import io
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lsq
+from lsq.config import LayerConfig, QuantConfig
+from lsq.models import float_state_dict
+from lsq.layers import QuantizedLinear, TransformerLanguageModel
+from lsq.layers.memory import plan_memory
+from lsq.observe import Bounds, Reading
+from lsq.observe.reading import QUANTITIES
+from tests.observe.models import batch, gated_model, loss_of
+
+ALL_BELOW = Bounds(**dict.fromkeys(QUANTITIES, math.inf))
+NONE_BELOW = Bounds(**dict.fromkeys(QUANTITIES, -math.inf))
+DOWN = "blocks.1.down"
+
+
+def converted(*spikes: float, **options) -> nn.Module:
+    made = gated_model(*spikes)
+    lsq.convert(made, QuantConfig(**options))
+    return made
+
+
+def train(model: nn.Module, monitor, steps: int, first: int = 0, passes: int = 1) -> list[float]:
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-3)
+    losses = []
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        for number in range(passes):
+            loss = loss_of(model, batch(passes * step + number))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.step()
+    return losses
+
+
+def fallen_model(*names: str) -> nn.Module:
+    made = converted()
+    train(made, None, 2)
+    for name in names:
+        made.get_submodule(name).fall_back()
+    return made
+
+
+# What is caught
+
+
+def test_outliers_of_a_gated_block_are_caught(caplog):
+    model = converted(1.0, 100.0)
+    monitor = lsq.monitor(model, every=3)
+    with caplog.at_level(logging.WARNING, "lsq"):
+        losses = train(model, monitor, 16)
+    assert monitor.fallen == (DOWN,)
+    assert losses[-1] < losses[0] - 0.5
+    (record,) = (one for one in caplog.records if one.name.startswith("lsq.observe"))
+    assert record.message.startswith(f"step 6, {DOWN}: ") and " dB, below " in record.message
+    assert record.message.endswith("by 2 looks in a row; it goes on in floats, as 1 of 7 modules")
+
+
+def test_a_model_without_outliers_stays_as_it_is(caplog):
+    model = converted()
+    monitor = lsq.monitor(model, every=2)
+    with caplog.at_level(logging.WARNING, "lsq"):
+        train(model, monitor, 16)
+    assert not monitor.fallen and not caplog.records
+    assert len(monitor.readings) == 7
+    assert all(set(one.values()) == set(QUANTITIES) for one in monitor.readings.values())
+
+
+def test_only_warned_once(caplog):
+    model = converted()
+    monitor = lsq.monitor(model, every=1, patience=1, bounds=ALL_BELOW, fall_back=False)
+    with caplog.at_level(logging.WARNING, "lsq"):
+        train(model, monitor, 3)
+    assert not monitor.fallen
+    assert len(caplog.records) == 7 and all(
+        "by a look; it stays in int8" in one.message for one in caplog.records
+    )
+
+
+def test_patience_wants_looks_in_a_row():
+    model = converted()
+    monitor = lsq.monitor(model, every=1, patience=3, bounds=ALL_BELOW)
+    train(model, monitor, 2)
+    monitor._bounds = NONE_BELOW
+    train(model, monitor, 1)
+    monitor._bounds = ALL_BELOW
+    train(model, monitor, 2)
+    assert not monitor.fallen
+    train(model, monitor, 1)
+    assert len(monitor.fallen) == 7
+    train(model, monitor, 1)
+    assert not monitor.readings
+
+
+def test_the_table():
+    model = converted()
+    monitor = lsq.monitor(model, every=1)
+    first = (
+        "no reading yet: the next look is at step 1, and 0 are made\n0 of 7 modules go on in floats"
+    )
+    assert str(monitor) == repr(monitor) == first
+    train(model, monitor, 1)
+    lines = str(monitor).split("\n")
+    assert [line.split()[0] for line in lines[1:]] == [
+        "blocks.*.gate",
+        "blocks.*.up",
+        "blocks.*.down",
+        "head",
+        "0",
+    ]
+    least = min(monitor.readings[f"blocks.{number}.up"].output for number in range(2))
+    assert f"{least:.1f}" in lines[2]
+
+
+def test_a_writer_gets_every_reading():
+    class Writer:
+        figures = {}
+
+        def add_scalar(self, tag, value, step):
+            self.figures[tag, step] = value
+
+    model = converted()
+    train(model, lsq.monitor(model, every=3, patience=1, bounds=ALL_BELOW, writer=Writer()), 4)
+    assert {step for _, step in Writer.figures} == {3}
+    assert Writer.figures["signal_to_noise/modules_in_floats", 3] == 7
+    assert Writer.figures[f"signal_to_noise/output/{DOWN}", 3] > 10
+    assert len(Writer.figures) == 7 * 3 + 1
+
+
+# When it looks
+
+
+def test_looking_disturbs_nothing():
+    watched, plain = converted(), converted()
+    losses = train(watched, lsq.monitor(watched, every=1), 5)
+    assert losses == train(plain, None, 5)
+
+
+def test_looks_are_every_so_many_steps_at_training_alone():
+    model = converted()
+    monitor = lsq.monitor(model, every=3)
+    for step in range(1, 8):
+        before = monitor.readings
+        model.eval()
+        loss_of(model, batch())
+        train(model.train(), monitor, 1, first=step)
+        assert (monitor.readings is not before) == (step % 3 == 0)
+    model.eval()
+    monitor.load_state_dict({"steps": 2, "strikes": {}})
+    loss_of(model, batch()).backward()
+    monitor.step()
+    assert not monitor.readings
+
+
+COMPILED = pytest.param("compiled", marks=pytest.mark.thorough)  # imports torch._dynamo
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", "accumulated", "reentrant", "not reentrant", "bfloat16", COMPILED]
+)
+def test_ways_to_train(how):
+    model = converted()
+    if how.endswith("reentrant"):
+        for block in model.blocks:
+            block.forward = lambda x, run=block.forward: checkpoint(
+                run, x, use_reentrant=how == "reentrant"
+            )
+    monitor = lsq.monitor(model, every=2)
+    called = torch.compile(model, backend="eager") if how == "compiled" else model
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "bfloat16"):
+        train(called, monitor, 2, passes=2 if how == "accumulated" else 1)
+    assert len(monitor.readings) == 7
+    assert all(set(one.values()) == set(QUANTITIES) for one in monitor.readings.values())
+    for name in (DOWN, "blocks.0.up"):
+        model.get_submodule(name).fall_back()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "bfloat16"):
+        train(called, monitor, 2, passes=2 if how == "accumulated" else 1)
+    assert len(monitor.readings) == 5
+    torch.compiler.reset()
+
+
+def test_frozen_layers_and_a_module_that_is_there_twice():
+    model = converted()
+    model.words.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up = model.blocks[1].gate
+    monitor = lsq.monitor(model, every=1, patience=1, bounds=ALL_BELOW)
+    train(model, monitor, 1)
+    found = {name: set(reading.values()) for name, reading in monitor.readings.items()}
+    assert found["blocks.0.down"] == {"output"}
+    assert found[DOWN] == set(QUANTITIES)
+    assert "blocks.1.up" not in found and len(found) == 6
+    train(model, monitor, 1)  # all in floats, the frozen ones, too
+    assert len(monitor.fallen) == 6
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_every_use_in_a_step_is_seen(how):
+    """The worst counts: of the second, nearly everything is clipped."""
+    layer = QuantizedLinear(64, 64, quant=QuantConfig(calibration_passes=0))
+    run = (
+        layer
+        if how == "plain"
+        else lambda x: checkpoint(layer, x, use_reentrant=how == "reentrant")
+    )
+    monitor = lsq.monitor(layer, every=1, fall_back=False)
+    for sizes in ((1, 1), (1, 30), (30, 1)):
+        torch.manual_seed(1)
+        uses = [run(size * torch.randn(32, 64, requires_grad=True)) for size in sizes]
+        sum(y.square().mean() for y in uses).backward()
+        monitor.step()
+        assert set(monitor.readings[""].values()) == set(QUANTITIES)
+        assert (monitor.readings[""].output > 25) == (sizes == (1, 1))
+        assert monitor.readings[""].output < 3 or sizes == (1, 1)
+
+
+def test_gradients_that_are_not_finite_say_nothing():
+    model = converted()
+    monitor = lsq.monitor(model, every=1, patience=1, bounds=Bounds(output=-math.inf))
+    (loss_of(model, batch()) * math.inf).backward()
+    monitor.step()
+    assert not monitor.fallen
+    assert all(set(one.values()) == {"output"} for one in monitor.readings.values())
+
+
+def test_what_never_goes_back_is_let_go():
+    model = converted()
+    monitor = lsq.monitor(model, every=1)
+    loss = loss_of(model, batch())
+    monitor.step()
+    assert not monitor.readings
+    loss.backward()
+    monitor.close()
+    monitor.step()
+    assert not monitor.readings
+
+
+def test_whole_layers_and_their_planned_memory(caplog):
+    torch.manual_seed(3)
+    config = LayerConfig(hidden=32, heads=4, feed_forward=48, pre_norm=True, dropout=0.1)
+    model = TransformerLanguageModel(37, config, layers=2, padding_idx=1)
+    tokens = torch.randint(2, 37, (5, 10), generator=torch.Generator().manual_seed(1))
+
+    def step() -> torch.Tensor:
+        return model(tokens[:, :-1], tokens[:, 1:])[0]
+
+    step()
+    memory = plan_memory(model, step)
+    monitor = lsq.monitor(model, every=1, patience=1, bounds=NONE_BELOW)
+    for _ in range(2):
+        step().backward()
+        monitor.step()
+        assert set(monitor.readings) == {"layers.0", "layers.1", "output_projection"}
+    monitor._bounds = Bounds(output=-math.inf, input_gradient=-math.inf, weight_gradient=math.inf)
+    with caplog.at_level(logging.WARNING, "lsq"):
+        step().backward()
+        monitor.step()
+    assert len(monitor.fallen) == 3
+    assert sum("planned memory is released" in one.message for one in caplog.records) == (
+        memory is not None
+    )
+    model.zero_grad()
+    plan_memory(model, step)  # of what it is now
+    step().backward()
+    assert model.layers[0].get_parameter("feed_forward.fc1_weight").grad.any()
+    model.eval()
+    logits = model(tokens)
+    assert logits.shape == (5, 10, 37)
+    with pytest.raises(ValueError, match="this layer went on in floats"):
+        model.next_word(tokens[:, :1], {})
+
+
+# What a module in floats is
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_in_floats_is_the_float_layer(dtype):
+    model = fallen_model(DOWN)
+    layer, x = model.get_submodule(DOWN), torch.randn(5, 128, dtype=dtype, requires_grad=True)
+    plain = nn.Linear(128, 64, bias=False, dtype=dtype)
+    plain.load_state_dict({"weight": layer.weight.detach()})
+    found, expected = layer(x), plain(x.detach())
+    assert found.dtype == dtype and torch.equal(found, expected)
+    found.float().sum().backward()
+    assert layer.weight.grad.any() and x.grad.any()
+    assert layer.input_clip.grad is None and layer.weight_clip.grad is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert layer(torch.randn(0, 128)).shape == (0, 64)
+
+
+def test_clips_of_a_module_in_floats_stay():
+    model = fallen_model(DOWN)
+    before = {name: clip.clone() for name, clip in model.get_submodule(DOWN).clips().items()}
+    train(model, None, 5)
+    for name, clip in model.get_submodule(DOWN).clips().items():
+        assert torch.equal(clip, before[name])
+
+
+def test_reverting_a_model_with_a_module_in_floats():
+    model = fallen_model(DOWN)
+    expected = float_state_dict(model)
+    lsq.revert(model)
+    assert model.state_dict().keys() == expected.keys()
+
+
+# Checkpoints
+
+
+def saved(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_a_training_goes_on_as_it_would_have():
+    whole = converted(1.0, 100.0)
+    monitor = lsq.monitor(whole, every=2)
+    train(whole, monitor, 3)
+    state, own = saved(whole.state_dict()), saved(monitor.state_dict())
+    assert own == {"steps": 3, "strikes": {**own["strikes"], DOWN: 1}}
+    expected = train(whole, monitor, 4, first=3)
+    other = converted()
+    other_monitor = lsq.monitor(other, every=2)
+    other.load_state_dict(state)
+    other_monitor.load_state_dict(own)
+    assert train(other, other_monitor, 4, first=3) == expected
+    assert monitor.fallen == other_monitor.fallen == (DOWN,)
+
+
+def test_a_checkpoint_brings_what_has_fallen_and_takes_it_away():
+    before, after = fallen_model(), fallen_model(DOWN)
+    fresh = converted()
+    fresh.load_state_dict(saved(after.state_dict()))
+    assert lsq.monitor(fresh).fallen == (DOWN,)
+    x = torch.randn(3, 128)
+    assert torch.equal(fresh.get_submodule(DOWN)(x), after.get_submodule(DOWN)(x))
+    fresh.load_state_dict(saved(before.state_dict()))
+    assert not lsq.monitor(fresh).fallen
+    assert torch.equal(fresh.eval().get_submodule(DOWN)(x), before.eval().get_submodule(DOWN)(x))
+
+
+def test_states_that_say_nothing_of_it():
+    model = fallen_model(DOWN)
+    model.load_state_dict({"words.weight": model.words.weight}, strict=False)
+    assert model.get_submodule(DOWN).schedule.fallen
+    older = {
+        name: value for name, value in model.state_dict().items() if not name.endswith("fallen")
+    }
+    model.load_state_dict(older)
+    assert not model.get_submodule(DOWN).schedule.fallen
+
+
+def test_copies_are_in_floats_and_not_watched():
+    model = fallen_model(DOWN)
+    monitor = lsq.monitor(model, every=1)
+    twin = copy.deepcopy(model)
+    train(twin, None, 1)
+    monitor.step()
+    assert not monitor.readings and lsq.monitor(twin).fallen == (DOWN,)
+
+
+# Mistakes
+
+
+def test_a_model_without_int8_is_refused():
+    with pytest.raises(
+        ValueError, match="GatedModel has no module that computes in int8; call lsq.convert"
+    ):
+        lsq.monitor(gated_model())
+
+
+@pytest.mark.parametrize("name", ["every", "rows", "patience"])
+def test_numbers_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be a whole number above 0"):
+        lsq.monitor(converted(), **{name: 0})
+
+
+def test_another_state_is_refused():
+    with pytest.raises(
+        ValueError, match="the state has 'step'; a monitor's has 'steps' and 'strikes'"
+    ):
+        lsq.monitor(converted()).load_state_dict({"step": 1})
+
+
+def test_readings_are_plain():
+    assert Reading(output=1.0) == Reading(output=1.0, input_gradient=None, weight_gradient=None)

@@ -1,0 +1,172 @@
+"""The products that a program is said to run are those that it runs: by request on the CPU, by its
+launches on CUDA."""
+
+import shutil
+
+import pytest
+import torch
+
+from lsq import gemm
+from lsq.run.backends import backend
+from lsq.run.products import launched_by_operation, products_of
+from lsq.native import loader
+from lsq.native.launch import Product
+from lsq.gemm import lookup
+from lsq.gemm.cublaslt import Products
+from lsq.gemm.product_key import ProductKey
+from lsq.layers import programs
+from lsq.layers.programs import Vocabulary
+from lsq.ops.project import Project
+from lsq.run.executor import Execution
+from lsq.program.operation import Operation
+from lsq.program.samples import border_tensors, placed
+from tests.emulator.emulated_cublaslt import emulated
+from tests.gemm.operands import asked
+from tests.layers.examples import PROGRAMS, mode_on, run
+from tests.layers.shapes import config_of
+
+NAMES = [name for name in PROGRAMS if "wide" not in name]
+WORDS = Vocabulary(words=91, hidden=48, padded=96)
+fused = pytest.mark.skipif(
+    not loader.available(), reason="references multiply in other ways; needs the C++ library"
+)
+
+
+def run_on_the_cpu(program):
+    """The products that the CPU looks up while a program is run; there are no files."""
+    gemm.set_files([])
+    try:
+        if program.differentiable:
+            run(program, backend("cpu"))
+        else:
+            names = {virtual.name: tensor for virtual, tensor in border_tensors(program).items()}
+            Execution(program, backend("cpu"))(names)
+        return {use.key for use in lookup.table().uses()}
+    finally:
+        gemm.set_files(None)
+
+
+def prepared_for_cuda(program):
+    """The products that cuBLASLt, emulated, gets an algorithm for when a program is placed in
+    memory: all of them."""
+    products, found = Products(torch.device("cpu"), library=emulated().path), set()
+    try:
+        with gemm.ended_by(None):
+            for operation in program.operations:
+                real = placed(operation, "cpu", torch.bfloat16)
+                scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in real.cuda_scratch()]
+                found |= {
+                    products.prepare(one).key
+                    for one in real.cuda(*scratch)
+                    if isinstance(one, Product)
+                }
+        return found
+    finally:
+        products.close()
+
+
+@fused
+@pytest.mark.parametrize("name", NAMES)
+def test_products_are_those_that_run_on_the_cpu(name):
+    program = PROGRAMS[name]()
+    keys = products_of(program)
+    assert len(keys) == len(set(keys))
+    assert set(keys) == run_on_the_cpu(program)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("name", NAMES)
+def test_products_are_those_that_cuda_launches(name):
+    """Whether a kernel ends them or not."""
+    program = PROGRAMS[name]()
+    keys = products_of(program, "cuda")
+    assert len(keys) == len(set(keys))
+    with gemm.ended_by(None):
+        assert set(keys) == set(products_of(program, "cuda"))
+    assert set(keys) == prepared_for_cuda(program)
+
+
+def linear(**options):
+    return programs.linear(config_of(**options).quant, 21, 48, 32, mode_on("cpu"), bias=True)
+
+
+def loss(rows, **options):
+    mode = mode_on("cpu")
+    return programs.vocabulary_loss(
+        config_of(**options).quant, rows, WORDS, mode, padding=1, smoothing=0.1
+    )
+
+
+def floats(layout, dtype="float32", **numbers):
+    return ProductKey(dtype=dtype, out=dtype, layout=layout, **numbers)
+
+
+def test_a_linear_layer():
+    sizes = dict(m=21, n=32, k=48), dict(m=21, n=48, k=32), dict(m=32, n=48, k=21)
+    forward, dx, dweight = sizes
+    program = linear(backward="int8")
+    assert products_of(program) == [
+        asked("project", 21, 32, 48),
+        asked("project_input_gradient", 21, 48, 32),
+        asked("project_weight_gradient", 32, 48, 21),
+    ]
+    assert products_of(program, "cuda") == [
+        asked("project", 21, 32, 48),
+        asked("project_input_gradient", 21, 48, 32),
+        asked("project_weight_gradient", 32, 48, 32),  # filled up
+    ]
+    program = linear(backward="float")
+    assert products_of(program) == [asked("project", 21, 32, 48)]
+    assert products_of(program, "cuda") == [
+        asked("project", 21, 32, 48),
+        floats("nn", **dx),
+        floats("tn", **dweight),
+    ]
+    program = linear(mode="float")
+    assert products_of(program) == []
+    wanted = [floats("nt", "bfloat16", **forward), floats("nn", "bfloat16", **dx)]
+    assert products_of(program, "cuda")[:2] == wanted
+
+
+def test_the_vocabulary_is_padded_and_multiplied_again_in_the_backward_pass():
+    products = [asked("vocabulary_loss", 21, 96, 48), asked("vocabulary_loss_gradient", 21, 96, 48)]
+    assert products_of(loss(21, backward="float")) == products
+    assert products_of(loss(21, backward="int8"))[:2] == products
+
+
+def test_on_cuda_the_vocabulary_of_floats_is_multiplied_by_blocks_of_rows():
+    keys = products_of(loss(1500, mode="float"), "cuda")
+    forward = [key.m for key in keys if (key.n, key.k) == (WORDS.words, 48)]
+    assert forward == [256, 1500 % 256]  # each product once
+
+
+def test_on_cuda_the_vocabulary_of_codes_is_not_tuned():
+    """Its kernels take the tile of the rule."""
+    keys = products_of(loss(1500, backward="int8"), "cuda")
+    assert {key.op for key in keys} == {"project_input_gradient", "project_weight_gradient"}
+
+
+def test_what_operations_share_is_one_tensor():
+    with gemm.ended_by(None):
+        first, *others = launched_by_operation(linear(backward="int8"), torch.bfloat16)
+    coded = first[0].arguments[0].rounded
+    (product,) = (entry for entry in others[0] if isinstance(entry, Product))
+    assert product.a is coded.codes and product.a.is_meta
+    assert not any(
+        product.a is entry.out
+        for entries in others
+        for entry in entries
+        if isinstance(entry, Product)
+    )
+
+
+def test_shapes_that_cuda_does_not_take_are_refused():
+    program = programs.linear(config_of(mode="float").quant, 21, 48, 91, mode_on("cpu"), bias=True)
+    with pytest.raises(ValueError, match="the width of a product with an end is 91"):
+        products_of(program, "cuda")
+
+
+def test_an_operation_without_kernels_is_named(monkeypatch):
+    monkeypatch.setattr(Project, "cuda", Operation.cuda)
+    with pytest.raises(ValueError, match="operation Project has no CUDA implementation"):
+        products_of(linear(), "cuda")

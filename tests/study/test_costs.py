@@ -1,0 +1,116 @@
+import dataclasses
+import json
+
+import pytest
+
+from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
+
+COST = Cost(bits=4.5, cost=-0.25, first=-0.5, second=0.125, error=0.01)
+COSTS = Costs(
+    about={"model": "a", "numbers": [1, 2]},
+    weights="abc",
+    clip="mse",
+    formats=("int4/row", "nvfp4"),
+    loss=2.5,
+    count=10.0,
+    samples=3,
+    finished=True,
+    tensors=(
+        TensorCosts(
+            name="a.weight",
+            kind="weight",
+            shape=(3, 4),
+            values=12,
+            transposed=False,
+            formats={"int4/row": COST, "nvfp4": dataclasses.replace(COST, cost=None)},
+        ),
+        TensorCosts(
+            name="a.weight",
+            kind="activation",
+            shape=(3, 4),
+            values=20,
+            transposed=False,
+            formats={"int4/row": COST, "nvfp4": COST},
+        ),
+    ),
+)
+
+
+@pytest.fixture
+def content(tmp_path) -> dict:
+    write_costs(tmp_path / "costs.json", COSTS)
+    return json.loads((tmp_path / "costs.json").read_text())
+
+
+def test_what_is_written_is_read(tmp_path, content):
+    assert read_costs(tmp_path / "costs.json") == COSTS
+    assert (content["format"], content["version"]) == ("lsq-sensitivity", 1)
+    assert content["tensors"][0]["formats"]["nvfp4"]["cost"] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda content: content.update(version=2),
+            "version are 'lsq-sensitivity' and 2; they must be",
+        ),
+        (lambda content: content.pop("format"), "format and version are None"),
+        (lambda content: content.pop("loss"), "no field 'loss'"),
+        (lambda content: content.update(loss="low"), "loss is 'low'"),
+        (lambda content: content.update(about=3), "about is 3"),
+        (
+            lambda content: content["tensors"][1].update(kind="bias"),
+            r"tensors\[1\].kind is 'bias'; allowed: 'weight'",
+        ),
+        (
+            lambda content: content["tensors"][0].update(shape=[3, -4]),
+            r"tensors\[0\].shape\[1\] is -4",
+        ),
+        (lambda content: content["tensors"][0].update(transposed=1), "transposed is 1"),
+        (lambda content: content["tensors"][0].update(formats=[]), "must be an object"),
+        (
+            lambda content: content["tensors"][0]["formats"].pop("nvfp4"),
+            r"tensors\[0\].formats has not the names",
+        ),
+        (
+            lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=None),
+            "nvfp4.bits is None",
+        ),
+        (
+            lambda content: content["tensors"][0]["formats"]["nvfp4"].pop("first"),
+            "no field 'first'",
+        ),
+        (
+            lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=-4.5),
+            "bits is -4.5; it must be 0",
+        ),
+        (
+            lambda content: content["tensors"][1]["formats"]["nvfp4"].update(error=-1),
+            "error is -1; it must",
+        ),
+        (
+            lambda content: content.update(finished="yes"),
+            "finished is 'yes'; it must be true or false",
+        ),
+        (
+            lambda content: content["tensors"][1].update(kind="weight"),
+            "weight of a.weight, which stands there twice",
+        ),
+    ],
+)
+def test_another_file_is_refused(tmp_path, content, change, named):
+    change(content)
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=named) as refused:
+        read_costs(path)
+    assert str(path) in str(refused.value) and "delete it and measure again" in str(refused.value)
+
+
+def test_differences_name_both_settings():
+    assert COSTS.difference(dataclasses.replace(COSTS, loss=2.500001, tensors=())) == ""
+    assert COSTS.difference(dataclasses.replace(COSTS, loss=2.6)) == "loss: 2.5 before, 2.6 now"
+    other = dataclasses.replace(COSTS, clip="kl", samples=4)
+    assert COSTS.difference(other) == "clip: mse before, kl now; samples: 3 before, 4 now"

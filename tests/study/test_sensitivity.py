@@ -1,0 +1,329 @@
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lsq.study import Keep, read_costs, sensitivity
+from lsq.study.costs import TensorCosts, write_costs
+from lsq.quant.numbers import scaled_format
+from tests.study.models import (
+    Layers,
+    Quadratic,
+    quadratic_loss,
+    quadratic_samples,
+    word_batches,
+    word_loss,
+)
+
+FORMATS = ("int4/group16", "int3/row")
+
+
+def by_name(costs, kind: str) -> dict[str, TensorCosts]:
+    return {tensor.name: tensor for tensor in costs.of(kind)}
+
+
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+def test_estimate_is_exact_where_the_curvature_is_the_fisher_information(slope):
+    samples = quadratic_samples(slope)
+    costs = sensitivity(Quadratic(), quadratic_loss, samples, formats=FORMATS)
+    for tensor in (by_name(costs, "weight")["shift"], by_name(costs, "activation")["same.weight"]):
+        for cost in tensor.formats.values():
+            assert cost.cost == pytest.approx(cost.first + cost.second, rel=1e-4)
+            assert cost.second > 1e-4
+            assert abs(cost.first) > 1e-4 if slope else abs(cost.first) < 1e-3 * cost.second
+
+
+def test_estimate_needs_samples_by_themselves():
+    """Gradients that cancel say nothing about the curvature once they are added."""
+    pair = quadratic_samples(0.0)
+
+    def loss(model, batch):
+        parts = [quadratic_loss(model, sample) for sample in batch]
+        return sum(total for total, _ in parts), sum(count for _, count in parts)
+
+    together, apart = (
+        by_name(
+            sensitivity(Quadratic(), loss, [pair], samples=samples, formats=["int3/row"]), "weight"
+        )["shift"]
+        for samples in (None, [pair[:1], pair[1:]])
+    )
+    cost, known = together.formats["int3/row"], apart.formats["int3/row"]
+    assert cost.second < 1e-6 * cost.cost and known.second == pytest.approx(cost.cost, rel=1e-4)
+
+
+def test_a_layer_that_does_nothing_costs_nothing():
+    costs = sensitivity(Quadratic(), quadratic_loss, quadratic_samples(1.0), formats=FORMATS)
+    for kind in ("weight", "activation"):
+        for cost in by_name(costs, kind)["idle.weight"].formats.values():
+            assert (cost.cost, cost.first, cost.second) == (0.0, 0.0, 0.0)
+            assert 0 < cost.error < 1
+
+
+def test_costs_are_those_of_a_model_with_the_other_weight():
+    """Against a copy of the model; a weight that lies as [K, N] is cut along its columns, a tied
+    one counts once."""
+    model, batches = Layers(), word_batches()
+    costs = sensitivity(
+        model, word_loss, batches, formats=FORMATS, clip="absmax", activations=False
+    )
+    assert set(by_name(costs, "weight")) == {
+        "table.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "across",
+        "back.weight",
+    }
+
+    @torch.no_grad()
+    def loss_of(one: nn.Module) -> float:
+        found = [word_loss(one.eval(), batch) for batch in batches]
+        return sum(float(total) for total, _ in found) / sum(count for _, count in found)
+
+    for name, tensor in by_name(costs, "weight").items():
+        assert tensor.transposed == (name == "across")
+        for form, cost in tensor.formats.items():
+            other, how = copy.deepcopy(model), scaled_format(form)
+            weight = other.get_parameter(name).data
+            matrix = weight.t().contiguous() if tensor.transposed else weight
+            rounded = how.decode(how.encode(matrix))
+            assert cost.bits == how.bits_per_value(matrix.shape)
+            assert cost.error == pytest.approx(
+                float((rounded - matrix).square().sum() / matrix.square().sum())
+            )
+            weight.copy_(rounded.t() if tensor.transposed else rounded)
+            assert cost.cost == pytest.approx(loss_of(other) - loss_of(model), abs=1e-6)
+    assert costs.loss == pytest.approx(loss_of(model), abs=1e-6)
+
+
+@torch.no_grad()
+def test_costs_of_activations_are_those_of_a_model_that_rounds_them():
+    model, batches = Layers(), word_batches()
+    costs = sensitivity(model, word_loss, batches, formats=FORMATS)
+    read = by_name(costs, "activation")
+    assert set(read) == set(by_name(costs, "weight"))
+    assert read["back.weight"].values == sum(tokens.numel() for tokens, _ in batches) * 40
+    how = scaled_format("int3/row")
+    model.eval().back.register_forward_pre_hook(
+        lambda module, given: how.decode(how.encode(given[0]))
+    )
+    found = [word_loss(model, batch) for batch in batches]
+    after = sum(float(total) for total, _ in found) / sum(count for _, count in found)
+    assert read["back.weight"].formats["int3/row"].cost == pytest.approx(
+        after - costs.loss, abs=1e-6
+    )
+
+
+def test_the_model_is_left_as_it_was():
+    """Bit by bit, also where it stops in the middle."""
+    for stop_at in (None, 1, 4, 6, 13, 31):
+        model, calls = Layers().train(), 0
+        model.attention.eval()
+        model.back.weight.requires_grad_(False)
+        model.across.grad = torch.ones_like(model.across)
+        with torch.no_grad():
+            model.across[0, :2] = torch.tensor([-0.0, 1e-42])
+        before = {name: one.view(torch.int32).clone() for name, one in model.state_dict().items()}
+
+        def loss(model, batch, stop_at=stop_at):
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:
+                raise KeyboardInterrupt
+            return word_loss(model, batch)
+
+        linear, addmm, state = functional.linear, torch.addmm, torch.get_rng_state()
+        try:
+            sensitivity(model, loss, word_batches(), formats=FORMATS)
+        except KeyboardInterrupt:
+            assert stop_at is not None
+        assert stop_at is None or calls == stop_at
+        assert all(
+            torch.equal(one.view(torch.int32), before[name])
+            for name, one in model.state_dict().items()
+        )
+        assert (functional.linear, torch.addmm, torch.backends.mha.get_fastpath_enabled()) == (
+            linear,
+            addmm,
+            True,
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+        assert (model.training, model.attention.training, model.attention.out_proj.training) == (
+            True,
+            False,
+            False,
+        )
+        assert [one.requires_grad for one in (model.back.weight, model.across)] == [False, True]
+        assert (
+            torch.equal(model.across.grad, torch.ones_like(model.across))
+            and model.table.weight.grad is None
+        )
+
+
+def test_a_stopped_measurement_goes_on(tmp_path):
+    path, batches = tmp_path / "costs.json", word_batches()
+    whole = sensitivity(
+        Layers(), word_loss, batches, formats=FORMATS, keep=Keep(about={"text": "words"})
+    )
+    assert whole.finished
+
+    class Stop(Exception):
+        pass
+
+    def stopping(done, wanted, name):
+        assert wanted == 10
+        if done == 3:
+            raise Stop
+
+    def again(progress):
+        keep = Keep(about={"text": "words"}, path=path, progress=progress)
+        return sensitivity(Layers(), word_loss, batches, formats=FORMATS, keep=keep)
+
+    with pytest.raises(Stop):
+        again(stopping)
+    partial = read_costs(path)
+    assert len(partial.tensors) == 3 and not partial.finished
+    told = []
+    assert again(lambda *given: told.append(given[0])) == whole
+    assert told == list(range(4, 11))
+    assert read_costs(path) == whole
+    told.clear()
+    assert again(lambda *given: told.append(given[0])) == whole
+    assert told == []
+
+
+def test_a_file_of_other_settings_is_refused(tmp_path):
+    path, batches = tmp_path / "costs.json", word_batches()
+    given = {"formats": FORMATS, "keep": Keep(path=path), "activations": False}
+    sensitivity(Layers(), word_loss, batches, **given)
+    content = path.read_bytes()
+    other = Layers()
+    with torch.no_grad():
+        other.across[3, 4] += 1
+    for model, more, named in (
+        (Layers(), {"clip": "absmax"}, "clip: mse before, absmax now"),
+        (Layers(), {"formats": ("int8/row",)}, "formats: "),
+        (Layers(), {"keep": Keep(path=path, about={"text": "others"})}, "about: {} before"),
+        (other, {}, "weights: "),
+    ):
+        with pytest.raises(ValueError, match=named):
+            sensitivity(model, word_loss, batches, **{**given, **more})
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_was_edited_is_refused(tmp_path):
+    """Costs are believed, as in other files that may be edited; tensors must be those of the
+    model."""
+    path = tmp_path / "costs.json"
+
+    def measured():
+        given = {"formats": ["int3/row"], "tensors": ["back*"], "keep": Keep(path=path)}
+        return sensitivity(Layers(), word_loss, word_batches(), **given)
+
+    whole = measured()
+    for number, changes, named in (
+        (1, {"name": "other.weight"}, "activation of other.weight, which is not measured now"),
+        (
+            0,
+            {"shape": (3, 4)},
+            r"the weight of back.weight with shape=\[3, 4\], .* but it has shape=",
+        ),
+        (0, {"transposed": True}, "transposed=True, but it has .* transposed=False; choose"),
+        (1, {"values": 7}, "values=7, transposed=False, but"),
+    ):
+        tensors = list(whole.tensors)
+        tensors[number] = replace(tensors[number], **changes)
+        write_costs(path, replace(whole, tensors=tuple(tensors)))
+        content = path.read_bytes()
+        with pytest.raises(ValueError, match=named):
+            measured()
+        assert path.read_bytes() == content
+    write_costs(path, replace(whole, tensors=whole.tensors[1:]))
+    again = measured()
+    assert {one.kind: one for one in again.tensors} == {one.kind: one for one in whole.tensors}
+
+
+def test_activations_of_a_file_are_neither_given_nor_lost_without_being_asked_for(tmp_path):
+    path = tmp_path / "costs.json"
+    given = {"formats": ["int3/row"], "tensors": ["back*"], "keep": Keep(path=path)}
+    weights = sensitivity(Layers(), word_loss, word_batches(), activations=False, **given)
+    assert not weights.of("activation")
+    assert sensitivity(Layers(), word_loss, word_batches(), **given).of("activation")
+    content = path.read_bytes()
+    with pytest.raises(
+        ValueError, match="the activation of back.weight, which is not measured now; measure it"
+    ):
+        sensitivity(Layers(), word_loss, word_batches(), activations=False, **given)
+    assert path.read_bytes() == content
+
+
+def test_patterns_choose():
+    costs = sensitivity(
+        Layers(), word_loss, word_batches(), formats=FORMATS, tensors=["back*", "acr?ss"]
+    )
+    assert (
+        set(by_name(costs, "weight"))
+        == set(by_name(costs, "activation"))
+        == {"back.weight", "across"}
+    )
+
+
+def test_half_precision():
+    costs = sensitivity(
+        Layers().to(torch.bfloat16), word_loss, word_batches(), formats=["int8/row", "int2/row"]
+    )
+    found = by_name(costs, "weight")["back.weight"].formats
+    assert found["int2/row"].error > 100 * found["int8/row"].error > 0
+
+
+def test_a_loss_that_is_not_finite_afterwards_has_no_cost():
+    """Values that the rounding moves to zero are divided by."""
+
+    class Divides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([[1.0, 1e-3], [2.0, 3.0]]))
+
+    def loss(model, batch):
+        return (1 / model.weight).sum(), 1.0
+
+    costs = sensitivity(Divides(), loss, [None], formats=["int2/row"])
+    found = costs.tensors[0].formats
+    assert found["int2/row"].cost is None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"formats": ["int9/row"]}, "did you mean"),
+        ({"formats": []}, "no formats"),
+        ({"clip": "mean"}, "clip is 'mean'; allowed: 'absmax'"),
+        ({"tensors": ["nothing*"]}, "no tensor is called 'nothing\\*'"),
+        ({"batches": []}, "no losses"),
+    ],
+)
+def test_wrong_arguments_are_refused(given, named):
+    with pytest.raises(ValueError, match=named):
+        sensitivity(Layers(), word_loss, **{"batches": word_batches(), **given})
+
+
+def test_what_cannot_be_measured_is_refused():
+    def restless(model, batch):
+        total, count = word_loss(model, batch)
+        return total * (1 + torch.rand(())), count
+
+    with pytest.raises(ValueError, match="make the loss deterministic"):
+        sensitivity(Layers(), restless, word_batches())
+    with pytest.raises(ValueError, match="Dropout has no float parameter"):
+        sensitivity(nn.Dropout(), word_loss, word_batches())
+    model = Layers()
+    with torch.no_grad():
+        model.back.bias[0] = torch.inf
+    with pytest.raises(ValueError, match="loss of nan|loss of inf"):
+        sensitivity(model, word_loss, word_batches())
+    with torch.no_grad():
+        model.back.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="back.weight holds infinities or NaN"):
+        sensitivity(model, word_loss, word_batches())
