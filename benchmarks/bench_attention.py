@@ -13,13 +13,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lsq.run.backends import backend
 from lsq.native import loader, tiles
 from lsq.ops.attention import Attention, AttentionGradient
 from lsq.ops.heads import Heads, Projected
 from lsq.ops.summed_gradient import SummedGradient
 from lsq.program.values import Coded, Dropout, Rows
 from lsq.quant import Format, Grain
+from lsq.run.backends import backend
 
 HEADS, WIDTH = 8, 64
 LENGTHS = ((32, 32), (256, 4), (1024, 1), (4096, 1))
@@ -49,7 +49,7 @@ def of_lsq(
         error=None,
         clip=torch.tensor([127.0 / 64]),
     )
-    read, starts = Rows(coded=coded), torch.arange(0, rows + 1, length, dtype=torch.int32)
+    read, cu_seqlens = Rows(coded=coded), torch.arange(0, rows + 1, length, dtype=torch.int32)
     dropout = (
         Dropout(key=torch.tensor([7]), subsequence=1, probability=probability)
         if probability
@@ -59,8 +59,8 @@ def of_lsq(
         q=Projected(rows=read, column=0),
         k=Projected(rows=read, column=hidden),
         v=Projected(rows=read, column=hidden + of_keys),
-        starts=starts,
-        key_starts=starts,
+        cu_seqlens=cu_seqlens,
+        key_cu_seqlens=cu_seqlens,
         count=HEADS,
         group=group,
         width=WIDTH,

@@ -18,9 +18,9 @@ import gpu
 import torch
 from operations import MODELS, PADDED
 
-from lsq.native.launch import Product
 from lsq.gemm.cublaslt import CANDIDATES
 from lsq.gemm.product_key import key_of
+from lsq.native.launch import Product
 
 ROWS = (4096, 8192, 16384, 2048, 1024, 512, 256)
 """Tokens of a batch; the usual ones first."""

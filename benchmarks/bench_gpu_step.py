@@ -29,10 +29,10 @@ from operations import MODELS, PADDED
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lsq.run.backends import backend as lsq_backend
 from lsq.fairseq.device import use
 from lsq.layers.memory import plan_memory
 from lsq.optim import Adam
+from lsq.run.backends import backend as lsq_backend
 
 ARGUMENTS = [
     *transformer.FAIRSEQ,

@@ -16,16 +16,16 @@ import common
 import torch
 
 from lsq import gemm
-from lsq.run.backends import backend
-from lsq.native import loader, tiles
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
+from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, packed_bytes
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Rows, Weight
 from lsq.quant import Format, Grain, WeightFormat
+from lsq.run.backends import backend
 
 GROUPS = (32, 64, 128)
 SHAPES = (

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import common
 import torch
 
-from lsq.run.cpu import CPU
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
+from lsq.run.cpu import CPU
 
 ROWS, INPUTS, OUTPUTS = (1, 8, 32, 512), 512, 2048
 QUICK = (1, 3), 40, 33

@@ -18,11 +18,11 @@ import common
 import torch
 import transformer
 
-from lsq.run.backends import backend
 from lsq.commands.step_memory import saved_tensors, traced_peak
 from lsq.fairseq import device
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
 from lsq.memory.kept import nothing_kept
+from lsq.run.backends import backend
 from lsq.run.step import StepPlan
 
 FAIRSEQ = transformer.FAIRSEQ

@@ -28,8 +28,8 @@ from model_sides import OPPONENTS, SIDES, Bases, Side
 from torch import nn
 
 from lsq.commands.step_memory import saved_tensors
-from lsq.native import tiles
 from lsq.memory import kept
+from lsq.native import tiles
 
 LAYERS, TOKENS = 12, 2048
 QUICK_LAYERS, QUICK_TOKENS = 1, 32

@@ -21,9 +21,9 @@ import torch
 from operations import QUICK, Call, Size, calls, counted, names
 
 from lsq import gemm
-from lsq.run.backends import backend
 from lsq.native import loader
 from lsq.program.samples import Sampler
+from lsq.run.backends import backend
 
 SIZE = Size(name="base", hidden=512, feed_forward=2048, heads=8, sentences=64)
 

@@ -18,14 +18,14 @@ import torch
 from operations import QUICK, Call, Size, calls
 
 from lsq import gemm
-from lsq.run.backends import backend
-from lsq.native import tiles
 from lsq.gemm import lookup
 from lsq.gemm.configuration import ONEDNN, CpuConfiguration
 from lsq.gemm.cpu_product import scratch_bytes
 from lsq.gemm.product_key import ProductKey
+from lsq.native import tiles
 from lsq.program.operation import Operation
 from lsq.program.samples import Sampler
+from lsq.run.backends import backend
 
 SIZE = Size(name="base", hidden=512, feed_forward=2048, heads=8, sentences=64)
 OPERATIONS = (

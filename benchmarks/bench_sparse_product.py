@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import common
 import torch
 
-from lsq.run.backends import backend
+from lsq.models.sparsity import choose
 from lsq.native import tiles
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.program.values import Coded
 from lsq.quant import GRADIENT
-from lsq.models.sparsity import choose
+from lsq.run.backends import backend
 
 DENSE, SPARSE = "dense", "sparse"
 

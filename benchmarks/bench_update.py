@@ -15,12 +15,12 @@ import transformer
 from fairseq.optim.adam import Adam as FairseqAdam
 from fairseq.utils import clip_grad_norm_
 
-from lsq.run.backends import for_device
 from lsq.fairseq.calibration import quantized_modules
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
-from lsq.run import upkeep
 from lsq.program.values import Weight
+from lsq.run import upkeep
+from lsq.run.backends import for_device
 
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
 OPTIONS = {"lr": 1e-6, "betas": (0.9, 0.98)}

@@ -88,7 +88,7 @@ def apart(model: nn.Module) -> dict[str, float]:
             if declared.clip is None:
                 continue
             weight, clip = module.own_parameter(name).data, module.own_parameter(declared.clip).data
-            weight = (weight.t() if declared.by_inputs else weight).contiguous()
+            weight = (weight.t() if declared.in_out else weight).contiguous()
             anew, calibration = torch.empty_like(clip), Calibration(module.target)
             calibration.measure(name, weight, anew, "mse", QuantConfig().weights, per_channel=True)
             calibration.finish()

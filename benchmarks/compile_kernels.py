@@ -30,19 +30,18 @@ from operations import (
 from tqdm import tqdm
 
 from lsq import gemm
-from lsq.run.absent import AbsentGPU
 from lsq.config import LayerConfig, QuantConfig
-from lsq.native import compiler
-from lsq.native.compiler import Resources
-from lsq.native.launch import Kernel, Launch
-from lsq.serving.decode.architecture import Architecture, StackArchitecture
-from lsq.serving.decode.programs import encoder_program, step_program
 from lsq.gemm.configuration import WGMMA_SM
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
+from lsq.gemm.tuner import product_list
+from lsq.gemm.tuner.ended import tiles
 from lsq.layers import decoding, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
+from lsq.native import compiler
+from lsq.native.compiler import Resources
+from lsq.native.launch import Kernel, Launch
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.gradient_layout import BITS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
@@ -50,6 +49,7 @@ from lsq.ops.grouped_product import FEW_ROWS as FEW_ROWS_OF_GROUPS
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct
 from lsq.ops.next_words import NextWords
 from lsq.ops.project import Project
+from lsq.ops.representatives import OPERATIONS
 from lsq.ops.rounding import RoundWeight
 from lsq.ops.sparse_project import MOST_ROWS, SparseProject
 from lsq.ops.sparse_weight import INPUTS, OUTPUTS, SparseWeight
@@ -60,9 +60,9 @@ from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
-from lsq.gemm.tuner import product_list
-from lsq.gemm.tuner.ended import tiles
-from lsq.ops.representatives import OPERATIONS
+from lsq.run.absent import AbsentGPU
+from lsq.serving.decode.architecture import Architecture, StackArchitecture
+from lsq.serving.decode.programs import encoder_program, step_program
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -131,15 +131,15 @@ def measured_configuration(size: Size) -> Iterator[LayerConfig]:
 def needed_programs(models: Iterable[Size], layers: Callable = configurations) -> Iterator[Program]:
     """Every program of a training run, of decoding by modules and by the engine."""
     for size in models:
-        sentences = Sentences(rows=size.tokens, count=size.sentences)
-        step = Sentences(rows=size.sentences, count=size.sentences)
+        sentences = PackedSequences(rows=size.tokens, count=size.sentences)
+        step = PackedSequences(rows=size.sentences, count=size.sentences)
         for config, training in itertools.product(layers(size), (True, False)):
             quant = config.quant
             mode = Mode(training=training, backward=training, backend=AbsentGPU(torch.float32))
             yield programs.encoder_layer(config, sentences, mode)
             if config.activation == "gelu":  # as GPT-2's
                 yield programs.encoder_layer(
-                    replace(config, by_inputs=True), sentences, mode, causal=True
+                    replace(config, in_out=True), sentences, mode, causal=True
                 )
             yield programs.decoder_layer(config, sentences, sentences, mode)
             yield programs.vocabulary_loss(

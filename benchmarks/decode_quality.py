@@ -24,9 +24,9 @@ from fairseq.sequence_generator import SequenceGenerator
 
 from lsq import Translator
 from lsq.commands import cli
+from lsq.serving.translate.batches import batches
 from lsq.text import score
 from lsq.text.corpus import read_items
-from lsq.serving.translate.batches import batches
 
 TRAINING, FLOAT = "the training's own evaluation", "fairseq float32"
 BATCH_TOKENS = 2048

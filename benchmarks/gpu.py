@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import common
 import torch
 
-from lsq.run import cuda
+from lsq.gemm.cublaslt import Choose, first_candidate
 from lsq.native import compiler
 from lsq.native.device import Device
-from lsq.gemm.cublaslt import Choose, first_candidate
+from lsq.run import cuda
 
 CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"
 ROTATION = 4

@@ -19,18 +19,16 @@ from gpu_work import bytes_of
 from operations import PADDING, Size, layer_config, table, words
 
 from lsq import gemm
-from lsq.run.absent import AbsentGPU
-from lsq.run.products import launched_by_operation
 from lsq.config import QuantConfig
-from lsq.native import geometry
 from lsq.emulator import profile
-from lsq.native.launch import Launch, Product
 from lsq.emulator.profile import Profile
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
+from lsq.native import geometry
+from lsq.native.launch import Launch, Product
 from lsq.ops.adam import NUMBERS, Adam
 from lsq.ops.embedding import Embed, EmbedGradient
 from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
@@ -39,6 +37,8 @@ from lsq.program.program import Program
 from lsq.program.samples import Sampler
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
+from lsq.run.absent import AbsentGPU
+from lsq.run.products import launched_by_operation
 
 LAYERS = 6
 """Of the encoder, and of the decoder."""
@@ -97,7 +97,7 @@ def _training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
         layer_config(size, quant, DROPOUT),
         Mode(training=True, backward=True, backend=AbsentGPU()),
     )
-    sentences = Sentences(rows=size.tokens, count=size.sentences)
+    sentences = PackedSequences(rows=size.tokens, count=size.sentences)
     yield 2, programs.embedding(quant, size.tokens, table(size, DROPOUT), mode)
     yield LAYERS, programs.encoder_layer(config, sentences, mode)
     yield LAYERS, programs.decoder_layer(config, sentences, sentences, mode)

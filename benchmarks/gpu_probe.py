@@ -30,10 +30,10 @@ import common  # noqa: E402
 import gpu  # noqa: E402
 import torch  # noqa: E402
 
-from lsq.run import cuda as backend
 from lsq.native import compiler, device
 from lsq.native.launch import Kernel, Launch
 from lsq.native.launch_list import LaunchList
+from lsq.run import cuda as backend
 from tests.ops import cuda, test_turns_cuda  # noqa: E402
 from tests.ops.turns import EXPORT  # noqa: E402
 

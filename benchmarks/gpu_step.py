@@ -13,12 +13,12 @@ from gpu_opponents import SIDES, SINGLE, Model, Pass
 from gpu_work import SECTOR, Work, bytes_of, place_of
 
 from lsq.config import QuantConfig
-from lsq.native import compiler
-from lsq.native.launch import Launch, Product
 from lsq.emulator.profile import WARP, Profile, fitting_blocks
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
 from lsq.gemm.product_key import key_of as key_of_product
+from lsq.native import compiler
+from lsq.native.launch import Launch, Product
 
 QUANT = QuantConfig(backward="int8")
 LSQ = "lsq"

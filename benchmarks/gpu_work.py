@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from lsq.emulator import profile
-from lsq.native.launch import Launch
 from lsq.emulator.profile import Profile, Traffic
+from lsq.native.launch import Launch
 
 SECTOR = 32
 SPARSE = 0.5

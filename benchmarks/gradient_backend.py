@@ -12,7 +12,6 @@ import torch
 from gradient_schemes import Codes, Place, Scheme
 from torch import Tensor
 
-from lsq.run.cpu import CPU
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.vocabulary_loss import VocabularyLossGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient
@@ -20,6 +19,7 @@ from lsq.program.backend import Call
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
 from lsq.quant.formats import GRADIENT
+from lsq.run.cpu import CPU
 
 PRODUCTS = ProjectInputGradient, ProjectWeightGradient
 

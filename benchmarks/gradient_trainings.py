@@ -22,8 +22,8 @@ import torch
 from gradient_backend import Rounding
 from gradient_schemes import SCHEMES
 
-from lsq.run import backends
 from lsq.commands import cli
+from lsq.run import backends
 
 FLOAT, PRODUCT = "float", "product"
 SIDES = [FLOAT, PRODUCT, *SCHEMES]

@@ -15,14 +15,14 @@ from pathlib import Path
 import stub
 import torch
 
-from lsq.run.backends import CUDA, Backend, backend
-from lsq.config import LayerConfig, QuantConfig
 from lsq import emulator
-from lsq.native.device import Device
-from lsq.native.runtime import Driver
+from lsq.config import LayerConfig, QuantConfig
 from lsq.gemm.cublaslt import Products, first_candidate
 from lsq.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from lsq.layers.memory import plan_memory
+from lsq.native.device import Device
+from lsq.native.runtime import Driver
+from lsq.run.backends import CUDA, Backend, backend
 
 HIDDEN, SENTENCES = 16, 2
 CONFIG = LayerConfig(

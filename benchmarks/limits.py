@@ -22,14 +22,14 @@ import torch
 import transformer
 
 from lsq import gemm
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
-from lsq.native import tiles
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
+from lsq.native import tiles
 from lsq.program.operation import Operation
 from lsq.program.program import Program
+from lsq.run.backends import backend
 
 PARTS = {
     "products": ("Project", "ProjectInputGradient", "ProjectWeightGradient"),
@@ -112,7 +112,7 @@ def programs_of_step(shape: transformer.Shape) -> Iterator[tuple[int, Program]]:
     quant = QuantConfig(backward="int8")
     config = operations.layer_config(size, quant, shape.dropout)
     mode = Mode(training=True, backward=True, backend=backend("cpu"))
-    sentences = Sentences(rows=size.tokens, count=size.sentences)
+    sentences = PackedSequences(rows=size.tokens, count=size.sentences)
     yield 2, programs.embedding(quant, size.tokens, operations.table(size, shape.dropout), mode)
     yield shape.layers, programs.encoder_layer(config, sentences, mode)
     yield shape.layers, programs.decoder_layer(config, sentences, sentences, mode)

@@ -18,8 +18,8 @@ from gpu_step import GAPS, GROUPS, QUANT, Step, kernel_rows, model
 from matplotlib.figure import Figure
 from operations import QUICK, sizes
 
-from lsq.native import compiler
 from lsq.emulator.profile import Operand, Profile, Traffic
+from lsq.native import compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "benchmarks/results/gpu_kernel_counts.json"

@@ -10,10 +10,9 @@ from operator import attrgetter
 
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
 from lsq.ops import adam
 from lsq.ops.adam import Adam
@@ -25,6 +24,7 @@ from lsq.program.program import Program
 from lsq.program.samples import KEY
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
+from lsq.run.backends import backend
 
 MODELS = {"base": (512, 2048, 8), "big": (1024, 4096, 16)}
 """Hidden size, inner size of the feed-forward block, heads."""
@@ -138,7 +138,7 @@ def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program
     """Every kind of program of a training step."""
     config = layer_config(size, quant, dropout)
     mode = Mode(training=True, backward=True, backend=backend("reference"))
-    sentences = Sentences(rows=size.tokens, count=size.sentences)
+    sentences = PackedSequences(rows=size.tokens, count=size.sentences)
     yield programs.embedding(quant, size.tokens, table(size, dropout), mode)
     yield programs.encoder_layer(config, sentences, mode)
     yield programs.encoder_layer(layer_config(size, quant, dropout, norm="rms"), sentences, mode)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lsq.config import LayerConfig
 from lsq.layers import TransformerLanguageModel
-from lsq.optim import Adam
 from lsq.models.sparsity import Pruning, sparsify
+from lsq.optim import Adam
 
 SEQUENCES, LENGTH = 16, 64
 HELD_OUT = 60_000

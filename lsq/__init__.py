@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lsq.config import QuantConfig
-    from lsq.models import convert, freeze, revert
     from lsq.layers.memory import plan_memory
+    from lsq.models import convert, freeze, revert
     from lsq.observe import monitor
     from lsq.serving.translate import Translator
 

@@ -97,11 +97,11 @@ def test_quantisers_refuse(name, value, allowed):
         ("activation", "swish", "'relu', 'gelu', 'gelu_tanh', 'silu', 'squared_relu'"),
         ("norm", "batch", "'layer', 'rms'"),
         ("layer_norm_epsilon", 0.0, "above 0"),
-        ("key_heads", 0, "whole number above 0"),
+        ("kv_heads", 0, "whole number above 0"),
         ("head_width", 8.0, "whole number above 0"),
         ("window", 0, "whole number above 0"),
-        ("head_norm", 1e-6, "give `rotary`"),
-        ("score_factor", 0.0, "above 0"),
+        ("qk_norm", 1e-6, "give `rotary`"),
+        ("softmax_scale", 0.0, "above 0"),
     ],
 )
 def test_layers_refuse(name, value, allowed):
@@ -117,12 +117,12 @@ def test_heads_divide_the_width():
 
 
 def test_heads_of_keys_divide_those_of_queries():
-    with pytest.raises(ValueError, match="3 heads are not divisible by 2 key_heads"):
-        LayerConfig(**LAYER | {"key_heads": 2})
+    with pytest.raises(ValueError, match="3 heads are not divisible by 2 kv_heads"):
+        LayerConfig(**LAYER | {"kv_heads": 2})
 
 
 def test_widths_of_attention():
-    config = LayerConfig(hidden=64, heads=8, key_heads=2, head_width=20, feed_forward=64)
+    config = LayerConfig(hidden=64, heads=8, kv_heads=2, head_width=20, feed_forward=64)
     assert (config.of_keys, config.head_columns, config.query_columns, config.key_columns) == (
         2,
         20,

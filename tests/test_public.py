@@ -4,11 +4,12 @@ import pytest
 from torch import nn
 
 import lsq
-from lsq import models as conversion, dist
-from lsq.models import huggingface, sparsity
-from lsq.study import measure, sensitivity
+from lsq import dist
+from lsq import models as conversion
 from lsq.layers.memory import release_memory
 from lsq.layers.statistics import quantized_tensors
+from lsq.models import huggingface, sparsity
+from lsq.study import measure, sensitivity
 
 
 @pytest.mark.parametrize(

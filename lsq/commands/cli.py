@@ -157,12 +157,11 @@ def describe(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):
-        from lsq.native.shared_library import LibraryError
-
         # PyTorch takes seconds to import, and is there already
         from lsq.dist.roll_call import (
             ExchangeFailed,
         )
+        from lsq.native.shared_library import LibraryError
 
         if isinstance(error, (ExchangeFailed, LibraryError)):
             return 1, f"error: {message}"

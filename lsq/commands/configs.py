@@ -12,8 +12,8 @@ from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.device import Validators, difference
-from lsq.study.tables import fitted
 from lsq.gemm.tuner.trial import entry_fault
+from lsq.study.tables import fitted
 
 KINDS = ("cpu", "cuda")
 OTHER = {TileConfiguration: "cuBLASLt and a kernel", CublasConfiguration: "the best tile"}

@@ -9,8 +9,8 @@ from lsq import files
 from lsq.commands import interruption
 from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
 from lsq.config import QuantConfig, documentation
-from lsq.layers.clip_format import FIELDS, option
 from lsq.files.lock import locked_file
+from lsq.layers.clip_format import FIELDS, option
 
 CHANGEABLE = (*FIELDS, "gradient_format", "weight_init", "activation_init")
 """Fields of QuantConfig.

@@ -5,8 +5,6 @@ from argparse import ArgumentParser, Namespace
 
 import torch
 
-from lsq.run.backends import Backend, for_device, gpu_fault
-from lsq.run.absent import AbsentGPU
 from lsq.commands.launch import on_cpu
 from lsq.fairseq.device import (
     ACTIVATIONS,
@@ -19,6 +17,8 @@ from lsq.fairseq.device import (
     EMULATOR,
     check,
 )
+from lsq.run.absent import AbsentGPU
+from lsq.run.backends import Backend, for_device, gpu_fault
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ from argparse import ArgumentParser
 
 from tqdm import tqdm
 
-from lsq.commands import machine as doctor, emulation
-from lsq.run.backends import backend
+from lsq.commands import emulation
+from lsq.commands import machine as doctor
 from lsq.commands.options import one_line_errors
+from lsq.run.backends import backend
 
 
 def run(arguments: list[str]) -> int:

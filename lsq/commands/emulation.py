@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode, Table, Vocabulary
 from lsq.ops.rounding import RoundWeight
 from lsq.ops.sums import FinishSums, PartialSums
@@ -22,6 +21,7 @@ from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import border_tensors
 from lsq.program.tensor import VirtualTensor
+from lsq.run.backends import backend
 
 FLOAT_LIMIT = 1e-4
 """Largest difference of floats, relative to the largest magnitude."""
@@ -82,13 +82,16 @@ def trained() -> list[Program]:
             programs.feed_forward(gated, 21, mode),
             programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
             programs.decoder_layer(
-                config, Sentences(rows=21, count=3), Sentences(rows=27, count=3), mode
+                config, PackedSequences(rows=21, count=3), PackedSequences(rows=27, count=3), mode
             ),
             programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
         ]
     turned = turning(LayerConfig(hidden=48, heads=3, feed_forward=112))
-    return [*found, programs.self_attention(turned, Sentences(rows=21, count=3), mode, causal=True)]
+    return [
+        *found,
+        programs.self_attention(turned, PackedSequences(rows=21, count=3), mode, causal=True),
+    ]
 
 
 def turning(config: LayerConfig) -> LayerConfig:
@@ -96,9 +99,9 @@ def turning(config: LayerConfig) -> LayerConfig:
     distance."""
     return replace(
         config,
-        key_heads=1,
+        kv_heads=1,
         rotary=Rotary(places=9),
-        head_norm=1e-6,
+        qk_norm=1e-6,
         window=5,
         relative_bias=RelativeBias(buckets=8, farthest=6),
     )

@@ -7,10 +7,10 @@ from zipfile import BadZipFile, ZipFile
 
 from lsq.commands import interruption, run_files
 from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
+from lsq.files.lock import locked_file
 from lsq.serving.export import ctranslate2_folder, model_file
 from lsq.serving.export.model_file import ExportedModel
 from lsq.serving.export.narrowing import with_int4
-from lsq.files.lock import locked_file
 
 LSQ, CTRANSLATE2, FAIRSEQ = TARGETS = ("lsq", "ctranslate2", "fairseq")
 DESCRIPTION = """
@@ -152,10 +152,10 @@ def export_training(given: Namespace) -> None:
     """
     source = run_files.find(given.model, given.data, given.sentencepiece_model)
     from lsq.commands import trained  # it imports fairseq, which takes seconds
-    from lsq.serving.decode.architecture import check_codes
-    from lsq.serving.decode.model import model_of
     from lsq.fairseq import checkpoint, float_checkpoint
     from lsq.fairseq.model import LSQModel
+    from lsq.serving.decode.architecture import check_codes
+    from lsq.serving.decode.model import model_of
 
     quant = checkpoint.quantization(checkpoint.options_in(source.checkpoint, "model"))
     if quant.quantized or given.to != FAIRSEQ:

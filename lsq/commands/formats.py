@@ -8,11 +8,11 @@ from pathlib import Path
 from lsq import files
 from lsq.commands import interruption, logs, run_files
 from lsq.commands.options import HelpFormatter, count, one_line_errors, replaces
-from lsq.study import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
-from lsq.study.tensors import LARGEST_SAMPLE
 from lsq.files.lock import locked_folder
 from lsq.quant.numbers import METHODS
 from lsq.quant.numbers.clips import PERCENTILE
+from lsq.study import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
+from lsq.study.tensors import LARGEST_SAMPLE
 
 DESCRIPTION = """
 Measure the error of number formats in real tensors: signal-to-noise in decibels (6 dB are a bit),

@@ -14,9 +14,9 @@ import torch
 
 import lsq
 from lsq import gemm
-from lsq.run.backends import gpu_fault
 from lsq.native import loader, processor, runtime, tiles
 from lsq.native.shared_library import LibraryError
+from lsq.run.backends import gpu_fault
 
 REQUIRED = (
     "torch",

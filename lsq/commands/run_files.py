@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsq.commands.stages import read_marker
-from lsq.serving.decode import SearchOptions
 from lsq.files import check_name
+from lsq.serving.decode import SearchOptions
 from lsq.text import vocabulary
 
 BEST = "checkpoint_best.pt"

@@ -11,13 +11,13 @@ from tqdm import tqdm
 from lsq.commands import interruption, model_batch
 from lsq.commands.interruption import Interrupted, name_of
 from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors
+from lsq.files import write_text
+from lsq.files.lock import locked_folder
+from lsq.quant.numbers import METHODS
 from lsq.study import Keep, draw_costs, sensitivity
 from lsq.study.costs_table import table
 from lsq.study.sensitivity import FORMATS
 from lsq.study.tensors import ACTIVATION
-from lsq.files import write_text
-from lsq.files.lock import locked_folder
-from lsq.quant.numbers import METHODS
 
 JSON, TABLE, PICTURE = OUTPUTS = ("sensitivity.json", "sensitivity.md", "sensitivity.png")
 BATCH_WORDS = 4096

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lsq.files import PARTIAL, write_text
-from lsq.files import json_file
+from lsq.files import PARTIAL, json_file, write_text
 
 MARKER = "lsq-stage.json"
 

@@ -30,8 +30,8 @@ from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility.loading import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.fairseq.memory import made_up_dictionary
-from lsq.layers.decoded_tensors import told
 from lsq.files.lock import locked_folder
+from lsq.layers.decoded_tensors import told
 from lsq.text.corpus import read_items, write_items
 from lsq.text.score import scores
 

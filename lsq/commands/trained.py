@@ -13,9 +13,9 @@ from torch import nn
 
 from lsq.commands.generate import load_fitting
 from lsq.commands.run_files import Source, evaluation, trained_length
-from lsq.serving.decode import SearchOptions
 from lsq.fairseq.float_checkpoint import Languages
 from lsq.fairseq.generator import evaluation_of_task
+from lsq.serving.decode import SearchOptions
 
 OF_TRAINING = ("lsq_gemm_config", "lsq_gemm_coverage", "lsq_device", "lsq_activations")
 """Options of the machine that trained, which a checkpoint keeps."""

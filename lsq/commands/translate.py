@@ -17,12 +17,12 @@ from lsq import files
 from lsq.commands import interruption, logs
 from lsq.commands.options import HelpFormatter, check_writable, count, is_part_of, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
-from lsq.serving.decode import SearchOptions
 from lsq.files.lock import locked_file
-from lsq.text.corpus import check_file
+from lsq.serving.decode import SearchOptions
 from lsq.serving.translate import RefusedLine, Translation, Translator
 from lsq.serving.translate.lines import read_lines
 from lsq.serving.translate.translator import LONG_LINES
+from lsq.text.corpus import check_file
 
 logger = logging.getLogger(__name__)
 

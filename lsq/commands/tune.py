@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lsq.run.cuda import gpu
 from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
@@ -26,6 +25,7 @@ from lsq.gemm.tuner.cpu import CpuTrial
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import Summary, estimate, opened, tune
 from lsq.gemm.tuner.trial import Outcome, Trials
+from lsq.run.cuda import gpu
 
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""

@@ -111,20 +111,20 @@ class LayerConfig:
     """Width of the residual stream, H."""
     heads: int
     """Attention heads; must divide `hidden`."""
-    key_heads: int | None = None
+    kv_heads: int | None = None
     """Heads of keys and of values; must divide `heads`, of which groups share one.
 
     None: as many as `heads`.
     """
     head_width: int | None = None
     """Columns of a head; None: hidden / heads."""
-    score_factor: float | None = None
+    softmax_scale: float | None = None
     """What a product of query and key counts in a score; None: head_width ** -0.5."""
     window: int | None = None
     """Of the words up to its own, how many a word sees in causal self-attention; None: all."""
     rotary: Rotary | None = None
     """How queries and keys of self-attention turn; None: they do not."""
-    head_norm: float | None = None
+    qk_norm: float | None = None
     """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it;
     None: there is none."""
     relative_bias: RelativeBias | None = None
@@ -147,7 +147,7 @@ class LayerConfig:
     """Whether projections have a bias."""
     head_bias: bool | None = None
     """Whether those of queries, keys and values have one; None: as the others."""
-    by_inputs: bool = False
+    in_out: bool = False
     """Whether weights are [inputs, outputs], as GPT-2 has them, and not [outputs, inputs]."""
     pre_norm: bool = False
     """A norm before each block (True) or after its residual addition (False)."""
@@ -162,22 +162,22 @@ class LayerConfig:
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "feed_forward"):
             require_whole(name, getattr(self, name))
-        for name in ("key_heads", "head_width", "window"):
+        for name in ("kv_heads", "head_width", "window"):
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name))
         if self.hidden % self.heads and self.head_width is None:
             raise ValueError(f"hidden size {self.hidden} is not divisible by {self.heads} heads")
         if self.heads % self.of_keys:
-            raise ValueError(f"{self.heads} heads are not divisible by {self.of_keys} key_heads")
+            raise ValueError(f"{self.heads} heads are not divisible by {self.of_keys} kv_heads")
         if self.rotary is not None:
             self.rotary.columns(self.head_columns)
-        if self.score_factor is not None:
-            require_positive("score_factor", self.score_factor)
-        if self.head_norm is not None:
-            require_positive("head_norm", self.head_norm)
+        if self.softmax_scale is not None:
+            require_positive("softmax_scale", self.softmax_scale)
+        if self.qk_norm is not None:
+            require_positive("qk_norm", self.qk_norm)
             if self.rotary is None:
                 raise ValueError(
-                    f"head_norm is {self.head_norm!r}, but only heads that turn have norms: give"
+                    f"qk_norm is {self.qk_norm!r}, but only heads that turn have norms: give"
                     " `rotary`"
                 )
         if self.quant.coded:
@@ -205,7 +205,7 @@ class LayerConfig:
     @property
     def of_keys(self) -> int:
         """Heads of keys."""
-        return self.heads if self.key_heads is None else self.key_heads
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_columns(self) -> int:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lsq.run import backends
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
 from lsq.quant import GRADIENT
+from lsq.run import backends
 
 FIRST, SECOND = 0, 1
 """Subsequences of random numbers: what a worker packs, and what the owner of a shard packs."""

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from lsq.run import backends
 from lsq.config import require_model
 from lsq.dist.collectives import all_to_all
 from lsq.dist.config import GradientConfig
@@ -23,6 +22,7 @@ from lsq.dist.small import small_places, take_out
 from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
 from lsq.quant.random import draw_key
+from lsq.run import backends
 
 
 def compress_reduce_scatter(

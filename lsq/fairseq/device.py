@@ -9,9 +9,9 @@ from fairseq.dataclass import ChoiceEnum
 from omegaconf import II
 from torch import nn
 
-from lsq.run.backends import Backend, backend, for_device, gpu_fault
 from lsq.layers import ProgramModule
 from lsq.layers.decoded_tensors import told
+from lsq.run.backends import Backend, backend, for_device, gpu_fault
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from fairseq import tasks, utils
 from fairseq.data import Dictionary
 from torch import nn
 
-from lsq.run.backends import Backend
-from lsq.native import loader
 from lsq.fairseq import architectures, device
 from lsq.fairseq.criterion import LSQLabelSmoothedCrossEntropyCriterion
 from lsq.layers.memory import describe_memory, plan_memory
+from lsq.native import loader
+from lsq.run.backends import Backend
 from lsq.run.frames import StepMemory
 from lsq.run.step import StepPlan
 

@@ -13,9 +13,9 @@ from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from torch import Tensor, nn
 
-from lsq.models.other_format import load_other_format
 from lsq.fairseq import architectures, checkpoint, options
 from lsq.layers import ProgramModule
+from lsq.models.other_format import load_other_format
 from lsq.program.parameters import Kind
 
 

@@ -7,12 +7,12 @@ from copy import copy
 import torch
 from torch import nn
 
-from lsq.run.products import products_of
 from lsq.fairseq.memory import bounding_batch, build_training
 from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 from lsq.layers.memory import rehearse_step
-from lsq.run import rehearsal
 from lsq.program.program import Program
+from lsq.run import rehearsal
+from lsq.run.products import products_of
 
 
 def products_of_training(

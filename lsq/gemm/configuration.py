@@ -11,7 +11,6 @@ import datetime
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lsq.native import tiles
 from lsq.files.json_file import check_choice, check_number, check_whole, shown
 from lsq.gemm.product_key import (
     EXACT_TOKENS,
@@ -22,6 +21,7 @@ from lsq.gemm.product_key import (
     TOKEN_STEP,
     ProductKey,
 )
+from lsq.native import tiles
 
 A_LAYOUTS = ("as_is", "padded", "mk")
 B_LAYOUTS = ("as_is", "padded", "nk", "kn")

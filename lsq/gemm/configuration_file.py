@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lsq.files import json_file
+from lsq.files.json_file import check_choice, shown
 from lsq.gemm.configuration import (
     ALGORITHM_BYTES,
     WGMMA_SM,
@@ -28,7 +29,6 @@ from lsq.gemm.configuration import (
     Times,
 )
 from lsq.gemm.device import CpuValidators, CudaValidators, Validators, check_format, difference
-from lsq.files.json_file import check_choice, shown
 from lsq.gemm.product_key import ProductKey
 
 PACKAGE_FOLDER = Path(__file__).parent / "configs"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lsq.native import loader
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import (
@@ -26,6 +25,7 @@ from lsq.gemm.cpu_product import (
 )
 from lsq.gemm.product_key import LARGEST_INNER, ProductKey, inner_parts, is_long
 from lsq.gemm.requested import note
+from lsq.native import loader
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from lsq.native import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.product_key import LARGEST_INNER, ProductKey, inner_parts
+from lsq.native import loader, tiles
 
 ALIGNMENT = 64
 """Bytes of a cache line, at whose multiples the parts of scratch memory begin."""

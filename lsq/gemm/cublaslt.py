@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.native.launch import Product
-from lsq.native.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary, find_cublaslt
 from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey, key_of
+from lsq.native.launch import Product
+from lsq.native.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary, find_cublaslt
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from lsq.files.json_file import check_text, check_whole, shown
 from lsq.native import compiler, processor
 from lsq.native.products import ProductLibrary, find_cublaslt
-from lsq.files.json_file import check_text, check_whole, shown
 
 FORMAT = 2
 """Of the files."""

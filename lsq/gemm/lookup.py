@@ -14,13 +14,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from lsq.native import tiles
 from lsq.gemm import configuration_file, cpu_product, device
 from lsq.gemm.configuration import ONEDNN, Configuration, CpuConfiguration, Entry
 from lsq.gemm.configuration_file import ConfigurationFile, Found
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.device import Validators, difference
 from lsq.gemm.product_key import MATMUL, ProductKey, rounded_tokens
+from lsq.native import tiles
 
 logger = logging.getLogger(__name__)
 

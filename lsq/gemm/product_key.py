@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lsq.native.launch import Product
 from lsq.files.json_file import check_choice, check_whole
+from lsq.native.launch import Product
 
 LARGEST_DIMENSION = 2**31 - 1
 LARGEST_INNER = (2**31 - 1) // torch.iinfo(torch.int8).max ** 2

@@ -4,7 +4,7 @@ import torch
 
 from lsq.config import LayerConfig
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import check_memory, pack_time_major, packing_options, unpack_time_major
 from lsq.layers.positions import position_inputs
@@ -23,7 +23,7 @@ class MultiheadAttention(ProgramModule):
     def __init__(self, config: LayerConfig, *, cross: bool = False):
         super().__init__(config.quant)
         self.config, self.cross = config, cross
-        one = Sentences(rows=1, count=1)
+        one = PackedSequences(rows=1, count=1)
         if cross:
             self.declare(lambda mode: programs.cross_attention(config, one, one, mode))
         else:
@@ -62,7 +62,7 @@ class MultiheadAttention(ProgramModule):
             positions = position_inputs(
                 self.config, packing.positions, packing.shape[1], causal=causal
             )
-            (y,) = self.execute(program, {"x": rows, "starts": packing.starts, **positions})
+            (y,) = self.execute(program, {"x": rows, "cu_seqlens": packing.cu_seqlens, **positions})
         else:
             rows, packing = pack_time_major(x, None, width, **options)
             check_memory(memory, x)
@@ -70,8 +70,9 @@ class MultiheadAttention(ProgramModule):
             program = programs.cross_attention(
                 self.config, packing.sentences, source_packing.sentences, self.mode(x, memory)
             )
-            inputs = {"x": rows, "starts": packing.starts}
+            inputs = {"x": rows, "cu_seqlens": packing.cu_seqlens}
             (y,) = self.execute(
-                program, {**inputs, "memory": source, "memory_starts": source_packing.starts}
+                program,
+                {**inputs, "memory": source, "memory_cu_seqlens": source_packing.cu_seqlens},
             )
         return unpack_time_major(y, packing)

@@ -39,7 +39,7 @@ def filled(rows: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sentences:
+class PackedSequences:
     """Sizes of a batch of sentences that lie packed in rows, one after another."""
 
     rows: int
@@ -47,7 +47,7 @@ class Sentences:
     count: int
     """B"""
 
-    def filled(self) -> "Sentences":
+    def filled(self) -> "PackedSequences":
         """At least as large, of few sizes: four numbers of rows between two powers of two, and with
         each of them one number of sentences as long as they have 16 tokens or more on average,
         twice as many from 8 on, ...
@@ -56,9 +56,9 @@ class Sentences:
         count = -(-rows // 16)
         while count < self.count:
             count *= 2
-        return Sentences(rows=rows, count=count)
+        return PackedSequences(rows=rows, count=count)
 
-    def starts(self, builder: Builder, name: str) -> VirtualTensor:
+    def cu_seqlens(self, builder: Builder, name: str) -> VirtualTensor:
         """The input int32 [B + 1] that says where each sentence begins."""
         return builder.input(name, (self.count + 1,), torch.int32)
 
@@ -69,7 +69,7 @@ class Memory:
 
     rows: Rows
     key_column: int
-    starts: VirtualTensor
+    cu_seqlens: VirtualTensor
 
 
 def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
@@ -82,7 +82,7 @@ def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class Epilogue:
     """How a product ends: what happens to its sums before they are stored."""
 
     name: str
@@ -119,7 +119,7 @@ def project(
     x: Rows,
     weight: str,
     shape,
-    end: End,
+    end: Epilogue,
     *,
     bias: str | None = None,
     rows: int | None = None,
@@ -141,7 +141,7 @@ def project(
     w = unpacked(builder, stored, x.tensor.shape[0])
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     adapter, size = builder.adapters.get(weight), (x.tensor.shape[0], rows or shape[0])
-    own = end if adapter is None else End(name=end.name + ".base")
+    own = end if adapter is None else Epilogue(name=end.name + ".base")
     y, nonlinearity = own.rows(builder, size), own.nonlinearity(builder, size)
     builder.add(
         Project(
@@ -160,7 +160,7 @@ def project(
     return decode(builder, y, end.clip)
 
 
-def adapt(builder: Builder, x: Rows, base: VirtualTensor, adapter: Adapter, end: End) -> Rows:
+def adapt(builder: Builder, x: Rows, base: VirtualTensor, adapter: Adapter, end: Epilogue) -> Rows:
     """Add adapters of x to its product `base` [M, N], before `end`: a result that is not decoded
     yet."""
     name, (rows, inputs) = adapter.weight.removesuffix("weight") + "adapter", x.tensor.shape
@@ -203,15 +203,15 @@ def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, par
         x,
         name + "_weight",
         (columns, hidden),
-        End(name=name + ".unturned") if turns else End(name=name, clip=name + "_clip"),
+        Epilogue(name=name + ".unturned") if turns else Epilogue(name=name, clip=name + "_clip"),
         bias=name + "_bias" if config.biased_heads else None,
         bound=xavier(hidden, hidden) / math.sqrt(2),
         bias_bound=fan_in(hidden),
-        by_inputs=config.by_inputs,
+        in_out=config.in_out,
     )
     if not turns:
         return heads
-    end = End(name=name, clip=name + "_clip")
+    end = Epilogue(name=name, clip=name + "_clip")
     turned = end.rows(builder, heads.floats.shape)
     return decode(
         builder,
@@ -233,7 +233,7 @@ def attention(
     builder: Builder,
     config: LayerConfig,
     queries: Rows,
-    starts: VirtualTensor,
+    cu_seqlens: VirtualTensor,
     memory: Memory,
     prefix: str,
     *,
@@ -244,21 +244,21 @@ def attention(
     """Attention of rows that begin with queries, and its output projection: floats [M, H], before
     dropout."""
     hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
-    end = End(name=prefix + "context", clip=prefix + "context_clip")
+    end = Epilogue(name=prefix + "context", clip=prefix + "context_clip")
     context = end.rows(builder, (rows, columns))
     heads = Heads(
         q=Projected(rows=queries, column=0),
         k=Projected(rows=memory.rows, column=memory.key_column),
         v=Projected(rows=memory.rows, column=memory.key_column + config.key_columns),
-        starts=starts,
-        key_starts=memory.starts,
+        cu_seqlens=cu_seqlens,
+        key_cu_seqlens=memory.cu_seqlens,
         count=config.heads,
         group=config.heads // config.of_keys,
         width=config.head_columns,
         causal=causal,
         window=window or 0,
         bias=bias,
-        share=config.score_factor or 0.0,
+        share=config.softmax_scale or 0.0,
         dropout=builder.dropout(config.attention_dropout),
     )
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
@@ -268,10 +268,10 @@ def attention(
         decode(builder, context, end.clip),
         prefix + "out_weight",
         (hidden, columns),
-        End(name=prefix + "out"),
+        Epilogue(name=prefix + "out"),
         bias=bias_of(config, prefix + "out"),
         bound=xavier(columns, hidden),
-        by_inputs=config.by_inputs,
+        in_out=config.in_out,
     ).floats
 
 
@@ -279,7 +279,7 @@ def self_attention(
     builder: Builder,
     config: LayerConfig,
     x: Rows,
-    starts: VirtualTensor,
+    cu_seqlens: VirtualTensor,
     prefix: str,
     *,
     causal: bool,
@@ -297,10 +297,18 @@ def self_attention(
             f"window is {config.window}, but only causal self-attention has one: leave it out"
         )
     qkv = qkv or project_heads(builder, config, x, prefix + "qkv", 3)
-    memory = Memory(rows=qkv, key_column=config.query_columns, starts=starts)
+    memory = Memory(rows=qkv, key_column=config.query_columns, cu_seqlens=cu_seqlens)
     bias = position_bias(builder, config, prefix)
     return attention(
-        builder, config, qkv, starts, memory, prefix, causal=causal, window=config.window, bias=bias
+        builder,
+        config,
+        qkv,
+        cu_seqlens,
+        memory,
+        prefix,
+        causal=causal,
+        window=config.window,
+        bias=bias,
     )
 
 
@@ -308,13 +316,13 @@ def cross_attention(
     builder: Builder,
     config: LayerConfig,
     x: Rows,
-    starts: VirtualTensor,
+    cu_seqlens: VirtualTensor,
     memory: Memory,
     prefix: str,
 ) -> VirtualTensor:
     """Attention to a memory: normalised rows -> as `attention`."""
     queries = project_heads(builder, config, x, prefix + "query", 1)
-    return attention(builder, config, queries, starts, memory, prefix, causal=False)
+    return attention(builder, config, queries, cu_seqlens, memory, prefix, causal=False)
 
 
 @dataclass(frozen=True, kw_only=True)

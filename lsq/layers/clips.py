@@ -16,10 +16,10 @@ from lsq.layers.schedule import Schedule
 from lsq.layers.weight_codes import WeightCodes
 from lsq.layers.weight_masks import SUFFIX, WeightMasks
 from lsq.ops.calibration import Calibration
-from lsq.run import shards, upkeep
 from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program
 from lsq.quant import largest_clips
+from lsq.run import shards, upkeep
 
 
 class ClippedModule(nn.Module):
@@ -193,7 +193,7 @@ class ClippedModule(nn.Module):
                 self._measure(
                     calibration,
                     name,
-                    values.t() if declared.by_inputs else values,
+                    values.t() if declared.in_out else values,
                     declared.clip,
                     method,
                     self.quant.weight_form(name),
@@ -351,7 +351,7 @@ class ClippedModule(nn.Module):
             if self.is_coded(name):
                 continue
             values = self.values_of(name)
-            rows = values.t() if declared.by_inputs else values
+            rows = values.t() if declared.in_out else values
             # else weights were resized, and clips of that size come with the next pass
             if len(clip) == len(rows):
                 clip.data.copy_(largest_clips(rows, clip))

@@ -41,7 +41,7 @@ class Codes:
     """N."""
     columns: int
     """K."""
-    by_inputs: bool
+    in_out: bool
     """Whether the parameter is [K, N]; then it is one alone."""
 
     @property
@@ -52,7 +52,7 @@ class Codes:
         """Decode rows from `first` to `last`: float32 in the layout of the parameter."""
         codes = self.format.unpack(self.stored[first:last], self.columns)
         values = codes * self.scale[first:last, None]
-        return values.t().contiguous() if self.by_inputs else values
+        return values.t().contiguous() if self.in_out else values
 
 
 class Unread(torch.Tensor):
@@ -168,7 +168,7 @@ class CodedWeight(ReadOnly):
 
     @staticmethod
     def __new__(cls, codes: Codes, first: int, last: int, dtype: torch.dtype) -> CodedWeight:
-        shape = (codes.columns, last - first) if codes.by_inputs else (last - first, codes.columns)
+        shape = (codes.columns, last - first) if codes.in_out else (last - first, codes.columns)
         made = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=codes.stored.device
         )

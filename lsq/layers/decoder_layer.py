@@ -5,7 +5,7 @@ import torch
 
 from lsq.config import LayerConfig
 from lsq.layers import decoding, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import (
@@ -25,7 +25,7 @@ class TransformerDecoderLayer(ProgramModule):
     def __init__(self, config: LayerConfig):
         super().__init__(config.quant)
         self.config = config
-        one = Sentences(rows=1, count=1)
+        one = PackedSequences(rows=1, count=1)
         self.declare(lambda mode: programs.decoder_layer(config, one, one, mode))
 
     def forward(
@@ -77,9 +77,9 @@ class TransformerDecoderLayer(ProgramModule):
         )
         inputs = {
             "x": x,
-            "starts": packing.starts,
+            "cu_seqlens": packing.cu_seqlens,
             "memory": memory,
-            "memory_starts": memory_packing.starts,
+            "memory_cu_seqlens": memory_packing.cu_seqlens,
         }
         inputs |= position_inputs(self.config, packing.positions, packing.shape[1], causal=True)
         (y,) = self.execute(program, inputs)
@@ -109,7 +109,7 @@ class TransformerDecoderLayer(ProgramModule):
         past, inputs = decoding.step_inputs(state, x, config, self.target)
         inputs |= {
             "cross": memory_packing.pack(state["cross"]),
-            "source_starts": memory_packing.starts,
+            "source_cu_seqlens": memory_packing.cu_seqlens,
         }
         if "cross_scale" in state:
             inputs["cross_scale"] = state["cross_scale"]

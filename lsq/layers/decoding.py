@@ -6,10 +6,9 @@ of keys.
 
 import torch
 
-from lsq.run.backends import Backend
 from lsq.config import LayerConfig
 from lsq.layers import blocks
-from lsq.layers.blocks import Memory, Sentences
+from lsq.layers.blocks import Memory, PackedSequences
 from lsq.layers.module import ProgramModule
 from lsq.layers.positions import position_bias, position_inputs
 from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
@@ -17,6 +16,7 @@ from lsq.program.builder import Builder
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
+from lsq.run.backends import Backend
 
 State = dict[str, torch.Tensor]
 """What a layer keeps between two steps: "history" [B, P, W], queries, keys and values; a layer with
@@ -64,14 +64,14 @@ def step_inputs(
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
     past = state["history"].shape[1]
     each = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
-    starts, history_starts, places = backend.send(
+    cu_seqlens, history_cu_seqlens, places = backend.send(
         [each, each * (past + 1), torch.full((batch,), past, device="cpu")]
     )
     return past, {
         "x": x,
-        "starts": starts,
+        "cu_seqlens": cu_seqlens,
         "history": state["history"].reshape(batch * past, width),
-        "history_starts": history_starts,
+        "history_cu_seqlens": history_cu_seqlens,
         **position_inputs(config, places, past + 1, causal=True),
     }
 
@@ -94,9 +94,9 @@ def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Prog
     `history` [B * P, W] holds the rows of the steps before.
     """
     b = mode.builder("encoder_step", config.quant)
-    x, starts = packed(b, "x", Sentences(rows=batch, count=batch), config)
+    x, cu_seqlens = packed(b, "x", PackedSequences(rows=batch, count=batch), config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update, every = _attend_to_history(b, config, residual.rows, starts, past)
+    update, every = _attend_to_history(b, config, residual.rows, cu_seqlens, past)
     finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
     b.output(every.tensor)
     return b.build()
@@ -116,16 +116,16 @@ def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
 
 
 @cached
-def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) -> Program:
+def decoder_step(config: LayerConfig, past: int, source: PackedSequences, mode: Mode) -> Program:
     """The same of a decoder layer. `cross` [S, 2K] is what decoder_memory made."""
     b = mode.builder("decoder_step", config.quant)
     batch = source.count
-    x, starts = packed(b, "x", Sentences(rows=batch, count=batch), config)
+    x, cu_seqlens = packed(b, "x", PackedSequences(rows=batch, count=batch), config)
     cross = b.input("cross", (source.rows, 2 * config.key_columns), codes_dtype(config))
     cross_scale = b.input("cross_scale", (1,)) if config.quant.coded else None
-    source_starts = source.starts(b, "source_starts")
+    source_cu_seqlens = source.cu_seqlens(b, "source_cu_seqlens")
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update, every = _attend_to_history(b, config, residual.rows, starts, past)
+    update, every = _attend_to_history(b, config, residual.rows, cu_seqlens, past)
     residual = blocks.between(
         b,
         config,
@@ -136,29 +136,29 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
         clip="encoder_attn.input_clip",
     )
     rows = blocks.stored(b, cross, cross_scale)
-    memory = Memory(rows=rows, key_column=0, starts=source_starts)
-    update = blocks.cross_attention(b, config, residual.rows, starts, memory, "encoder_attn.")
+    memory = Memory(rows=rows, key_column=0, cu_seqlens=source_cu_seqlens)
+    update = blocks.cross_attention(b, config, residual.rows, cu_seqlens, memory, "encoder_attn.")
     finish_with_feed_forward(b, config, residual, update, "encoder_attn_layer_norm")
     b.output(every.tensor)
     return b.build()
 
 
 def _attend_to_history(
-    b: Builder, config: LayerConfig, rows: Rows, starts: VirtualTensor, past: int
+    b: Builder, config: LayerConfig, rows: Rows, cu_seqlens: VirtualTensor, past: int
 ) -> tuple[VirtualTensor, Rows]:
     """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P +
     1), W] of all)."""
     batch, width = rows.tensor.shape[0], config.query_columns + 2 * config.key_columns
     history = b.input("history", (batch * past, width), codes_dtype(config))
-    all_starts = b.input("history_starts", (batch + 1,), torch.int32)
+    all_cu_seqlens = b.input("history_cu_seqlens", (batch + 1,), torch.int32)
     qkv = blocks.project_heads(b, config, rows, "self_attn.qkv", 3)
     every = blocks.append(b, history, qkv, batch)
-    memory = Memory(rows=every, key_column=config.query_columns, starts=all_starts)
+    memory = Memory(rows=every, key_column=config.query_columns, cu_seqlens=all_cu_seqlens)
     update = blocks.attention(
         b,
         config,
         qkv,
-        starts,
+        cu_seqlens,
         memory,
         "self_attn.",
         causal=False,

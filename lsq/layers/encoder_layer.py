@@ -4,7 +4,7 @@ import torch
 
 from lsq.config import LayerConfig
 from lsq.layers import decoding, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, pack_time_major, packing_options, unpack_time_major
@@ -25,7 +25,7 @@ class TransformerEncoderLayer(ProgramModule):
         self.config, self.causal = config, causal
         self.declare(
             lambda mode: programs.encoder_layer(
-                config, Sentences(rows=1, count=1), mode, causal=causal
+                config, PackedSequences(rows=1, count=1), mode, causal=causal
             )
         )
 
@@ -52,7 +52,7 @@ class TransformerEncoderLayer(ProgramModule):
         positions = position_inputs(
             self.config, packing.positions, packing.shape[1], causal=self.causal
         )
-        (y,) = self.execute(program, {"x": x, "starts": packing.starts, **positions})
+        (y,) = self.execute(program, {"x": x, "cu_seqlens": packing.cu_seqlens, **positions})
         return y
 
     @beside_the_graph

@@ -4,7 +4,7 @@ M rows, H hidden, F feed-forward.
 """
 
 from lsq.config import LayerConfig
-from lsq.layers.blocks import End, bias_of, project
+from lsq.layers.blocks import Epilogue, bias_of, project
 from lsq.layers.decoded import decode
 from lsq.ops.gated import Gated
 from lsq.ops.nonlinearity import Activation
@@ -21,7 +21,7 @@ def feed_forward_block(
     floats [M, H], before dropout.
     """
     inner = config.feed_forward
-    end = End(
+    end = Epilogue(
         name=prefix + "activation",
         clip=prefix + "activation_clip",
         activation=Activation[config.activation],
@@ -32,15 +32,15 @@ def feed_forward_block(
         if config.gated
         else project_feed_forward(builder, config, x, prefix + "fc1", inner, end)
     )
-    fc2 = End(name=prefix + "fc2")
+    fc2 = Epilogue(name=prefix + "fc2")
     return project_feed_forward(builder, config, middle, prefix + "fc2", config.hidden, fc2).floats
 
 
-def gated(builder: Builder, config: LayerConfig, x: Rows, prefix: str, end: End) -> Rows:
+def gated(builder: Builder, config: LayerConfig, x: Rows, prefix: str, end: Epilogue) -> Rows:
     """dropout(activation(gate(x)) * up(x)) [M, F], with the activation, the dropout and the clip of
     `end`."""
     inner = config.feed_forward
-    ends = (End(name=prefix + name, clip=f"{prefix}{name}_clip") for name in ("gate", "up"))
+    ends = (Epilogue(name=prefix + name, clip=f"{prefix}{name}_clip") for name in ("gate", "up"))
     gate, up = (
         project_feed_forward(builder, config, x, one.name, inner, one, joins=number > 0)
         for number, one in enumerate(ends)
@@ -64,7 +64,13 @@ def gated(builder: Builder, config: LayerConfig, x: Rows, prefix: str, end: End)
 
 
 def project_feed_forward(
-    builder: Builder, config: LayerConfig, x: Rows, name: str, outputs: int, end: End, **options
+    builder: Builder,
+    config: LayerConfig,
+    x: Rows,
+    name: str,
+    outputs: int,
+    end: Epilogue,
+    **options,
 ) -> Rows:
     """A projection of a feed-forward block; `name`: of its parameters. options: see
     blocks.project."""
@@ -78,6 +84,6 @@ def project_feed_forward(
         bias=bias_of(config, name),
         bound=fan_in(inputs),
         bias_bound=fan_in(inputs),
-        by_inputs=config.by_inputs,
+        in_out=config.in_out,
         **options,
     )

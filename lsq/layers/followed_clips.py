@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
-from lsq.run import upkeep
 from lsq.quant import SMALLEST_CLIP
+from lsq.run import upkeep
 
 KEPT = 63 / 64
 """What a clip keeps of itself in a step of an optimizer without a larger value."""

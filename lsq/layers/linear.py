@@ -31,13 +31,13 @@ class Projection(InPlace):
     rows, it is that of the float layer.
     """
 
-    by_inputs = False
+    in_out = False
     """Whether the weight is [inputs, outputs]."""
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Inputs and outputs, of the weight that there is now."""
-        return tuple(self.weight.shape) if self.by_inputs else tuple(self.weight.shape[::-1])
+        return tuple(self.weight.shape) if self.in_out else tuple(self.weight.shape[::-1])
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.begin(quant.at(path, *ALONE))
@@ -58,7 +58,7 @@ class Projection(InPlace):
             *self.sizes,
             mode,
             bias=self.bias is not None,
-            by_inputs=self.by_inputs,
+            in_out=self.in_out,
             dtypes=dtypes,
         )
 
@@ -86,7 +86,7 @@ class Projection(InPlace):
     def _in_floats(self, x: torch.Tensor) -> torch.Tensor:
         """What the float layer computes, in the dtype of the result."""
         dtype = result_dtype(x)
-        weight = self.values_of("weight").t() if self.by_inputs else self.values_of("weight")
+        weight = self.values_of("weight").t() if self.in_out else self.values_of("weight")
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(x.to(dtype), weight.to(dtype), bias)
 
@@ -117,13 +117,13 @@ class QuantizedLinear(Projection, nn.Linear):
 class ByInputs(Projection):
     """Of a layer with a weight [nx, nf]: the Conv1D of transformers.
 
-    Its class is `by_inputs_of(that class)`.
+    Its class is `in_out_of(that class)`.
     """
 
-    by_inputs = True
+    in_out = True
 
 
-def by_inputs_of(float_class: type[nn.Module]) -> type[InPlace]:
+def in_out_of(float_class: type[nn.Module]) -> type[InPlace]:
     """The class of what takes the place of a `float_class`, and is one, too."""
     return class_in_place(ByInputs, float_class, f"Quantized{float_class.__name__}")
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lsq.config import require_model
-from lsq.native import loader
 from lsq.layers.module import ProgramModule
+from lsq.native import loader
 from lsq.run import rehearsal
 from lsq.run.frames import StepMemory
 from lsq.run.guard import MARGIN, GuardedMemory

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lsq import quant
-from lsq.run.backends import Backend, backend, for_device
 from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.clips import ClippedModule
@@ -20,13 +19,14 @@ from lsq.layers.torch_compile import refusal
 from lsq.layers.upgrade import upgrade
 from lsq.layers.variants import held, in_floats
 from lsq.ops.calibration import Calibration
-from lsq.run import rehearsal, shards, upkeep
-from lsq.run.executor import Execution, Hooks
-from lsq.run.frames import StepMemory
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.values import SEEN
 from lsq.quant.random import draw_key, key_of
+from lsq.run import rehearsal, shards, upkeep
+from lsq.run.backends import Backend, backend, for_device
+from lsq.run.executor import Execution, Hooks
+from lsq.run.frames import StepMemory
 
 Watcher = Callable[
     ["ProgramModule", Program, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], None

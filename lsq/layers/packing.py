@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lsq.run.backends import Backend, for_device
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.module import ProgramModule
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.run import rehearsal
+from lsq.run.backends import Backend, for_device
 
 
 class Packing:
@@ -28,10 +28,11 @@ class Packing:
         padding: bool [B, T], True is padding; None: no padding.
         shape: (B, T), for a batch without padding.
         backend: of the modules that will use it; None: that of the padding's device.
-        few_sizes: rows and sentences are filled up to one of a few sizes, see Sentences.filled.
+        few_sizes: rows and sentences are filled up to one of a few sizes, see
+            PackedSequences.filled.
 
     Attributes:
-        starts: int32 [B + 1], the first row of each sentence, and M; B filled up by sentences
+        cu_seqlens: int32 [B + 1], the first row of each sentence, and M; B filled up by sentences
             without a token.
         positions: int64 [R], of each row in its sentence; 0 behind the last one.
         sentences: the sizes, by which programs are chosen.
@@ -59,14 +60,16 @@ class Packing:
             )
             positions = (present.cumsum(dim=1) - 1).flatten()[index]
         self.rows = len(positions)
-        sentences = Sentences(rows=self.rows, count=batch)
+        sentences = PackedSequences(rows=self.rows, count=batch)
         self.sentences = sentences.filled() if few_sizes else sentences
         self._filling = self.sentences.rows - self.rows
-        starts = torch.full((self.sentences.count + 1,), self.rows, dtype=torch.int32, device="cpu")
-        starts[: batch + 1] = functional.pad(lengths.cumsum(0), (1, 0))
+        cu_seqlens = torch.full(
+            (self.sentences.count + 1,), self.rows, dtype=torch.int32, device="cpu"
+        )
+        cu_seqlens[: batch + 1] = functional.pad(lengths.cumsum(0), (1, 0))
         kept = [] if self.rows == batch * time else [index]
         positions = functional.pad(positions, (0, self._filling))
-        self.starts, self.positions, *kept = backend.send([starts, positions, *kept])
+        self.cu_seqlens, self.positions, *kept = backend.send([cu_seqlens, positions, *kept])
         self._index = kept[0] if kept else None
 
     def pack(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:

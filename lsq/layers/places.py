@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from lsq.run.backends import backend
 from lsq.config import Fitted, LayerConfig, QuantConfig
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
 from lsq.layers.tensor_names import tensor_names
 from lsq.program.program import Program
+from lsq.run.backends import backend
 
 
 def placed(

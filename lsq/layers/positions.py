@@ -24,13 +24,13 @@ def turn_heads(
     Declares inputs of `position_inputs`.
     """
     rows, width, norms = x.shape[0], config.head_columns, None
-    if config.head_norm is not None:
+    if config.qk_norm is not None:
         query, key = (
             builder.parameter(f"{prefix}{part}_norm.weight", (width,), Kind.NORM_WEIGHT, start=1.0)
             for part in ("query", "key")
         )
         rstd = builder.tensor(prefix + "heads.rstd", (rows, config.heads + config.of_keys))
-        norms = HeadNorms(query=query, key=key, rstd=rstd, epsilon=config.head_norm)
+        norms = HeadNorms(query=query, key=key, rstd=rstd, epsilon=config.qk_norm)
     rotation = Rotation(
         table=builder.input("rotation", (config.rotary.places, config.rotary.columns(width))),
         places=builder.input("places", (rows,), torch.int64),

@@ -15,7 +15,7 @@ import torch
 from lsq.config import Adapter, LayerConfig, QuantConfig
 from lsq.gemm.cuda import choices
 from lsq.layers import blocks
-from lsq.layers.blocks import End, Memory, Residual, Sentences
+from lsq.layers.blocks import Epilogue, Memory, PackedSequences, Residual
 from lsq.layers.feed_forward_block import feed_forward_block
 from lsq.ops.embedding import Embed
 from lsq.ops.prediction import Prediction
@@ -105,12 +105,12 @@ def linear(
     mode: Mode,
     *,
     bias: bool,
-    by_inputs: bool = False,
+    in_out: bool = False,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
 ) -> Program:
     """A projection by itself: x [M, K] -> y [M, N].
 
-    `by_inputs`: its weight is [K, N]. dtypes: of x, weight and y.
+    `in_out`: its weight is [K, N]. dtypes: of x, weight and y.
 
     In float mode all floats are float32.
     """
@@ -124,11 +124,11 @@ def linear(
             x,
             "weight",
             (outputs, inputs),
-            End(name="y", dtype=dtypes[2]),
+            Epilogue(name="y", dtype=dtypes[2]),
             bias="bias" if bias else None,
             bound=bound,
             bias_bound=bound,
-            by_inputs=by_inputs,
+            in_out=in_out,
             dtype=dtypes[1],
         ).floats
     )
@@ -137,14 +137,14 @@ def linear(
 
 @cached
 def self_attention(
-    config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool
+    config: LayerConfig, sentences: PackedSequences, mode: Mode, *, causal: bool
 ) -> Program:
     """Multi-head self-attention by itself: x [M, H] -> [M, H]."""
     b = mode.builder("self_attention", config.quant)
-    x, starts = packed(b, "x", sentences, config)
+    x, cu_seqlens = packed(b, "x", sentences, config)
     b.output(
         blocks.self_attention(
-            b, config, blocks.quantize(b, x, "input_clip"), starts, "", causal=causal
+            b, config, blocks.quantize(b, x, "input_clip"), cu_seqlens, "", causal=causal
         )
     )
     return b.build()
@@ -152,14 +152,16 @@ def self_attention(
 
 @cached
 def cross_attention(
-    config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode
+    config: LayerConfig, sentences: PackedSequences, source: PackedSequences, mode: Mode
 ) -> Program:
     """Multi-head attention over a memory by itself: x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("cross_attention", config.quant)
-    x, starts = packed(b, "x", sentences, config)
+    x, cu_seqlens = packed(b, "x", sentences, config)
     memory = _project_memory(b, config, source, "")
     b.output(
-        blocks.cross_attention(b, config, blocks.quantize(b, x, "input_clip"), starts, memory, "")
+        blocks.cross_attention(
+            b, config, blocks.quantize(b, x, "input_clip"), cu_seqlens, memory, ""
+        )
     )
     return b.build()
 
@@ -176,7 +178,7 @@ def feed_forward(config: LayerConfig, rows: int, mode: Mode) -> Program:
 @cached
 def encoder_layer(
     config: LayerConfig,
-    sentences: Sentences,
+    sentences: PackedSequences,
     mode: Mode,
     *,
     causal: bool = False,
@@ -190,11 +192,11 @@ def encoder_layer(
     decoding.
     """
     b = mode.builder("encoder_layer", config.quant, config.adapters)
-    x, starts = packed(b, "x", sentences, config)
+    x, cu_seqlens = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     qkv = blocks.project_heads(b, config, residual.rows, "self_attn.qkv", 3)
     update = blocks.self_attention(
-        b, config, residual.rows, starts, "self_attn.", causal=causal, qkv=qkv
+        b, config, residual.rows, cu_seqlens, "self_attn.", causal=causal, qkv=qkv
     )
     finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
     if heads:
@@ -206,13 +208,13 @@ def encoder_layer(
 
 @cached
 def decoder_layer(
-    config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode
+    config: LayerConfig, sentences: PackedSequences, source: PackedSequences, mode: Mode
 ) -> Program:
     """x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("decoder_layer", config.quant, config.adapters)
-    x, starts = packed(b, "x", sentences, config)
+    x, cu_seqlens = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update = blocks.self_attention(b, config, residual.rows, starts, "self_attn.", causal=True)
+    update = blocks.self_attention(b, config, residual.rows, cu_seqlens, "self_attn.", causal=True)
     residual = blocks.between(
         b,
         config,
@@ -223,7 +225,7 @@ def decoder_layer(
         clip="encoder_attn.input_clip",
     )
     memory = _project_memory(b, config, source, "encoder_attn.")
-    update = blocks.cross_attention(b, config, residual.rows, starts, memory, "encoder_attn.")
+    update = blocks.cross_attention(b, config, residual.rows, cu_seqlens, memory, "encoder_attn.")
     finish_with_feed_forward(b, config, residual, update, "encoder_attn_layer_norm")
     return b.build()
 
@@ -239,7 +241,7 @@ def vocabulary_logits(quant: QuantConfig, rows: int, sizes: "Vocabulary", mode: 
             x,
             "weight",
             (sizes.words, sizes.hidden),
-            End(name="logits"),
+            Epilogue(name="logits"),
             rows=sizes.padded,
             **sizes.start,
         ).floats
@@ -336,17 +338,19 @@ def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Progra
 
 
 def packed(
-    b: Builder, name: str, sentences: Sentences, config: LayerConfig
+    b: Builder, name: str, sentences: PackedSequences, config: LayerConfig
 ) -> tuple[VirtualTensor, VirtualTensor]:
     """The inputs [M, H] and [B + 1] of packed sentences."""
-    return b.input(name, (sentences.rows, config.hidden)), sentences.starts(b, "starts")
+    return b.input(name, (sentences.rows, config.hidden)), sentences.cu_seqlens(b, "cu_seqlens")
 
 
-def _project_memory(b: Builder, config: LayerConfig, source: Sentences, prefix: str) -> Memory:
+def _project_memory(
+    b: Builder, config: LayerConfig, source: PackedSequences, prefix: str
+) -> Memory:
     memory = b.input("memory", (source.rows, config.hidden))
-    starts = source.starts(b, "memory_starts")
+    cu_seqlens = source.cu_seqlens(b, "memory_cu_seqlens")
     rows = blocks.project_memory(b, config, memory, prefix)
-    return Memory(rows=rows, key_column=0, starts=starts)
+    return Memory(rows=rows, key_column=0, cu_seqlens=cu_seqlens)
 
 
 def finish_with_feed_forward(

@@ -104,7 +104,7 @@ class _Observer:
             if declared.clip is None or codes is decoded is None:
                 continue
             weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
-            weight = weight.t() if declared.by_inputs else weight
+            weight = weight.t() if declared.in_out else weight
             form = module.quant.weight_form(name)
             codes = (
                 decoded if codes is None else form.unpack(codes, weight.shape[1])[: weight.shape[0]]

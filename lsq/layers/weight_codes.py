@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lsq.run.backends import Backend
 from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.ops.fake_quantize import decode_weight
 from lsq.ops.grouped_weight import pack_weight
 from lsq.ops.rounding import RoundWeight
-from lsq.run import upkeep
 from lsq.program.program import Program
-from lsq.run.stamp import Stamp, checksum
 from lsq.program.values import Weight
 from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
+from lsq.run import upkeep
+from lsq.run.backends import Backend
+from lsq.run.stamp import Stamp, checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class WeightCodes:
                     _make(weight, place)
                     coded = weight.codes is not None
                     # others no optimizer rounds
-                    if training and alone and coded and not weight.by_inputs:
+                    if training and alone and coded and not weight.in_out:
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
             if not training and all(isinstance(part, nn.Parameter) for part in parts):
@@ -186,12 +186,12 @@ def encoded(
     place: Backend,
     *,
     rows: int,
-    by_inputs: bool,
+    in_out: bool,
     absmax: bool,
 ) -> Codes:
     """Round a weight [N, K] to new codes as programs read them (see Weight); `rows`: P, at least
     N."""
-    count, columns = values.shape[::-1] if by_inputs else values.shape
+    count, columns = values.shape[::-1] if in_out else values.shape
     stored = place.allocate((rows, form.stored_columns(columns)), form.storage)
     scale = place.allocate((rows,), torch.float32)
     _make(
@@ -201,13 +201,13 @@ def encoded(
             clip=clip.detach(),
             codes=stored,
             scale=scale,
-            by_inputs=by_inputs,
+            in_out=in_out,
             absmax=absmax,
         ),
         place,
     )
     return Codes(
-        format=form, stored=stored, scale=scale, rows=count, columns=columns, by_inputs=by_inputs
+        format=form, stored=stored, scale=scale, rows=count, columns=columns, in_out=in_out
     )
 
 

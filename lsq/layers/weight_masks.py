@@ -1,4 +1,7 @@
-"""Masks of a module's weights: what of them programs read. How masks are chosen: lsq.models.sparsity."""
+"""Masks of a module's weights: what of them programs read.
+
+How masks are chosen: lsq.models.sparsity.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -6,16 +9,17 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lsq.run import shards
 from lsq.quant import pack_bits, unpack_bits
 from lsq.quant.pruning import GROUP, KEPT, check_width
+from lsq.run import shards
 
 SUFFIX = "_kept"
 """What the buffer of a weight's mask is called behind the weight's own name."""
 ALONE = (
     "a layer that is to be sparse trains, but its masks stay as they are, and nothing is pruned if"
     " there are none yet; "
-    "call lsq.models.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and"
+    "call lsq.models.sparsity.sparsity_of(model).follow(optimizer) before the training, as"
+    " LsqCallback and"
     " the tasks of "
     "`lsq train` do, or finish() of what that returns"
 )
@@ -76,7 +80,8 @@ class WeightMasks:
         active: whether a mask leaves anything out; else weights are read as they are.
         straight_through: whether the gradient of what a mask leaves is that of the whole weight
             (Bengio et al. 2013, arXiv:1308.3432); else what is masked gets none.
-        followed: whether somebody chooses masks while the module trains: a lsq.models.sparsity.Sparsity.
+        followed: whether somebody chooses masks while the module trains: a
+            lsq.models.sparsity.Sparsity.
     """
 
     def __init__(self, *, straight_through: bool):
@@ -96,7 +101,7 @@ class WeightMasks:
             ValueError: its width is no multiple of 4.
         """
         declared = module.declared[name]
-        check_width(name, declared.shape[0 if declared.by_inputs else 1])
+        check_width(name, declared.shape[0 if declared.in_out else 1])
         holder, last = module._holder(name)
         holder.register_buffer(last + SUFFIX, pack_bits(self._everything(module, name)).half())
         self.names.append(name)

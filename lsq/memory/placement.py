@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.native import loader
 from lsq.memory.buffer import LARGEST
+from lsq.native import loader
 
 UNPLACED = -1
 

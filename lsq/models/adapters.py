@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lsq.models.exact import altered, base_of, is_lora
 from lsq.config import Adapter
+from lsq.models.exact import altered, base_of, is_lora
 
 DOWN, UP = "adapter_down", "adapter_up"
 """How the names of their parameters in a program end, in the place of "weight"."""

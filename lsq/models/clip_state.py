@@ -9,10 +9,10 @@ from torch import nn
 
 from lsq import quant
 from lsq.config import require_model
-from lsq.models.other_format import CLIP, formats_of, load_other_format
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.layers.schedule import Schedule
+from lsq.models.other_format import CLIP, formats_of, load_other_format
 from lsq.run import shards
 
 

@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig, require_model
+from lsq.layers.coded_weight import CodedWeight, decode_all
+from lsq.layers.head import head_class
+from lsq.layers.in_place import InPlace
+from lsq.layers.linear import QuantizedLinear, in_out_of
+from lsq.layers.places import check_patterns
 from lsq.models import clip_optimizer
 from lsq.models.clip_state import clip_names, keep_apart
 from lsq.models.fusion import fusions, name_classes, of_transformers, told
 from lsq.models.report import Report
 from lsq.models.selection import Skip, choose, stacks_of
-from lsq.layers.coded_weight import CodedWeight, decode_all
-from lsq.layers.head import head_class
-from lsq.layers.in_place import InPlace
-from lsq.layers.linear import QuantizedLinear, by_inputs_of
-from lsq.layers.places import check_patterns
 from lsq.run import shards
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,9 +42,10 @@ def convert(
 
     It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too,
     with the same parameters, hooks and places in the model; so does the Conv1D of transformers'
-    GPT-2. Whole layers of transformers and PyTorch whose class lsq.models.architectures knows become one
-    program each. A projection onto a vocabulary without a bias runs together with the cross-entropy
-    of what it gives (see lsq.layers.logits). New are the clips, which are measured in the first
+    GPT-2. Whole layers of transformers and PyTorch whose class lsq.models.architectures knows
+    become one program each. A projection onto a vocabulary without a bias runs together with the
+    cross-entropy of what it gives (see lsq.layers.logits). New are the clips, which are measured in
+    the first
     pass: weights may be loaded before or afterwards, and the model may be on the meta device.
 
     Args:
@@ -150,7 +151,7 @@ def _content(value: object) -> dict | set | None:
 
 
 def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:
-    return QuantizedLinear if float_class is nn.Linear else by_inputs_of(float_class)
+    return QuantizedLinear if float_class is nn.Linear else in_out_of(float_class)
 
 
 def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig, path: str) -> None:

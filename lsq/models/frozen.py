@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lsq.models.convert import check_bare
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
 from lsq.layers.weight_codes import encoded
-from lsq.run import upkeep
+from lsq.models.convert import check_bare
 from lsq.program.parameters import Kind
 from lsq.quant import WeightFormat
+from lsq.run import upkeep
 
 SAVED = "of a head that has an adapter, with which PEFT saves it"
 """Why such a weight is left."""
@@ -137,13 +137,13 @@ def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
         module.target,
         rows=module.vocabulary.padded
         if isinstance(module, Head)
-        else values.shape[declared.by_inputs],
-        by_inputs=declared.by_inputs,
+        else values.shape[declared.in_out],
+        in_out=declared.in_out,
         absmax=not module.quant.learned,
     )
     first = 0
     for (_, holder, last), part in zip(module.holders(name), parts, strict=True):
-        count = codes.rows if declared.by_inputs else len(part)
+        count = codes.rows if declared.in_out else len(part)
         holder._parameters[last] = CodedWeight.parameter(codes, first, first + count, part.dtype)
         first += count
         upkeep.withdraw(part)

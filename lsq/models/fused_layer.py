@@ -13,6 +13,18 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import programs
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.coded_weight import CodedWeight
+from lsq.layers.in_place import InPlace
+from lsq.layers.module import ProgramModule
+from lsq.layers.packing import Packing, packing_options
+from lsq.layers.places import placed
+from lsq.layers.positions import position_inputs
+from lsq.layers.programs import Mode
+from lsq.layers.schedule import recomputing
+from lsq.layers.torch_compile import beside_the_graph
 from lsq.models.adapters import Adapted, adapted, block_matrix
 from lsq.models.batch import causal, everything, memory_packing_of, packing_of, rotation_of
 from lsq.models.comparison import compare
@@ -31,22 +43,10 @@ from lsq.models.exact import (
 )
 from lsq.models.joined import Joined, lie_together
 from lsq.models.rounded_weights import Rounded, rounded_weights
-from lsq.run.backends import Backend, backend
-from lsq.config import LayerConfig, QuantConfig
-from lsq.layers import programs
-from lsq.layers.blocks import Sentences
-from lsq.layers.coded_weight import CodedWeight
-from lsq.layers.in_place import InPlace
-from lsq.layers.module import ProgramModule
-from lsq.layers.packing import Packing, packing_options
-from lsq.layers.places import placed
-from lsq.layers.positions import position_inputs
-from lsq.layers.programs import Mode
-from lsq.layers.schedule import recomputing
-from lsq.layers.torch_compile import beside_the_graph
-from lsq.run.executor import FLOATS
 from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program
+from lsq.run.backends import Backend, backend
+from lsq.run.executor import FLOATS
 
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
@@ -211,7 +211,7 @@ class FusedLayer(InPlace):
         )
         self._take_adapters(adapted(self, self.SOURCES))
         self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
-        one = Sentences(rows=1, count=1)
+        one = PackedSequences(rows=1, count=1)
         build = partial(self.program, one, source=one if self.CROSS else None)
         self.config = placed(self.config, path, build, self.state_names)
         self.begin(self.config.quant)
@@ -325,10 +325,10 @@ class FusedLayer(InPlace):
 
     def program(
         self,
-        sentences: Sentences,
+        sentences: PackedSequences,
         mode: Mode,
         *,
-        source: Sentences | None = None,
+        source: PackedSequences | None = None,
         places: int | None = None,
         heads: bool = False,
     ) -> Program:
@@ -402,7 +402,7 @@ class FusedLayer(InPlace):
         if found == before:
             return
         self._take_adapters(found)
-        one = Sentences(rows=1, count=1)
+        one = PackedSequences(rows=1, count=1)
         mode = Mode(training=True, backward=True, backend=backend("reference"))
         try:
             program = self.program(one, mode, source=one if self.CROSS else None)
@@ -543,14 +543,14 @@ class FusedLayer(InPlace):
     ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """The inputs of a program, and its sizes beside those of x: arguments of `program`."""
         inputs, places, memory = (
-            {"x": packing.pack(x), "starts": packing.starts},
+            {"x": packing.pack(x), "cu_seqlens": packing.cu_seqlens},
             None,
             others.memory,
         )
         if memory is not None:
             inputs |= {
                 "memory": memory.packing.pack(memory.states),
-                "memory_starts": memory.packing.starts,
+                "memory_cu_seqlens": memory.packing.cu_seqlens,
             }
         if others.rotation is not None:
             inputs["rotation"], inputs["places"] = rotation_of(*others.rotation, packing)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lsq.models.architectures.known import fused_class
 from lsq.config import QuantConfig
+from lsq.layers.in_place import InPlace
+from lsq.models.architectures.known import fused_class
 from lsq.models.report import Layer, Whole
 from lsq.models.selection import FLOAT_MODE, IN_ATTENTION, Choice
-from lsq.layers.in_place import InPlace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from lsq.layers.weight_codes import rounded_values
-from lsq.run import shards
 from lsq.program.parameters import Kind, Parameter
-from lsq.run.stamp import Stamp
 from lsq.quant import WeightFormat, largest_clips
 from lsq.quant.numbers import ScaledFormat
+from lsq.run import shards
+from lsq.run.stamp import Stamp
 
 if TYPE_CHECKING:
     from lsq.models.fused_layer import FusedLayer
@@ -86,7 +86,7 @@ def _swap(
         rounded = layer.values_of(name)
         if clip is not None:
             rounded = _as_rounded(
-                layer, rounded, clip, layer.quant.weight_form(name), declared.by_inputs
+                layer, rounded, clip, layer.quant.weight_form(name), declared.in_out
             )
         if not torch.is_grad_enabled():
             layer.rounded.kept[name] = Stamp(made_from), rounded
@@ -101,13 +101,13 @@ def _as_rounded(
     weight: torch.Tensor,
     clip: torch.Tensor,
     form: WeightFormat | ScaledFormat,
-    by_inputs: bool,
+    in_out: bool,
 ) -> torch.Tensor:
     with torch.no_grad():
         rows = weight.detach().float()
-        rows = rows.t() if by_inputs else rows
+        rows = rows.t() if in_out else rows
         if not layer.quant.learned and not any(map(shards.is_shard, (clip, weight))):
             clip.data.copy_(largest_clips(rows, clip))  # the clip follows the weight
         seen = rounded_values(rows, clip.detach(), form, layer.target)
-        change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
+        change = (seen.t() if in_out else seen).to(weight.dtype) - weight
     return weight + change

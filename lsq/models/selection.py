@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lsq.models.exact import patched
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
-from lsq.models.report import Layer, Stack
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import Projection
+from lsq.models.exact import patched
+from lsq.models.report import Layer, Stack
 from lsq.quant.choices import format_choice
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]

@@ -18,7 +18,11 @@ def operations_header() -> str:
     """The text of operations.h, which the sources in "cpu" and all kernels include; see
     declarations.py."""
     known = sys.modules.get("lsq.native.declarations")  # which has read them already
-    return known.header() if known else runpy.run_path(str(Path(__file__).with_name("declarations.py")))["header"]()
+    return (
+        known.header()
+        if known
+        else runpy.run_path(str(Path(__file__).with_name("declarations.py")))["header"]()
+    )
 
 
 def headers(folder: str) -> list[Path]:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import origins
 from lsq.layers.variants import in_floats
 from lsq.observe.reading import Reading, decibels
 from lsq.program.backend import Backend
-from lsq.run.executor import Execution
 from lsq.program.parameters import CLIPS
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+from lsq.run.executor import Execution
 
-STARTS = {"sentences": "starts", "source": "memory_starts"}
+STARTS = {"sentences": "cu_seqlens", "source": "memory_cu_seqlens"}
 """What programs are made of, sizes of sentences -> inputs that say where these begin."""
 
 
@@ -82,7 +82,7 @@ class Sample:
             ratios = [decibels(pair) for pair in pairs(dict.fromkeys(names, 1))]
             return min((ratio for ratio in ratios if ratio is not None), default=None)
 
-        weights = {name: int(weight.by_inputs) for name, weight in self.program.weights.items()}
+        weights = {name: int(weight.in_out) for name, weight in self.program.weights.items()}
         return Reading(
             output=worst(range(len(self.program.outputs))),
             input_gradient=worst(virtual.name for virtual in self.program.inputs),
@@ -129,11 +129,13 @@ def _smaller(
     if "sentences" not in arguments:
         return program, None
     ends = {
-        name: tensors[starts][1:].tolist() for name, starts in STARTS.items() if name in arguments
+        name: tensors[cu_seqlens][1:].tolist()
+        for name, cu_seqlens in STARTS.items()
+        if name in arguments
     }
     count = min(sum(end < rows for end in ends["sentences"]) + 1, len(ends["sentences"]))
     arguments |= {
-        name: Sentences(rows=found[count - 1], count=count) for name, found in ends.items()
+        name: PackedSequences(rows=found[count - 1], count=count) for name, found in ends.items()
     }
     return origin.build(**arguments), None
 

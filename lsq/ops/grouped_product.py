@@ -18,9 +18,9 @@ import math
 
 import torch
 
+from lsq.gemm import TileConfiguration
 from lsq.native import loader, tiles
 from lsq.native.launch import check
-from lsq.gemm import TileConfiguration
 from lsq.ops.kernels import zero
 from lsq.ops.tiled_product import tiled
 from lsq.program.declare import Codes, Floats, In, Out, Value, extent

@@ -2,12 +2,12 @@
 
 The reference takes sentence after sentence.
 
-M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] ..
-starts[b + 1] - 1. Rows from starts[B] on belong to no sentence: their context and their gradients
-are zeros. Head h of the queries stands in columns q.column + h * width of their tensor. Of G heads
-of queries that follow one another, all read the same head of keys and of values (grouped-query
-attention, Ainslie et al. 2023): head h reads number h // G of those, in columns k.column + h // G *
-width. N heads, T queries and S keys of one sentence, D columns of a head.
+M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows cu_seqlens[b]
+.. cu_seqlens[b + 1] - 1. Rows from cu_seqlens[B] on belong to no sentence: their context and their
+gradients are zeros. Head h of the queries stands in columns q.column + h * width of their tensor.
+Of G heads of queries that follow one another, all read the same head of keys and of values
+(grouped-query attention, Ainslie et al. 2023): head h reads number h // G of those, in columns
+k.column + h // G * width. N heads, T queries and S keys of one sentence, D columns of a head.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Heads(Value):
     """In self-attention in the tensor of `q`."""
     v: In[Projected]
     """In the tensor of `k`."""
-    starts: In[Offsets]
+    cu_seqlens: In[Offsets]
     """[B + 1], of queries."""
-    key_starts: In[Offsets]
+    key_cu_seqlens: In[Offsets]
     """[B + 1], of keys.
 
     One of both may go on behind it: with sentences without a row, on both sides.
@@ -93,7 +93,7 @@ class Heads(Value):
     @size
     def sentences(self) -> int:
         """B."""
-        return min(self.starts.shape[0], self.key_starts.shape[0]) - 1
+        return min(self.cu_seqlens.shape[0], self.key_cu_seqlens.shape[0]) - 1
 
     @size
     def key_count(self) -> int:
@@ -107,17 +107,19 @@ class Heads(Value):
 
     def limits(self) -> dict[str, int]:
         """See Operation.limits."""
-        found = {"heads.starts": self.rows, "heads.key_starts": self.key_rows}
+        found = {"heads.cu_seqlens": self.rows, "heads.key_cu_seqlens": self.key_rows}
         return found if self.bias is None else found | {"heads.bias.bucket": self.bias.buckets}
 
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
         share = torch.tensor(self.share or self.width**-0.5, dtype=torch.float32)
-        starts, key_starts = (
-            one[: self.sentences + 1].tolist() for one in (self.starts, self.key_starts)
+        cu_seqlens, key_cu_seqlens = (
+            one[: self.sentences + 1].tolist() for one in (self.cu_seqlens, self.key_cu_seqlens)
         )
         for queries, keys in zip(
-            map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True
+            map(slice, cu_seqlens, cu_seqlens[1:]),
+            map(slice, key_cu_seqlens, key_cu_seqlens[1:]),
+            strict=True,
         ):
             q, k, v = (
                 self.split(one.rows.tensor[rows, self.columns_of(one)].float())

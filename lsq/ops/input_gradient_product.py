@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.native.launch import Launch, check, float_define
 from lsq.gemm import TileConfiguration
+from lsq.native.launch import Launch, check, float_define
 from lsq.ops.sums import PADDING
 from lsq.ops.tiled_product import tiled
 from lsq.program.operation import Spec

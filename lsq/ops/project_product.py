@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lsq.native.launch import TICKET, Launch, check, float_define
 from lsq.gemm import LARGEST_INNER, TileConfiguration
+from lsq.native.launch import TICKET, Launch, check, float_define
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.scales import started
 from lsq.ops.tiled_product import tiled

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lsq.config import QuantConfig
-from lsq.native import loader, tiles
 from lsq.gemm.product_key import ProductKey
+from lsq.native import loader, tiles
 from lsq.ops.prediction import Prediction
 from lsq.ops.project import Project
 from lsq.ops.vocabulary_loss import PRODUCT, VocabularyLoss, VocabularyLossGradient

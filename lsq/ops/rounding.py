@@ -19,7 +19,7 @@ from lsq.ops import kernels
 from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.ops.transpose import transpose_codes
-from lsq.ops.weight_by_inputs import round_by_inputs
+from lsq.ops.weight_in_out import round_in_out
 from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -98,12 +98,12 @@ class RoundWeight(Operation):
     @size
     def valid(self) -> int:
         """N."""
-        return self.weight.values.shape[self.weight.by_inputs]
+        return self.weight.values.shape[self.weight.in_out]
 
     @size
     def columns(self) -> int:
         """K."""
-        return self.weight.values.shape[1 - self.weight.by_inputs]
+        return self.weight.values.shape[1 - self.weight.in_out]
 
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
@@ -128,8 +128,8 @@ class RoundWeight(Operation):
 
     def cuda(self):
         form, grid, transposed = self.weight.format, warp_blocks(self.rows), self.weight.transposed
-        if self.weight.by_inputs:
-            return round_by_inputs(self)
+        if self.weight.in_out:
+            return round_in_out(self)
         kernels.check_columns(16, **{"the width of a weight": self.columns})
         if form.packed:
             return [launch(f"{form.name}.cu", f"lsq_round_{form.name}", self, TICKET, grid=grid)]

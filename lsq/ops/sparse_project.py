@@ -9,8 +9,8 @@ The integers are those of Project. M rows, K inputs, P outputs.
 from __future__ import annotations
 
 from lsq import gemm
-from lsq.native.launch import TICKET, check, float_define, launch
 from lsq.gemm.configuration import MOST_TILE_ROWS
+from lsq.native.launch import TICKET, check, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.scales import started

@@ -35,8 +35,8 @@ class SparseWeight(Value):
 
     @classmethod
     def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
-        """Of what lsq.models.sparsity.Packed holds, int8 [P, K / 2] and uint8 [P, ceil(K / 8)], with scale
-        float32 [P].
+        """Of what lsq.models.sparsity.Packed holds, int8 [P, K / 2] and uint8 [P, ceil(K / 8)],
+        with scale float32 [P].
 
         Raises:
             ValueError: P is no multiple of 16.

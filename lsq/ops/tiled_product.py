@@ -6,9 +6,9 @@ A product is [M, K] times [N, K] transposed, int8, N and K multiples of 16.
 
 import math
 
-from lsq.native.launch import TICKETS, Launch, check, launch
 from lsq.gemm import TileConfiguration
 from lsq.gemm.configuration import MOST_TILE_ROWS
+from lsq.native.launch import TICKETS, Launch, check, launch
 from lsq.ops.kernels import check_columns
 
 WARP = 32

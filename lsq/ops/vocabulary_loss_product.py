@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.native.launch import Launch, float_define, launch
 from lsq.gemm import TileConfiguration
+from lsq.native.launch import Launch, float_define, launch
 from lsq.ops.prediction import Prediction
 from lsq.ops.tiled_product import tiled
 from lsq.program.operation import Spec

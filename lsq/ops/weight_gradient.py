@@ -30,13 +30,13 @@ from lsq.ops.products import (
 )
 from lsq.ops.sums import as_parts, check_parts, finish
 from lsq.ops.transpose import transposed_scratch
-from lsq.ops.weight_by_inputs import clip_sums_by_inputs, end_by_inputs
 from lsq.ops.weight_gradient_product import (
     split_scratch,
     sums_of_clips,
     tile_clip_sums,
     weight_gradient_product,
 )
+from lsq.ops.weight_in_out import clip_sums_in_out, end_in_out
 from lsq.program.declare import (
     Activations,
     Floats,
@@ -90,12 +90,12 @@ class ProjectWeightGradient(Operation):
     @size
     def weight_rows(self) -> int:
         """N."""
-        return self.dweight.shape[self.weight.by_inputs]
+        return self.dweight.shape[self.weight.in_out]
 
     @size
     def columns(self) -> int:
         """K."""
-        return self.dweight.shape[1 - self.weight.by_inputs]
+        return self.dweight.shape[1 - self.weight.in_out]
 
     @factor
     def clip_factor(self) -> float:
@@ -143,7 +143,7 @@ class ProjectWeightGradient(Operation):
 
     def _as_held(self, dweight: torch.Tensor) -> torch.Tensor:
         """[N, K] as the weight is, or the other way round."""
-        return dweight.t() if self.weight.by_inputs else dweight
+        return dweight.t() if self.weight.in_out else dweight
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
@@ -209,7 +209,7 @@ class ProjectWeightGradient(Operation):
     def _tile(self) -> gemm.TileConfiguration | None:
         """How one kernel of a GPU makes the product and ends it; None: a library makes it, another
         kernel ends it."""
-        if self.gradient is None or self.weight.by_inputs:
+        if self.gradient is None or self.weight.in_out:
             return None
         rows, inner = self.gradient.codes.shape
         return gemm.cuda_tile(GEMM, inner, self.columns, padded(rows) if rows else 0)
@@ -217,8 +217,8 @@ class ProjectWeightGradient(Operation):
     @property
     def _clip_sums(self) -> Spec:
         """(shape, dtype) of what a GPU leaves of the gradients of the clips."""
-        if self.weight.by_inputs:
-            return clip_sums_by_inputs(self)
+        if self.weight.in_out:
+            return clip_sums_in_out(self)
         tile = self._tile
         if tile is None:
             return (self.weight_rows, 1), torch.float32
@@ -228,7 +228,7 @@ class ProjectWeightGradient(Operation):
     def _leaves_no_sums(self) -> bool:
         """Whether the kernel on rows makes the gradients of the clips, of which each row has
         one."""
-        return self.clips > 1 and self._tile is None and not self.weight.by_inputs
+        return self.clips > 1 and self._tile is None and not self.weight.in_out
 
     def leave_sums(self, tensor):
         if self.dclip is None or self._leaves_no_sums:
@@ -244,7 +244,7 @@ class ProjectWeightGradient(Operation):
             return []
         (rows, inner), columns, tile = self._upstream.shape, self.columns, self._tile
         sums = [] if self.parts is not None else [self._clip_sums]
-        product = (columns, inner) if self.weight.by_inputs else (inner, columns)
+        product = (columns, inner) if self.weight.in_out else (inner, columns)
         if self.gradient is not None:
             parts = max(1, min(PARTS, -(-rows // TILE)))
             made = (
@@ -289,7 +289,7 @@ class ProjectWeightGradient(Operation):
 
     def _floats(self, gradient, x, out) -> Product:
         """gradient [M, N] and x [M, K] -> out [N, K], or [K, N]."""
-        a, b = (x, gradient) if self.weight.by_inputs else (gradient, x)
+        a, b = (x, gradient) if self.weight.in_out else (gradient, x)
         return Product(a=a, b=b, out=out, transpose_a=True, transpose_b=True)
 
     def _int8_entries(self, sums, gradient, x, largest, scale, *made):
@@ -331,13 +331,13 @@ class ProjectWeightGradient(Operation):
                 *operands,
                 weight_gradient_product(self, tile, (gradient, x, scale), sums, parts),
             ]
-        pair = (x, gradient) if self.weight.by_inputs else (gradient, x)
+        pair = (x, gradient) if self.weight.in_out else (gradient, x)
         return [*operands, *int8_products(*pair, *made, op=GEMM), self._end(made[-1], scale, sums)]
 
     def _end(self, product, column_scale, sums):
         """The kernel on rows; the gradients of clips for rows are whole there."""
-        if self.weight.by_inputs:
-            return end_by_inputs(self, product, column_scale, sums)
+        if self.weight.in_out:
+            return end_in_out(self, product, column_scale, sums)
         per_channel = self.clips > 1 and self.dclip is not None
         return launch(
             "weight_gradient.cu",

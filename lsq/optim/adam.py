@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lsq.run.backends import Backend, for_device
 from lsq.ops.adam import scalars
 from lsq.optim.updates import Members, Updates, check_moments
 from lsq.run import upkeep
+from lsq.run.backends import Backend, for_device
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
 """What there is of each parameter that has stepped."""

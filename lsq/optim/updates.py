@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lsq.run.backends import Backend
-from lsq.run.cuda import CUDA
 from lsq.native.places import contiguous_address
 from lsq.ops.adam import NORM_RUN, NUMBERS, Adam, AdamSteps, GradientNorm, Table, tiles_of
+from lsq.program.values import Weight
 from lsq.run import upkeep
+from lsq.run.backends import Backend
+from lsq.run.cuda import CUDA
 from lsq.run.prepared import Slot
 from lsq.run.shards import is_shard, local
-from lsq.program.values import Weight
 
 ROW = 8
 """Floats from one row of numbers to the next, so that rows are aligned."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.native import loader
-from lsq.native.shared_library import LibraryError
 from lsq.memory.placement import Placement, place, table
 from lsq.memory.planner import busiest_loads
+from lsq.native import loader
+from lsq.native.shared_library import LibraryError
 from lsq.planner.buffer import Buffer, given_offsets
 
 MOST_BUFFERS = 4096

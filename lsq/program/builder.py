@@ -135,7 +135,7 @@ class Builder(Recorder):
         shape: tuple[int, int],
         *,
         rows: int | None = None,
-        by_inputs: bool = False,
+        in_out: bool = False,
         group: int = 0,
         **start,
     ) -> Weight:
@@ -144,11 +144,11 @@ class Builder(Recorder):
 
         `start`: see `parameter`. `rows` above N pads the codes, as the int8 product of a vocabulary
         needs. Codes come in from outside, as their format stores them; whoever runs the program has
-        rounded them. `by_inputs`: the parameter is [K, N]. `group`: the product takes it in groups
+        rounded them. `in_out`: the parameter is [K, N]. `group`: the product takes it in groups
         of so many values. It is grouped if its `group` is the same then; else it comes in decoded.
         """
         if name not in self._weights:
-            self._weights[name] = self._new_weight(name, shape, rows, by_inputs, start)
+            self._weights[name] = self._new_weight(name, shape, rows, in_out, start)
         weight = self._weights[name]
         if weight.format is None or self.quant.coded:
             return weight
@@ -163,16 +163,14 @@ class Builder(Recorder):
         return weight
 
     def _new_weight(
-        self, name: str, shape: tuple[int, int], rows: int | None, by_inputs: bool, start: dict
+        self, name: str, shape: tuple[int, int], rows: int | None, in_out: bool, start: dict
     ) -> Weight:
         """What all calls of `weight` share, with codes where products read those."""
         form = self.quant.weight_form(name)
         clip = None if form is None else name + "_clip"
-        held = shape[::-1] if by_inputs else shape
-        parameter = self.parameter(name, held, Kind.WEIGHT, clip=clip, by_inputs=by_inputs, **start)
-        weight = Weight(
-            format=form, values=parameter, by_inputs=by_inputs, absmax=not self.quant.learned
-        )
+        held = shape[::-1] if in_out else shape
+        parameter = self.parameter(name, held, Kind.WEIGHT, clip=clip, in_out=in_out, **start)
+        weight = Weight(format=form, values=parameter, in_out=in_out, absmax=not self.quant.learned)
         if clip is not None:
             clips = self.quant.weight_clips(name, shape[0])
             weight.clip = self.parameter(

@@ -226,8 +226,9 @@ class Declared:
 
     @functools.cached_property
     def packed(self):
-        """The struct in memory (lsq.native.loader.words), with the addresses of now; a prepared pass
-        puts in others."""
+        """The struct in memory (lsq.native.loader.words), with the addresses of now; a prepared
+        pass puts in others.
+        """
         return loader.words(self.pack())
 
     def _add_words(

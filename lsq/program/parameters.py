@@ -42,7 +42,7 @@ class Parameter:
     """Elements begin normally distributed with this standard deviation, where it is not 0."""
     clip: str | None = None
     """Of a WEIGHT: the name of its clip, where it is rounded."""
-    by_inputs: bool = False
+    in_out: bool = False
     """Of a WEIGHT: it is [K, N], and rounded as its transpose."""
 
     def initialise(self, tensor: torch.Tensor) -> None:

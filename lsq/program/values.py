@@ -177,7 +177,7 @@ class Weight(Value):
     """In the place of decoded, without a backward pass: what lsq.ops.grouped_weight packs."""
     group: int = 0
     """Of what is grouped: values along K whose products are summed as integers."""
-    by_inputs: bool = False
+    in_out: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
     absmax: bool = False
     """Whether its clip is the largest magnitude of each row whenever codes are made, so that
@@ -208,7 +208,7 @@ class Weight(Value):
     @property
     def turned(self) -> bool:
         """Whether what is multiplied is [K, N]."""
-        return self.by_inputs and self.codes is None and self.decoded is None
+        return self.in_out and self.codes is None and self.decoded is None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -223,7 +223,7 @@ class Weight(Value):
     @property
     def values_by_rows(self) -> torch.Tensor:
         """Reference: float32 [N, K]."""
-        return (self.values.t() if self.by_inputs else self.values).float()
+        return (self.values.t() if self.in_out else self.values).float()
 
     def bare(self) -> Weight:
         """Codes in both layouts and scale alone, of what is rounded."""

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import torch
 
+from lsq.native import loader
+from lsq.program.backend import Backend
+from lsq.program.operation import Operation
 from lsq.run.cpu import CPU
 from lsq.run.cuda import CUDA, emulated_device, gpu
 from lsq.run.reference import Reference
 from lsq.run.requirements import gpu_fault
-from lsq.native import loader
-from lsq.program.backend import Backend
-from lsq.program.operation import Operation
 
 NAMES = ("reference", "cpu", "cuda", "emulated")
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lsq.run.launches import part_of
-from lsq.run.requirements import require_gpu
-from lsq.native import compiler
 from lsq import emulator
+from lsq.gemm import lookup
+from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
+from lsq.native import compiler
 from lsq.native.device import Device
 from lsq.native.launch_list import LaunchList
 from lsq.native.places import tensor_address
 from lsq.native.runtime import Driver
-from lsq.gemm import lookup
-from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
 from lsq.program.backend import Backend, Call
 from lsq.program.operation import Operation, Spec
+from lsq.run.launches import part_of
+from lsq.run.requirements import require_gpu
 
 KEPT = 1024
 """Lists that are kept for calls on the same memory; those used longest ago are dropped."""

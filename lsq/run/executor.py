@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.run import homes
 from lsq.program.backend import Backend
-from lsq.run.frames import Frame, StepMemory
-from lsq.run.fresh import FreshFrame
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+from lsq.run import homes
+from lsq.run.frames import Frame, StepMemory
+from lsq.run.fresh import FreshFrame
 
 _seconds: defaultdict[str, float] | None = None
 

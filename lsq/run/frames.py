@@ -18,12 +18,12 @@ import torch
 from lsq.memory import kept
 from lsq.memory.arena import Arena
 from lsq.program.backend import Backend
+from lsq.program.program import Program
+from lsq.program.tensor import VirtualTensor
 from lsq.run.loans import Loans
 from lsq.run.outside import described
 from lsq.run.prepared import PreparedPass
-from lsq.program.program import Program
 from lsq.run.step import StepPlan, is_placed, signature
-from lsq.program.tensor import VirtualTensor
 
 ADVICE = (
     "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan"

@@ -10,11 +10,11 @@ import torch
 from lsq.memory.kept import room
 from lsq.memory.workspace import Room, Workspace
 from lsq.program.backend import Backend
+from lsq.program.program import Program
+from lsq.program.tensor import VirtualTensor
 from lsq.run.frames import Frame, Values, fresh
 from lsq.run.prepared import PreparedPass
-from lsq.program.program import Program
 from lsq.run.step import is_placed
-from lsq.program.tensor import VirtualTensor
 
 
 class FreshFrame(Frame):

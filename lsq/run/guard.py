@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.run.frames import PlannedFrame, StepMemory
 from lsq.program.operation import Operation
 from lsq.program.program import Program
-from lsq.run.step import Key, is_placed, operations_of
 from lsq.program.tensor import VirtualTensor
+from lsq.run.frames import PlannedFrame, StepMemory
+from lsq.run.step import Key, is_placed, operations_of
 
 MARGIN = 256
 """Bytes of red zone behind every tensor."""

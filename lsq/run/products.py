@@ -4,8 +4,8 @@ for."""
 import torch
 
 from lsq import gemm
-from lsq.native.launch import Launch, Product
 from lsq.gemm.product_key import ProductKey, key_of
+from lsq.native.launch import Launch, Product
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import placed

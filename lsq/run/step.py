@@ -16,8 +16,8 @@ from functools import lru_cache
 from lsq.memory.buffer import Buffer, Plan
 from lsq.memory.planner import plan
 from lsq.program.program import Program
-from lsq.run.rehearsal import Pass
 from lsq.program.tensor import VirtualTensor
+from lsq.run.rehearsal import Pass
 
 Key = tuple[int, int, int]
 """Node, operation of its program and tensor that it writes."""

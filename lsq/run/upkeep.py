@@ -17,9 +17,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lsq.program.values import Weight
 from lsq.run import shards
 from lsq.run.stamp import Stamp
-from lsq.program.values import Weight
 
 
 @dataclass(eq=False)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lsq.study.tensors import ACTIVATION, WEIGHT
 from lsq.files import json_file
 from lsq.files.json_file import check_choice, check_text, check_whole, shown
+from lsq.study.tensors import ACTIVATION, WEIGHT
 
 FORMAT = "lsq-sensitivity"
 VERSION = 1

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lsq.quant.numbers import ScaledFormat
 from lsq.study.inputs import products
 from lsq.study.tensors import as_rows
-from lsq.quant.numbers import ScaledFormat
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """Of a model and a batch: the sum of its losses, a scalar with gradients, and how many they are."""

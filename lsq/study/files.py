@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lsq import extras
-from lsq.serving.export import model_file
 from lsq.files import loading_fault
+from lsq.serving.export import model_file
 
 STATES = ("model", "state_dict", "model_state_dict")
 """Under which of these names a checkpoint holds its model, beside the state of an optimizer and

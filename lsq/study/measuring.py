@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lsq.config import require_whole
+from lsq.quant.numbers import METHODS, PRESETS, ScaledFormat, scaled_format, signal_to_noise
+from lsq.quant.numbers.clips import PERCENTILE
 from lsq.study.products import gather
 from lsq.study.table import Entry, Error, Errors
 from lsq.study.tensors import LARGEST_SAMPLE, WEIGHT, Sample, as_rows, chosen_by, take, weights_of
-from lsq.quant.numbers import METHODS, PRESETS, ScaledFormat, scaled_format, signal_to_noise
-from lsq.quant.numbers.clips import PERCENTILE
 
 OTHER_NAMES = {"int8-tensor": "int8/tensor", "int8-row": "int8/row", "nf4-64": "nf4/group64"}
 """Presets that are shown as formats without a name of their own are."""

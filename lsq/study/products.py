@@ -14,6 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lsq.layers.module import ProgramModule
+from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.project import Project
+from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
+from lsq.ops.weight_gradient import ProjectWeightGradient
+from lsq.program.backend import Backend, Call
+from lsq.program.operation import Operation
 from lsq.study.tensors import (
     ACTIVATION,
     GRADIENT,
@@ -24,13 +31,6 @@ from lsq.study.tensors import (
     parameters_of,
     take,
 )
-from lsq.layers.module import ProgramModule
-from lsq.ops.input_gradient import ProjectInputGradient
-from lsq.ops.project import Project
-from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
-from lsq.ops.weight_gradient import ProjectWeightGradient
-from lsq.program.backend import Backend, Call
-from lsq.program.operation import Operation
 
 CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
 
@@ -65,7 +65,7 @@ def gather(
                 f"run returned a {type(loss).__name__}; return a loss, one number, or None"
             )
     found = [
-        take(name, WEIGHT, weight.t() if name in seen.by_inputs else as_rows(weight), largest)
+        take(name, WEIGHT, weight.t() if name in seen.in_out else as_rows(weight), largest)
         for name, weight in {**weights, **seen.masked}.items()
         if name in seen.chosen
     ]
@@ -78,7 +78,7 @@ class _Seen:
     def __init__(self, weights: dict[str, Tensor], chosen: set[str], largest: int):
         self.chosen, self._largest = chosen, largest
         self.samples: dict[tuple[str, str], Sample] = {}
-        self.by_inputs: set[str] = set()
+        self.in_out: set[str] = set()
         """Names of weights that are [K, N]."""
         self.masked: dict[str, Tensor] = {}
         """What masks leave of weights, by their names; as long as they are here, nothing else takes
@@ -96,11 +96,11 @@ class _Seen:
             self.masked[name] = masked
             self._places[masked.data_ptr()] = name, masked
 
-    def note(self, kind: str, weight: Tensor, tensor: Tensor, *, by_inputs: bool = False) -> None:
+    def note(self, kind: str, weight: Tensor, tensor: Tensor, *, in_out: bool = False) -> None:
         """Take samples of a tensor [..., K] or [..., N] of a product with `weight`, unless there
         are any."""
-        if by_inputs:
-            self.by_inputs.add(self._names(weight)[0])
+        if in_out:
+            self.in_out.add(self._names(weight)[0])
         for parameter, name, rows in self._parts(weight):
             wanted = parameter in self.chosen or not parameter and len(self.chosen) == self._all
             if wanted and (kind, name) not in self.samples:
@@ -158,7 +158,7 @@ class _Functions(TorchFunctionMode):
             return self._convolution(func, *args, **kwargs)
         if func is torch.addmm and len(args) == 3 and isinstance(args[2], nn.Parameter):
             bias, x, weight = args
-            return self._noted(x, weight, func(bias, x, weight, **kwargs), by_inputs=True)
+            return self._noted(x, weight, func(bias, x, weight, **kwargs), in_out=True)
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -172,10 +172,10 @@ class _Functions(TorchFunctionMode):
         )
 
     def _noted(
-        self, x: Tensor, weight: Tensor, y: Tensor, *, by_inputs: bool = False, channels: int = -1
+        self, x: Tensor, weight: Tensor, y: Tensor, *, in_out: bool = False, channels: int = -1
     ) -> Tensor:
         """`channels`: the dimension of x and y that becomes the last one."""
-        self._seen.note(ACTIVATION, weight, x.movedim(channels, -1), by_inputs=by_inputs)
+        self._seen.note(ACTIVATION, weight, x.movedim(channels, -1), in_out=in_out)
         if not y.requires_grad:
             return y
         y.register_hook(
@@ -221,7 +221,7 @@ class _Watching(Backend):
 
     def _look(self, operation: Operation) -> None:
         if isinstance(operation, Project):
-            note = functools.partial(self._seen.note, by_inputs=operation.weight.by_inputs)
+            note = functools.partial(self._seen.note, in_out=operation.weight.in_out)
             note(ACTIVATION, operation.weight.values, operation.x.floats)
         elif isinstance(operation, VocabularyLoss):
             self._seen.note(

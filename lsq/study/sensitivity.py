@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lsq.layers.module import ProgramModule
+from lsq.quant.numbers import METHODS, scaled_format
 from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 from lsq.study.estimate import Gradients, Loss, Rounding, Sums, gradients
 from lsq.study.inputs import Look, products
 from lsq.study.tensors import ACTIVATION, WEIGHT, chosen_by, parameters_of
-from lsq.layers.module import ProgramModule
-from lsq.quant.numbers import METHODS, scaled_format
 
 FORMATS = (
     "int8/row",

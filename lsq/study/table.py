@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import lsq
 from lsq.study.bounds import gaussian
-from lsq.study.tensors import ACTIVATION, KINDS, WEIGHT
 from lsq.study.tables import UNLIMITED, fitted
+from lsq.study.tensors import ACTIVATION, KINDS, WEIGHT
 
 SCHEMA = "lsq formats 1"
 SHOWN = 5

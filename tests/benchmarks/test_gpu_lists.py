@@ -13,8 +13,8 @@ from gpu_opponents import SIDES, Model
 from gpu_work import Work
 from operations import QUICK, sizes
 
-from lsq.native import geometry
 from lsq.emulator import profile
+from lsq.native import geometry
 from lsq.native.launch import Launch, Product
 from tests.ops.test_vocabulary_loss import of_codes
 from tests.ops.tiles import launches

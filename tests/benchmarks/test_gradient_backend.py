@@ -8,9 +8,9 @@ from gradient_backend import Rounding, Showing
 from gradient_scales import KEPT, Study, decibels, summary
 from gradient_schemes import SCHEMES
 
-from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import TransformerEncoderLayer
+from lsq.run.backends import backend
 
 PRODUCTS = ["feed_forward.fc2", "feed_forward.fc1", "self_attn.out", "self_attn.qkv"]
 """In the order of a backward pass."""

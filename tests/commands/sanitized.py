@@ -13,9 +13,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from lsq.run import backends
 from lsq.commands import cli
 from lsq.native import loader, runtime
+from lsq.run import backends
 
 
 def main(folder: Path, commands: list[list[str]]) -> int:

@@ -7,14 +7,13 @@ import tomllib
 import pytest
 from fairseq import checkpoint_utils
 
-from lsq.commands import cli
 from lsq import extras
-from lsq.commands import COMMANDS
+from lsq.commands import COMMANDS, cli
 from lsq.commands.interruption import Interrupted
 from lsq.commands.user_dir import user_dir
-from lsq.native.shared_library import LibraryError
 from lsq.dist.roll_call import RankLost
 from lsq.fairseq.compatibility import CheckpointNotWritten
+from lsq.native.shared_library import LibraryError
 from tests.docs.pages import ROOT
 from tests.without_fairseq import refused, run_lsq
 

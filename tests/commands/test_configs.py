@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from lsq.commands import cli
-from lsq.commands import configs
+from lsq.commands import cli, configs
 from lsq.gemm import configuration_file, device
 from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
 

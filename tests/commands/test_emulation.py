@@ -6,13 +6,12 @@ import shutil
 import pytest
 import torch
 
-from lsq.run import backends
-from lsq.commands import emulation
-from lsq.run import cuda
-from lsq.commands.cli import main
 from lsq import emulator
+from lsq.commands import emulation
+from lsq.commands.cli import main
 from lsq.ops.rounding import Round
 from lsq.ops.sums import PartialSums
+from lsq.run import backends, cuda
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -8,12 +8,11 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from lsq import Translator
-from lsq.commands import cli
-from lsq.commands import export, run_files, train, trained
+from lsq.commands import cli, export, run_files, train, trained
 from lsq.commands.logs import logging_to
+from lsq.files.lock import locked_file
 from lsq.serving.decode.model import model_of
 from lsq.serving.export import model_file
-from lsq.files.lock import locked_file
 from tests.commands.small_runs import files_in
 from tests.fairseq.conftest import corpus  # noqa: F401
 from tests.serving.translate.conftest import output  # noqa: F401

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lsq.commands import cli
-from lsq.commands import formats
+from lsq.commands import cli, formats
 from lsq.files.lock import locked_folder
 from tests.serving.translate.conftest import output  # noqa: F401
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lsq.commands import cli
 from lsq import gemm
+from lsq.commands import cli
 from lsq.commands.plan import _buffers, run
 from lsq.native import tiles
 from lsq.planner.planner import plan

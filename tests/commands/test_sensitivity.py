@@ -9,8 +9,7 @@ import signal
 import pytest
 import torch
 
-from lsq.commands import cli
-from lsq.commands import sensitivity
+from lsq.commands import cli, sensitivity
 from lsq.commands.sensitivity import by_length
 from lsq.study import read_costs
 from tests.commands.test_model_batch import folder, texts, transformers  # noqa: F401

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lsq.commands import cli
-from lsq.commands import translate
+from lsq.commands import cli, translate
 from lsq.files.lock import Busy, locked_file
 from lsq.text.corpus import read_items
 from tests.commands.small_runs import files_in

@@ -9,10 +9,9 @@ import sys
 import pytest
 import torch
 
-from lsq.commands import cli
-from lsq.commands import tune
-from lsq.gemm import configuration_file, device
+from lsq.commands import cli, tune
 from lsq.files.lock import locked_file
+from lsq.gemm import configuration_file, device
 from lsq.gemm.tuner.search import Summary
 from lsq.gemm.tuner.trial import Settings
 from tests.gemm.operands import asked

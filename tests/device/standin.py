@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lsq import emulator
 from lsq.run import backends
 from lsq.run.cuda import CUDA, emulated_device
-from lsq import emulator
 from tests.device import build
 
 NAME = "standin"

@@ -6,9 +6,9 @@ import copy
 import pytest
 import torch
 
-from lsq.run.backends import backend
-from lsq.native.launch_list import LaunchList
 from lsq.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from lsq.native.launch_list import LaunchList
+from lsq.run.backends import backend
 from tests.device.standin import PLACE
 from tests.device.watch import Record, watched
 from tests.layers.shapes import HIDDEN, config_of

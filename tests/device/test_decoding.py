@@ -8,10 +8,10 @@ from lsq.run.backends import for_device
 from lsq.serving.decode import SearchOptions, search
 from lsq.serving.decode.engine import Engine
 from lsq.serving.decode.model import model_of
-from tests.serving.decode.models import batch, small_model
-from tests.serving.decode.test_engine import sentences
 from tests.device.standin import PLACE, ordered
 from tests.device.watch import watched
+from tests.serving.decode.models import batch, small_model
+from tests.serving.decode.test_engine import sentences
 
 LAUNCHES = 16
 """PyTorch's in a step, between the lists of the engine."""

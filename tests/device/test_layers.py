@@ -6,7 +6,6 @@ import copy
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.layers import (
     Embedding,
     QuantizedLinear,
@@ -14,6 +13,7 @@ from lsq.layers import (
     TransformerEncoderLayer,
     VocabularyProjection,
 )
+from lsq.run.backends import backend
 from tests.device.standin import PLACE
 from tests.layers.shapes import HIDDEN, config_of, padding_mask
 from tests.sampling import first

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from lsq.native.launch_list import LaunchList
 from lsq.layers import TransformerEncoderLayer
 from lsq.layers.memory import plan_memory
+from lsq.native.launch_list import LaunchList
 from tests.device.standin import PLACE
 from tests.layers.shapes import HIDDEN, config_of
 

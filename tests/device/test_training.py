@@ -10,11 +10,11 @@ from fairseq import options
 from fairseq.data import Dictionary
 from torch import nn
 
-from lsq.run.backends import backend
 from lsq.fairseq.model import LSQTransformerModel
 from lsq.fairseq.paddings import Paddings
 from lsq.layers import TransformerLanguageModel
 from lsq.optim import Adam
+from lsq.run.backends import backend
 from tests.device.standin import PLACE, moved
 from tests.device.watch import Record, watched
 from tests.fairseq.conftest import SHORT, TINY, WORDS

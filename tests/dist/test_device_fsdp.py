@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lsq.run.backends import backend
 from lsq.dist.fsdp import compress_reduce_scatter
 from lsq.layers import TransformerEncoderLayer
 from lsq.optim import Adam
+from lsq.run.backends import backend
 from tests.device.standin import PLACE, ordered
 from tests.dist.processes import run
 from tests.dist.test_device_groups import device, on_device

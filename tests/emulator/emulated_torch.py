@@ -14,8 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lsq.run import backends
-from lsq.run import cuda
+from lsq.run import backends, cuda
 from lsq.run.cuda import CUDA
 from tests.emulator.emulated import CudaError, Driver
 from tests.emulator.emulated_streams import HOST, Event, Stream, device, handle_of, watched

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lsq.emulator import profile
-from lsq.native.launch import launch
 from lsq.models.sparsity import choose, pack
+from lsq.native.launch import launch
 from tests.emulator.emulated import FOLDER, ORDERS, CudaError, Module, memory
 
 SOURCE = "tensor_cores.cu"

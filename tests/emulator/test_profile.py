@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lsq.emulator import profile
-from lsq.native.launch import launch
 from lsq.emulator.profile import Limits, fitting_blocks
+from lsq.native.launch import launch
 
 COUNTED = str(Path(__file__).parent / "kernels/counted.cu")
 HOPPER = Limits(warps=64, blocks=32, shared=228 * 1024)

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from lsq.layers import module
 from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
-from lsq.run.executor import Execution, Hooks
 from lsq.program.operation import Operation
+from lsq.run.executor import Execution, Hooks
 
 
 @dataclass(frozen=True, kw_only=True)

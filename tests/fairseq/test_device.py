@@ -12,10 +12,10 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import train as fairseq_train
 
-from lsq.run.backends import backend
 from lsq.fairseq import device, save_folder
 from lsq.fairseq.task import LSQTranslationTask
 from lsq.layers import ProgramModule
+from lsq.run.backends import backend
 from tests.fairseq.comparison import assert_same_steps
 from tests.fairseq.conftest import SHORT, TINY
 from tests.fairseq.test_task import command

@@ -13,9 +13,9 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch import nn
 from torch.testing import assert_close
 
-from lsq.serving.decode.model import model_of
 from lsq.fairseq import float_checkpoint
 from lsq.fairseq.float_checkpoint import Languages
+from lsq.serving.decode.model import model_of
 from tests.fairseq.test_language_model import SHORT as SHORT_LM
 from tests.fairseq.test_language_model import TINY as TINY_LM
 

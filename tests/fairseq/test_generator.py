@@ -12,11 +12,11 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
-from lsq.run.backends import backend
-from lsq.serving.decode import SearchOptions
 from lsq.fairseq import generator
 from lsq.fairseq.device import use
 from lsq.fairseq.generator import LSQGenerator, engine_place, evaluation_of_task, options_of
+from lsq.run.backends import backend
+from lsq.serving.decode import SearchOptions
 from tests.sampling import first
 
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.native import loader
-from lsq.native.launch import Product
 from lsq.fairseq.memory import build_training
 from lsq.fairseq.products import (
     generation_programs,
@@ -19,6 +17,8 @@ from lsq.fairseq.products import (
 )
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Products
+from lsq.native import loader
+from lsq.native.launch import Product
 from lsq.program.samples import placed
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked

@@ -9,13 +9,13 @@ import pytest
 
 from lsq.commands import stages
 from lsq.commands.stages import Stage
-from lsq.study.costs import read_costs, write_costs
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CpuConfiguration
-from tests.study.test_costs import COSTS
+from lsq.study.costs import read_costs, write_costs
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
 from tests.gemm.tuned import GPU, cublas_entry, entry, file
+from tests.study.test_costs import COSTS
 
 CPU_FILE = file(
     entry(8),

@@ -11,8 +11,7 @@ from fairseq.data import Dictionary
 from fairseq.data.encoders import sentencepiece_bpe
 from fairseq.data.encoders.sentencepiece_bpe import SentencepieceConfig
 
-from lsq.commands import cli
-from lsq.commands import generate
+from lsq.commands import cli, generate
 from lsq.commands.losses import read_losses
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_text

@@ -78,8 +78,8 @@ def survey(kind: str, count: int, attempt: Callable[[random.Random], Outcome]) -
 
 
 def outcome(call: Callable[[], object], folder: Path | None = None) -> Outcome:
-    """Call, and judge how it ended: `call` is a command line, or what raises errors that `lsq.commands.cli`
-    makes messages of.
+    """Call, and judge how it ended: `call` is a command line, or what raises errors that
+    `lsq.commands.cli` makes messages of.
 
     Args:
         folder: no file there may change.

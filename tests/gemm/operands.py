@@ -2,8 +2,8 @@
 
 import torch
 
-from lsq.native.launch import Product
 from lsq.gemm.product_key import ProductKey, key_of
+from lsq.native.launch import Product
 
 
 def product(a, b, out, **options):

@@ -5,9 +5,9 @@ import datetime
 
 import pytest
 
-from lsq.native import tiles
 from lsq.gemm.configuration import CpuConfiguration, now
 from lsq.gemm.product_key import TILED_ALONE
+from lsq.native import tiles
 from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, tile
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lsq.gemm import configuration_file
 from lsq.files import json_file
+from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile, read, write
 from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile

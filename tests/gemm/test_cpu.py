@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.native import tiles
 from lsq.gemm import cpu, lookup
 from lsq.gemm.product_key import REQUESTS
+from lsq.native import tiles
 from tests.gemm.operands import asked, codes
 
 

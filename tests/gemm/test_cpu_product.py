@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.native import tiles
 from lsq.gemm import cpu_product
 from lsq.gemm.configuration import A_LAYOUTS, B_LAYOUTS, CpuConfiguration
 from lsq.gemm.cpu_product import (
@@ -18,6 +17,7 @@ from lsq.gemm.cpu_product import (
     tile_product,
 )
 from lsq.gemm.product_key import REQUESTS
+from lsq.native import tiles
 from tests.gemm.operands import asked, codes
 
 SIZES = [(1, 16, 16), (7, 48, 64), (41, 16, 112), (130, 32, 48), (48, 64, 1), (48, 32, 41)]

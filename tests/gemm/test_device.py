@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 
-from lsq.native import processor
 from lsq.gemm import device
 from lsq.gemm.device import difference
+from lsq.native import processor
 from tests.gemm.tuned import CPU, GPU
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from lsq import gemm
-from lsq.native import tiles
 from lsq.gemm import cpu_product, lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import Found
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import REQUESTS
+from lsq.native import tiles
 from tests.gemm.operands import asked
 from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file, key
 

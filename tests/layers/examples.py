@@ -4,14 +4,14 @@ are."""
 import torch
 
 from lsq.commands import emulation
-from lsq.run.backends import Backend, backend
 from lsq.config import Adapter, LayerConfig, QuantConfig
 from lsq.layers import decoding, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode, Table, Vocabulary
-from lsq.run.executor import Execution, Hooks
 from lsq.program.program import Program
 from lsq.program.samples import border_tensors
+from lsq.run.backends import Backend, backend
+from lsq.run.executor import Execution, Hooks
 from tests.layers.shapes import config_of
 
 VARIANTS = {
@@ -30,7 +30,7 @@ VARIANTS = {
     },
     " float": {"mode": "float"},
 }
-SENTENCES, SOURCE = Sentences(rows=17, count=3), Sentences(rows=23, count=3)
+SENTENCES, SOURCE = PackedSequences(rows=17, count=3), PackedSequences(rows=23, count=3)
 """Three sentences of different lengths, and what they attend to."""
 
 
@@ -140,7 +140,10 @@ def _programs():
     wide = LayerConfig(
         hidden=512, heads=8, feed_forward=2048, dropout=0.1, quant=QuantConfig(backward="int8")
     )
-    yield "wide encoder", lambda: programs.encoder_layer(wide, Sentences(rows=512, count=16), mode)
+    yield (
+        "wide encoder",
+        lambda: programs.encoder_layer(wide, PackedSequences(rows=512, count=16), mode),
+    )
 
 
 PROGRAMS = dict(_programs())

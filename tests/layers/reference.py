@@ -86,7 +86,7 @@ class ReferenceLayer:
         """Queries [B, T, H], keys and values [B, S, H] -> rounded context [B, T, H]."""
         q, k, v = map(self.split, (q, k, v))
         k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
-        scores = q @ k.transpose(-1, -2) * (self.config.score_factor or q.shape[-1] ** -0.5) + bias
+        scores = q @ k.transpose(-1, -2) * (self.config.softmax_scale or q.shape[-1] ** -0.5) + bias
         if causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
             window = self.config.window or scores.shape[-1]
@@ -124,9 +124,9 @@ class ReferenceLayer:
         """Queries or keys [B, T, ...] with their norm, if there is one, turned as complex
         numbers."""
         config, heads = self.config, self.split(x)
-        if config.head_norm is not None:
+        if config.qk_norm is not None:
             heads = functional.rms_norm(
-                heads, heads.shape[-1:], self.parameters[norm], config.head_norm
+                heads, heads.shape[-1:], self.parameters[norm], config.qk_norm
             )
         turned = config.rotary.width or config.head_columns
         frequencies = config.rotary.base ** -(

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.layers import TransformerDecoderLayer, TransformerEncoderLayer, programs
+from lsq.run.backends import backend
 from tests.layers.examples import ADAPTERS, SENTENCES, SOURCE, drawn_for, mode_on, run
 from tests.layers.oracle import compare_with_reference
 from tests.layers.shapes import HIDDEN, config_of, padding_mask

@@ -7,18 +7,16 @@ import numpy
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers.coded_weight import CodedWeight, decode_all
 from lsq.layers.weight_codes import encoded, rounded_values
 from lsq.quant import largest_clips
+from lsq.run.backends import backend
 
 SIZES = (64, 32, 32)
 
 
-def parts(
-    weight_format: str = "int8", *, by_inputs: bool = False, dtype: torch.dtype = torch.float32
-):
+def parts(weight_format: str = "int8", *, in_out: bool = False, dtype: torch.dtype = torch.float32):
     """(values that products see, parameters of SIZES rows of their codes), or one parameter of all
     by inputs."""
     torch.manual_seed(0)
@@ -28,28 +26,28 @@ def parts(
     )
     clip = largest_clips(rows, torch.ones(len(rows)))
     codes = encoded(
-        rows.t() if by_inputs else rows,
+        rows.t() if in_out else rows,
         clip,
         form,
         backend("cpu"),
         rows=144,
-        by_inputs=by_inputs,
+        in_out=in_out,
         absmax=False,
     )
     seen, first, made = rounded_values(rows, clip, form, backend("cpu")).to(dtype), 0, []
-    for size in (len(rows),) if by_inputs else SIZES:
+    for size in (len(rows),) if in_out else SIZES:
         made.append(CodedWeight.parameter(codes, first, first + size, dtype))
         first += size
-    return seen.t().contiguous() if by_inputs else seen, made
+    return seen.t().contiguous() if in_out else seen, made
 
 
 @pytest.mark.parametrize("weight_format", ["int8", "int4"])
-@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reads_as_what_products_see(weight_format, by_inputs, dtype):
-    if weight_format == "int4" and by_inputs:
+def test_reads_as_what_products_see(weight_format, in_out, dtype):
+    if weight_format == "int4" and in_out:
         return  # no layer has those
-    seen, found = parts(weight_format, by_inputs=by_inputs, dtype=dtype)
+    seen, found = parts(weight_format, in_out=in_out, dtype=dtype)
     assert torch.equal(torch.cat(found), seen)
     for one, values in zip(found, seen.split([len(one) for one in found]), strict=True):
         assert (

@@ -6,11 +6,7 @@ import copy
 import pytest
 import torch
 
-from lsq.run.backends import Backend, backend
-from lsq.run.cpu import CPU
-from lsq.run.cuda import CUDA
 from lsq.config import LayerConfig, QuantConfig
-from lsq.native import tiles
 from lsq.layers import (
     QuantizedLinear,
     TransformerDecoderLayer,
@@ -19,9 +15,13 @@ from lsq.layers import (
     weight_codes,
 )
 from lsq.layers.decoded_tensors import decoded_tensors, told
+from lsq.native import tiles
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.grouped_weight import pack_weight
 from lsq.quant.numbers import scaled_format
+from lsq.run.backends import Backend, backend
+from lsq.run.cpu import CPU
+from lsq.run.cuda import CUDA
 from tests.layers.shapes import HEADS, HIDDEN, INNER
 from tests.ops.cuda import current_device
 
@@ -115,7 +115,7 @@ def test_layers_compute_the_same_on_both_backends(formats, options):
             {"pre_norm": True, "activation": "silu", "gated": True},
         ),
         pytest.param(
-            FORMATS[4], {"activation": "gelu", "by_inputs": True}, marks=pytest.mark.thorough
+            FORMATS[4], {"activation": "gelu", "in_out": True}, marks=pytest.mark.thorough
         ),
     ],
     ids=["post", "gated", "by inputs"],
@@ -237,7 +237,7 @@ class Decoding(CPU):
 @pytest.mark.parametrize("formats", GROUPED, ids="-".join)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pre_norm": True, "activation": "silu", "gated": True}, {"by_inputs": True}],
+    [{}, {"pre_norm": True, "activation": "silu", "gated": True}, {"in_out": True}],
     ids=["post", "gated", "by inputs"],
 )
 @torch.no_grad()

@@ -38,7 +38,12 @@ def test_the_memory_alone_needs_a_gradient():
     layer = TransformerDecoderLayer(config_of())
     x, memory = torch.randn(TIME, HIDDEN), torch.randn(SOURCE, HIDDEN, requires_grad=True)
     target, source = Packing(shape=(1, TIME)), Packing(shape=(1, SOURCE))
-    inputs = {"x": x, "starts": target.starts, "memory": memory, "memory_starts": source.starts}
+    inputs = {
+        "x": x,
+        "cu_seqlens": target.cu_seqlens,
+        "memory": memory,
+        "memory_cu_seqlens": source.cu_seqlens,
+    }
     layer.rows(x, target, memory, source)  # measures the clips
     found = []
     for wanted in (None, frozenset({"memory"})):

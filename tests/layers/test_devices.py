@@ -24,7 +24,7 @@ def test_inputs_elsewhere_are_refused(training):
 
 def test_inputs_beside_the_parameters_pass():
     layer = QuantizedLinear(16, 16, quant=QuantConfig())
-    check_devices(layer, {"x": torch.empty(1), "starts": torch.empty(1)})
+    check_devices(layer, {"x": torch.empty(1), "cu_seqlens": torch.empty(1)})
     check_devices(layer.to("meta"), {"x": torch.empty(1, device="meta")})
 
 

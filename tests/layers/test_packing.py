@@ -4,11 +4,11 @@ import pytest
 import torch
 from fairseq.data import data_utils
 
-from lsq.run.backends import backend
 from lsq.layers import Packing, TransformerEncoderLayer, observe
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.memory import plan_memory
 from lsq.layers.packing import packing_options
+from lsq.run.backends import backend
 from tests.layers.shapes import HIDDEN, config_of
 
 PADDING = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
@@ -23,15 +23,17 @@ def test_rows_are_the_real_tokens_and_come_back(few_sizes):
     assert packing.rows == 9 and len(rows) == packing.sentences.rows == (16 if few_sizes else 9)
     assert torch.equal(rows[:9], x[~PADDING]) and (rows[9:] == 7).all()
     assert torch.equal(packing.unpack(rows), x.masked_fill(PADDING[..., None], 0))
-    assert packing.starts.tolist()[:4] == [0, 3, 5, 9] and set(packing.starts.tolist()[4:]) <= {9}
-    assert len(packing.starts) == packing.sentences.count + 1
+    assert packing.cu_seqlens.tolist()[:4] == [0, 3, 5, 9] and set(
+        packing.cu_seqlens.tolist()[4:]
+    ) <= {9}
+    assert len(packing.cu_seqlens) == packing.sentences.count + 1
     assert packing.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3] + [0] * (len(rows) - 9)
 
 
 def test_whole_sentences_are_rows_as_they_lie():
     x = torch.randn(3, 4, 5)
     for packing in (Packing(shape=(3, 4)), Packing(torch.zeros(3, 4, dtype=torch.bool))):
-        assert packing.pack(x).data_ptr() == x.data_ptr() and packing.starts.tolist() == [
+        assert packing.pack(x).data_ptr() == x.data_ptr() and packing.cu_seqlens.tolist() == [
             0,
             4,
             8,
@@ -50,10 +52,10 @@ def test_gradients_go_back_to_the_tokens():
     "rows, count", [(1, 1), (16, 3), (17, 2), (300, 40), (4097, 4097), (8192, 80)]
 )
 def test_filled_sizes_are_large_enough_and_not_much_larger(rows, count):
-    filled = Sentences(rows=rows, count=count).filled()
+    filled = PackedSequences(rows=rows, count=count).filled()
     assert filled.rows >= rows and filled.count >= count and filled.rows % 16 == 0
     assert filled.rows < max(1.25 * rows, rows + 16)
-    assert filled == Sentences(rows=filled.rows, count=count).filled()
+    assert filled == PackedSequences(rows=filled.rows, count=count).filled()
 
 
 @pytest.mark.thorough
@@ -73,8 +75,8 @@ def test_an_epoch_has_a_few_dozen_sizes():
         required_batch_size_multiple=8,
     )
 
-    def sizes(lengths, batch) -> Sentences:
-        return Sentences(rows=int(lengths[batch].sum()), count=len(batch)).filled()
+    def sizes(lengths, batch) -> PackedSequences:
+        return PackedSequences(rows=int(lengths[batch].sum()), count=len(batch)).filled()
 
     found = [(sizes(source, batch), sizes(target, batch)) for batch in map(list, batches)]
     assert len(batches) > 300 and len({one for one, _ in found}) <= 24 and len(set(found)) <= 60

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import RelativeBias
 from lsq.layers import (
     MultiheadAttention,
@@ -17,6 +16,7 @@ from lsq.layers import (
 )
 from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances, position_inputs
+from lsq.run.backends import backend
 from tests.layers.oracle import compare_with_reference
 from tests.layers.reference import buckets
 from tests.layers.shapes import ATTENTIONS, HIDDEN, config_of, decibels, gradients, padding_mask
@@ -81,7 +81,7 @@ def test_a_decoder_layer_one_by_one():
 )
 def test_on_another_backend(kind):
     config = config_of(
-        attention=ATTENTIONS["all"] | {"heads": 2, "key_heads": 1, "head_width": 16},
+        attention=ATTENTIONS["all"] | {"heads": 2, "kv_heads": 1, "head_width": 16},
         backward="int8",
     )
     layer = TransformerEncoderLayer(config, causal=True)
@@ -163,7 +163,7 @@ def test_biases_of_a_shared_table():
         own.self_attn.relative_bias.detach().clone().requires_grad_(),
     )
     packing = Packing(shape=(1, TIME))
-    inputs = {"x": x, "starts": packing.starts}
+    inputs = {"x": x, "cu_seqlens": packing.cu_seqlens}
     inputs |= position_inputs(shared, packing.positions, TIME, causal=False, table=table)
     (found,) = other.execute(
         programs.encoder_layer(shared, packing.sentences, other.mode(x)), inputs

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.program import samples
+from lsq.program.parameters import CLIPS
 from lsq.run.executor import Execution, Hooks
 from lsq.run.fresh import FreshFrame
-from lsq.program.parameters import CLIPS
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
 from tests.layers.shapes import config_of
 
@@ -28,7 +28,7 @@ def test_a_program_is_built_once():
     first = programs.encoder_layer(config_of(), SENTENCES, mode)
     assert programs.encoder_layer(config_of(), SENTENCES, mode_on()) is first
     assert programs.encoder_layer(config_of(dropout=0.1), SENTENCES, mode) is not first
-    assert programs.encoder_layer(config_of(), Sentences(rows=18, count=3), mode) is not first
+    assert programs.encoder_layer(config_of(), PackedSequences(rows=18, count=3), mode) is not first
     assert programs.encoder_layer(config_of(), SENTENCES, mode, causal=True) is not first
     assert programs.encoder_layer(config_of(), SENTENCES, mode_on("cpu")) is not first
 

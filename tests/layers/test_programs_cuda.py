@@ -6,12 +6,12 @@ import copy
 import pytest
 import torch
 
-from lsq.run.backends import Backend, backend
-from lsq.run.cuda import CUDA
 from lsq.config import QuantConfig
 from lsq.layers import TransformerEncoderLayer, programs
 from lsq.layers.linear import QuantizedLinear
 from lsq.layers.programs import Table, Vocabulary
+from lsq.run.backends import Backend, backend
+from lsq.run.cuda import CUDA
 from tests.layers.examples import ADAPTERS, SENTENCES, SOURCE, mode_on, run
 from tests.layers.shapes import HIDDEN, config_of
 from tests.ops.cuda import ORDERS, current_device, set_order
@@ -96,8 +96,8 @@ def test_a_program_gives_the_same_on_every_backend(kind, options):
 
 
 @pytest.mark.parametrize("options", BY_INPUTS)
-def test_a_layer_with_weights_by_inputs_gives_the_same_on_every_backend(options):
-    assert_same_everywhere("encoder", {**options, "attention": {"by_inputs": True}})
+def test_a_layer_with_weights_in_out_gives_the_same_on_every_backend(options):
+    assert_same_everywhere("encoder", {**options, "attention": {"in_out": True}})
 
 
 @pytest.mark.parametrize(("kind", "options"), in_turn(("encoder", "decoder"), ADAPTED, 2))

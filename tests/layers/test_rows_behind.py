@@ -4,10 +4,10 @@ out of them."""
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Table, Vocabulary
+from lsq.run.backends import backend
 from tests.layers.examples import SENTENCES, SOURCE, drawn_for, mode_on, run
 from tests.layers.shapes import config_of
 from tests.sampling import first
@@ -40,7 +40,7 @@ def program_of(kind: str, options: dict, where, more: int = 0):
     sentences, source = (
         one
         if f"of more {other}" in kind
-        else Sentences(rows=one.rows + 7 * more, count=one.count + more)
+        else PackedSequences(rows=one.rows + 7 * more, count=one.count + more)
         for one, other in ((SENTENCES, "sources"), (SOURCE, "targets"))
     )
     rows = sentences.rows
@@ -67,7 +67,7 @@ def program_of(kind: str, options: dict, where, more: int = 0):
 def extended(name: str, tensor: torch.Tensor, size: torch.Size) -> torch.Tensor:
     """A tensor with rows behind it, or offsets with empty sentences behind them."""
     whole = tensor.new_full(size, BEHIND.get(name, 0))
-    if name.endswith("starts"):
+    if name.endswith("cu_seqlens"):
         whole.fill_(tensor[-1])
     whole[: len(tensor)] = tensor
     return whole

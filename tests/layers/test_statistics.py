@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lsq import quant
-from lsq.run.cuda import CUDA, emulated_device
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import (
     Embedding,
@@ -19,6 +18,7 @@ from lsq.layers import (
     observe,
     quantized_tensors,
 )
+from lsq.run.cuda import CUDA, emulated_device
 from tests.layers.oracle import recorded
 from tests.layers.shapes import HIDDEN, config_of
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.linear import ALONE
 from lsq.layers.programs import Mode
 from lsq.layers.tensor_names import tensor_names
+from lsq.run.backends import backend
 
 MODE = Mode(training=True, backward=True, backend=backend("reference"))
-ONE = Sentences(rows=1, count=1)
+ONE = PackedSequences(rows=1, count=1)
 
 
 def names_of(program):

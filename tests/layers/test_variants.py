@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import TransformerEncoderLayer, VocabularyProjection, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
 from lsq.layers.variants import held, in_floats
+from lsq.run.backends import backend
 
 CONFIG = LayerConfig(hidden=32, heads=2, feed_forward=48)
 FLOAT = dataclasses.replace(CONFIG, quant=QuantConfig(mode="float"))
@@ -18,7 +18,7 @@ MODE = Mode(training=True, backward=True, backend=backend("reference"))
 
 
 def test_the_program_is_that_of_float_mode():
-    sentences = Sentences(rows=7, count=2)
+    sentences = PackedSequences(rows=7, count=2)
     made = in_floats(programs.encoder_layer(CONFIG, sentences, MODE, causal=True))
     assert str(made) == str(programs.encoder_layer(FLOAT, sentences, MODE, causal=True))
     assert in_floats(made) is made

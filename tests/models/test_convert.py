@@ -11,11 +11,11 @@ from torch import nn
 
 import lsq
 from lsq.config import QuantConfig
-from lsq.models import float_state_dict
 from lsq.layers import ProgramModule, QuantizedLinear
 from lsq.layers.linear import Projection
-from tests.models.models import Conv1D, Model, loss_of, model, tokens
+from lsq.models import float_state_dict
 from tests.layers.shapes import decibels
+from tests.models.models import Conv1D, Model, loss_of, model, tokens
 
 
 def converted(seed: int = 1, **options) -> Model:

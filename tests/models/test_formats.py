@@ -7,8 +7,8 @@ from torch import nn
 import lsq
 from lsq.config import QuantConfig
 from lsq.quant.numbers import scaled_format
-from tests.models.models import Conv1D
 from tests.layers.shapes import decibels
+from tests.models.models import Conv1D
 
 
 def model() -> nn.ModuleDict:

@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lsq
-from lsq.models.exact import base_of
-from lsq.models.fused_layer import FusedLayer
 from lsq.config import QuantConfig
-from lsq.models import float_state_dict, frozen
-from lsq.models.frozen import SAVED
 from lsq.layers import weight_codes
 from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.layers.module import ProgramModule
 from lsq.layers.statistics import observe
+from lsq.models import float_state_dict, frozen
+from lsq.models.exact import base_of
+from lsq.models.frozen import SAVED
+from lsq.models.fused_layer import FusedLayer
 from lsq.optim import Adam
 from tests.models.architectures.checks import made, right_padded
 from tests.models.architectures.test_gpt2 import gpt2
@@ -205,7 +205,7 @@ def test_adapters_learn_as_before():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_weights_by_inputs(fused):
+def test_weights_in_out(fused):
     models = [adapted(gpt2(), ["c_attn"], fan_in_fan_out=True) for _ in range(2)]
     for model in models:
         lsq.convert(model, fused=fused)

@@ -8,9 +8,9 @@ from torch import nn
 
 import lsq
 from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear
 from lsq.models.clip_state import clip_names, clip_state, load_clip_state
 from lsq.models.other_format import load_other_format
-from lsq.layers import QuantizedLinear
 
 
 def made(**options) -> nn.Module:

@@ -123,7 +123,7 @@ def test_a_class_that_was_patched(monkeypatch):
     assert reasons(nn.Linear(64, 64))[""] == f"has a Linear.forward that {__name__} defines"
 
 
-def test_formats_that_do_not_take_a_weight_by_inputs():
+def test_formats_that_do_not_take_a_weight_in_out():
     found = reasons(model(), QuantConfig(weight_format="int4"))
     assert found["blocks.0.mix"] == "has a weight [inputs, outputs], which int4 does not store"
     assert found["blocks.0.up"] is None

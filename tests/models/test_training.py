@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lsq
-from lsq.run.cpu import CPU
 from lsq.config import QuantConfig
 from lsq.optim import Adam
-from tests.models.models import WIDTH, loss_of, model, tokens
+from lsq.run.cpu import CPU
 from tests.layers.shapes import decibels
+from tests.models.models import WIDTH, loss_of, model, tokens
 from tests.sampling import first
 
 QUANT = QuantConfig(calibration_passes=0)

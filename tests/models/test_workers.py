@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lsq
 from lsq.config import QuantConfig
-from tests.models.models import Model, loss_of, model, tokens
 from tests.dist.processes import run
+from tests.models.models import Model, loss_of, model, tokens
 
 QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)
 STEPS = 3

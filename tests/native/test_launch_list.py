@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from lsq.run import cuda
 from lsq.native.launch import Launch, Product
 from lsq.ops.rounding import Round
 from lsq.program.values import Coded
 from lsq.quant import Format, Grain
+from lsq.run import cuda
 from tests.emulator.emulated import Driver
 from tests.emulator.emulated_streams import Stream
 from tests.native.test_runtime import store

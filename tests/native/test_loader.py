@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.native import loader, shared_library, sources
 from lsq.layers import TransformerDecoderLayer, programs
 from lsq.layers.programs import Vocabulary
+from lsq.native import loader, shared_library, sources
 from lsq.program.samples import Sampler
 from tests.layers.examples import SENTENCES, SOURCE, mode_on
 from tests.layers.oracle import assert_same_codes, recorded

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.run import cuda
 from lsq import emulator
 from lsq.native import runtime, sources
 from lsq.native.device import Device
 from lsq.native.launch import TICKET, Product, launch
 from lsq.native.runtime import Driver
+from lsq.run import cuda
 
 FAULTY = str(Path(__file__).parent / "kernels" / "faulty.cu")
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lsq
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models import float_state_dict
 from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.layers.memory import plan_memory
+from lsq.models import float_state_dict
 from lsq.observe import Bounds, Reading
 from lsq.observe.reading import QUANTITIES
 from tests.observe.models import batch, gated_model, loss_of

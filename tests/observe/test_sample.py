@@ -75,7 +75,7 @@ def test_sentences_are_whole():
     for rows, count, taken in ((1, 1, 3), (7, 2, 7), (8, 3, 14), (100, 5, 21)):
         ((sample, _),) = samples_of(layer, x, padding, rows=rows)
         assert sample.tensors["x"].shape == (taken, 32)
-        assert sample.tensors["starts"].tolist() == [0, 3, 7, 14, 15, 21][: count + 1]
+        assert sample.tensors["cu_seqlens"].tolist() == [0, 3, 7, 14, 15, 21][: count + 1]
         # whole, though it has as many rows as a sentence
         assert sample.tensors["rotation"].shape[0] == 7
 

@@ -71,8 +71,8 @@ def attention(
         q=Projected(rows=q, column=0),
         k=Projected(rows=k, column=first),
         v=Projected(rows=k, column=first + of_keys),
-        starts=offsets(lengths),
-        key_starts=offsets(keys),
+        cu_seqlens=offsets(lengths),
+        key_cu_seqlens=offsets(keys),
         count=heads,
         group=group,
         width=width,
@@ -120,7 +120,7 @@ def dense(operation, dtype):
         leaves[1] = leaves[0]
     if heads.bias is not None:
         leaves.append(heads.bias.table.to(dtype).requires_grad_())
-    of_q, of_k = (one.diff().tolist() for one in (heads.starts, heads.key_starts))
+    of_q, of_k = (one.diff().tolist() for one in (heads.cu_seqlens, heads.key_cu_seqlens))
     width = heads.width
 
     def padded(rows, lengths, column, count):

@@ -8,11 +8,11 @@ import dataclasses
 
 import torch
 
-from lsq.run.backends import backend
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Dropout, RoundedGradient
 from lsq.quant import GRADIENT, Format, Grain, WeightFormat, pack_bits
+from lsq.run.backends import backend
 
 KEY = torch.tensor([-(2**62) + 12345], dtype=torch.int64)
 """A random key whose both halves are used."""

@@ -11,10 +11,10 @@ import os
 
 import torch
 
-from lsq.run import cuda
 from lsq import emulator
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
+from lsq.run import cuda
 from tests.ops.compare import (
     assert_close,
     assert_same,

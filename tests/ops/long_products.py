@@ -88,11 +88,11 @@ def input_gradient(*, rounded: bool) -> tuple[ProjectInputGradient, torch.Tensor
     return operation, decoded(operation.gradient) @ operation.weight.codes.double()
 
 
-def weight_gradient(*, by_inputs: bool = False) -> tuple[ProjectWeightGradient, torch.Tensor]:
+def weight_gradient(*, in_out: bool = False) -> tuple[ProjectWeightGradient, torch.Tensor]:
     """(the operation, dweight [N, K], or [K, N]): M, the rows, is long."""
     given = weight(32, COLUMNS)
-    if by_inputs:
-        given.values, given.by_inputs = given.values.t().contiguous(), True
+    if in_out:
+        given.values, given.in_out = given.values.t().contiguous(), True
     operation = ProjectWeightGradient(
         gradient=rounded_gradient(LONG, 32),
         x=Rows(coded=coded(LONG, COLUMNS)),
@@ -104,7 +104,7 @@ def weight_gradient(*, by_inputs: bool = False) -> tuple[ProjectWeightGradient, 
     )
     upstream = decoded(operation.gradient) / given.scale.double()
     dweight = upstream.t() @ decoded(operation.x.coded)
-    return operation, dweight.t() if by_inputs else dweight
+    return operation, dweight.t() if in_out else dweight
 
 
 def decoded(given) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.native import tiles
 from lsq.gemm.configuration import ONEDNN, CpuConfiguration
+from lsq.native import tiles
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import same_bits
 

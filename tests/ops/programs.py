@@ -3,11 +3,11 @@ its own."""
 
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.program.builder import Builder
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+from lsq.run.backends import backend
 
 
 def builder(name: str, **options) -> Builder:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lsq.run.backends import run
 from lsq.ops.adapter import Adapt, AdapterInput, AdapterInputGradient, AdaptGradient
 from lsq.ops.nonlinearity import Activation
 from lsq.program.values import Rows, dropped
 from lsq.quant import arithmetic
+from lsq.run.backends import run
 from tests.ops.compare import (
     assert_accurate,
     by_row,

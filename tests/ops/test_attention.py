@@ -6,8 +6,8 @@ import resource
 import pytest
 import torch
 
-from lsq.run.backends import run
 from lsq.program.values import Rows
+from lsq.run.backends import run
 from tests.ops.attentions import (
     HEADS,
     LENGTHS,
@@ -246,8 +246,8 @@ def test_limits_of_offsets(others):
     forward = attention(others=others)
     heads = forward.heads
     limits = {
-        "heads.starts": heads.starts[-1].item(),
-        "heads.key_starts": heads.key_starts[-1].item(),
+        "heads.cu_seqlens": heads.cu_seqlens[-1].item(),
+        "heads.key_cu_seqlens": heads.key_cu_seqlens[-1].item(),
     }
     assert forward.limits() == gradient_of(forward).limits() == limits
     heads.bias = bias_of(HEADS)

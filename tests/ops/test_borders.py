@@ -21,9 +21,9 @@ from tests.ops.test_weight_gradient import case
 ROWS = (1, 7, 341)
 
 
-def by_inputs(weight: Weight) -> Weight:
+def in_out(weight: Weight) -> Weight:
     """The same with its values transposed."""
-    return dataclasses.replace(weight, values=weight.values.t().contiguous(), by_inputs=True)
+    return dataclasses.replace(weight, values=weight.values.t().contiguous(), in_out=True)
 
 
 def same(found, expected) -> bool:
@@ -97,7 +97,7 @@ def test_the_gradient_of_an_input_ends_in_bfloat16(rows, lsq):
 @pytest.mark.parametrize(
     "inputs, outputs, padded, clips", [(48, 29, 32, 29), (130, 65, 80, 1), (16, 64, 64, 64)]
 )
-def test_a_weight_by_inputs_has_the_codes_of_its_transpose(inputs, outputs, padded, clips):
+def test_a_weight_in_out_has_the_codes_of_its_transpose(inputs, outputs, padded, clips):
     values, clip = torch.randn(outputs, inputs), 0.8 + torch.rand(clips)
     values[outputs // 2, 3] = float("nan")
     form = WEIGHT_FORMATS["int8"](8, Grain.ROW if clips > 1 else Grain.TENSOR)
@@ -111,7 +111,7 @@ def test_a_weight_by_inputs_has_the_codes_of_its_transpose(inputs, outputs, padd
         )
 
     found, expected = (
-        rounded(values=values.t().contiguous(), by_inputs=True),
+        rounded(values=values.t().contiguous(), in_out=True),
         rounded(values=values),
     )
     assert torch.equal(found.weight.codes, expected.weight.codes)
@@ -122,11 +122,11 @@ def test_a_weight_by_inputs_has_the_codes_of_its_transpose(inputs, outputs, padd
 @pytest.mark.parametrize(
     "rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None), (64, False, None)]
 )
-def test_the_gradient_of_a_weight_by_inputs_is_that_of_its_transpose(mode, rows, lsq, clips):
+def test_the_gradient_of_a_weight_in_out_is_that_of_its_transpose(mode, rows, lsq, clips):
     plain = case(rows, mode, lsq=lsq, clips=clips)
     outputs, inputs = plain.weight.values.shape
     found = compare(
-        dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(inputs, outputs))
+        dataclasses.replace(plain, weight=in_out(plain.weight), dweight=empty(inputs, outputs))
     )
     expected = on_cpu(plain)
     if mode == "float mode":
@@ -137,24 +137,22 @@ def test_the_gradient_of_a_weight_by_inputs_is_that_of_its_transpose(mode, rows,
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_of_floats_by_inputs_are_those_of_the_transpose(rows):
+def test_products_of_floats_in_out_are_those_of_the_transpose(rows):
     project = float_project(rows, activation=Activation.relu)
     back, _ = input_gradient_case(rows, "float mode", kind=Activation.gelu, added=True)
     for plain in (project, back):
-        found = compare(dataclasses.replace(plain, weight=by_inputs(plain.weight)))
+        found = compare(dataclasses.replace(plain, weight=in_out(plain.weight)))
         for one, other in zip(found.outputs, on_cpu(plain).outputs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize("inputs, outputs, padded, clips", [(48, 29, 32, 29), (130, 65, 80, 1)])
-def test_a_weight_in_bfloat16_has_the_codes_of_its_values(
-    inputs, outputs, padded, clips, by_inputs
-):
+def test_a_weight_in_bfloat16_has_the_codes_of_its_values(inputs, outputs, padded, clips, in_out):
     values, clip = torch.randn(inputs, outputs).bfloat16(), 0.8 + torch.rand(clips)
-    values = values if by_inputs else values.t().contiguous()
+    values = values if in_out else values.t().contiguous()
     form = WEIGHT_FORMATS["int8"](8, Grain.ROW if clips > 1 else Grain.TENSOR)
-    common = {"format": form, "clip": clip, "by_inputs": by_inputs}
+    common = {"format": form, "clip": clip, "in_out": in_out}
 
     def rounded(values):
         codes = empty(padded, inputs, dtype=torch.int8)
@@ -165,15 +163,15 @@ def test_a_weight_in_bfloat16_has_the_codes_of_its_values(
     assert same(rounded(values), rounded(values.float()))
 
 
-@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize("rows, lsq, clips", [(41, True, 1), (341, False, None)])
-def test_the_gradient_of_a_weight_in_bfloat16_is_rounded_to_that(rows, lsq, clips, by_inputs):
+def test_the_gradient_of_a_weight_in_bfloat16_is_rounded_to_that(rows, lsq, clips, in_out):
     plain = case(rows, "int8", lsq=lsq, clips=clips)
     values = plain.weight.values.bfloat16()
-    values = values.t().contiguous() if by_inputs else values
+    values = values.t().contiguous() if in_out else values
 
     def ended(values):
-        weight = dataclasses.replace(plain.weight, values=values, by_inputs=by_inputs)
+        weight = dataclasses.replace(plain.weight, values=values, in_out=in_out)
         dweight = empty(*values.shape, dtype=values.dtype)
         return on_cpu(
             dataclasses.replace(

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lsq import quant
-from lsq.run.backends import backend
 from lsq.ops.calibration import Calibration, LeastErrorClip
+from lsq.run.backends import backend
 from tests.ops.compare import compare, empty, format_of, on_cpu
 from tests.quant.fake import fake_quantize
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.ops.clip_search import least_error_clip
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.quant import SMALLEST_CLIP, octav_clip
 from lsq.quant.numbers import scaled_format
+from lsq.run.backends import backend
 
 
 def error(x: torch.Tensor, clip: torch.Tensor, name: str) -> torch.Tensor:

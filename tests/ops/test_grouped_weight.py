@@ -4,7 +4,6 @@ decoded values."""
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.native import loader, shared_library, tiles
 from lsq.ops.fake_quantize import FakeQuantize, decode_weight
 from lsq.ops.grouped_product import GroupedCodes, common_group
@@ -13,6 +12,7 @@ from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.program.values import Dropout, Rows, Weight
 from lsq.quant.numbers import scaled_format
+from lsq.run.backends import backend
 from tests.ops.compare import KEY, assert_close, compare, empty
 from tests.ops.test_packed_project import LEVELS
 
@@ -28,17 +28,15 @@ PAIRS = (
 """Formats of weights and of activations."""
 
 
-def weight_of(
-    columns: int, inner: int, name: str, group: int, *, by_inputs: bool = False
-) -> Weight:
+def weight_of(columns: int, inner: int, name: str, group: int, *, in_out: bool = False) -> Weight:
     """With its decoded values and packed."""
     form, values = scaled_format(name), torch.randn(columns, inner)
     packed = torch.full((tiles.packed_group_bytes(columns, inner, group),), 85, dtype=torch.uint8)
     weight = Weight(
         format=form,
-        values=values.t().contiguous() if by_inputs else values,
+        values=values.t().contiguous() if in_out else values,
         clip=torch.full((columns,), 2.5),
-        by_inputs=by_inputs,
+        in_out=in_out,
         decoded=torch.empty(columns, inner),
         grouped=packed,
         group=group,
@@ -59,12 +57,12 @@ def encoded(x: torch.Tensor, name: str, group: int) -> FakeQuantize:
     return operation
 
 
-def check_projection(rows, columns, inner, names, *, bias=True, end=None, by_inputs=False) -> None:
+def check_projection(rows, columns, inner, names, *, bias=True, end=None, in_out=False) -> None:
     """That of codes is the reference's, and that of decoded values, but for how floats are
     summed."""
     torch.manual_seed(rows)
     group = common_group(*map(scaled_format, names))
-    weight = weight_of(columns, inner, names[0], group, by_inputs=by_inputs)
+    weight = weight_of(columns, inner, names[0], group, in_out=in_out)
     x, bias = (
         encoded(torch.randn(rows, inner), names[1], group),
         torch.randn(columns) if bias else None,
@@ -100,8 +98,8 @@ def test_ends(activation):
     )
 
 
-def test_weights_by_inputs():
-    check_projection(3, 40, 96, PAIRS[0], by_inputs=True)
+def test_weights_in_out():
+    check_projection(3, 40, 96, PAIRS[0], in_out=True)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lsq.native import tiles
 from lsq.gemm.configuration import ONEDNN
+from lsq.native import tiles
 from tests.ops.compare import compare
 from tests.ops.long_products import input_gradient, largest_error, project, weight_gradient
 from tests.ops.products import multiplied
@@ -44,9 +44,9 @@ def test_outputs():
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("by_inputs", [False, True])
-def test_rows(by_inputs):
-    operation, exact = weight_gradient(by_inputs=by_inputs)
+@pytest.mark.parametrize("in_out", [False, True])
+def test_rows(in_out):
+    operation, exact = weight_gradient(in_out=in_out)
     # x is rounded once more, with a scale for each column: at random, without bias.
     assert largest_error(compare(operation).dweight, exact) < 1e-4
 

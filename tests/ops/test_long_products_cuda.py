@@ -18,7 +18,7 @@ def test_outputs():
     assert largest_error(compare_cuda(operation).dx, exact) < 1e-6
 
 
-@pytest.mark.parametrize("by_inputs", [False, True])
-def test_rows(by_inputs):
-    operation, exact = weight_gradient(by_inputs=by_inputs)
+@pytest.mark.parametrize("in_out", [False, True])
+def test_rows(in_out):
+    operation, exact = weight_gradient(in_out=in_out)
     assert largest_error(compare_cuda(operation).dweight, exact) < 1e-4

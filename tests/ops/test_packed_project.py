@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lsq import gemm
+from lsq.models.sparsity import choose
 from lsq.native import loader, shared_library, tiles
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.packed_project import PackedProject
@@ -16,7 +17,6 @@ from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
 from lsq.quant import Grain
 from lsq.quant.formats import GROUP, Int4
-from lsq.models.sparsity import choose
 from tests.ops.compare import by_row, compare, empty, on_cpu, rounded, to_round, weight_format_of
 
 LEVELS = [

@@ -8,12 +8,12 @@ import torch
 from torch.nn import functional
 
 from lsq import quant
-from lsq.run.backends import run
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import GEMM, Project
 from lsq.program.values import Coded, Rows, Weight, dropped
 from lsq.quant import arithmetic
+from lsq.run.backends import run
 from tests.ops.compare import (
     ROWS,
     assert_accurate,

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lsq.run.backends import run
 from lsq.ops.residual_norm import NormalisedRows, ResidualNorm, ResidualNormGradient
 from lsq.quant import NORMALISED, random
+from lsq.run.backends import run
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
 from tests.ops.test_residual_sum import sum_gradient, sum_of
 

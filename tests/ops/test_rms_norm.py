@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
-from lsq.run.backends import backend, run
 from lsq.config import QuantConfig
 from lsq.layers.programs import Mode
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSum
-from lsq.run.executor import Execution
 from lsq.program.parameters import Kind
 from lsq.program.values import Rows
 from lsq.quant import random
+from lsq.run.backends import backend, run
+from lsq.run.executor import Execution
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
 from tests.ops.test_residual_norm import CLIP, COLUMNS, decibels, kept_by, to_keep
 from tests.ops.test_residual_sum import sum_gradient, sum_of

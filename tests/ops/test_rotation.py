@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lsq.run.backends import run
 from lsq.ops.rotation import HeadNorms, Rotate, RotateGradient, Rotation, rotation_table
 from lsq.ops.summed_gradient import SummedGradient
+from lsq.run.backends import run
 from tests.ops.compare import ROWS, assert_accurate, compare, empty, on_cpu, on_reference, to_round
 from tests.ops.compare import gradient_to_round as to_round_by_row
 

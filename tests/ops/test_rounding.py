@@ -116,9 +116,9 @@ def test_weights(bits, clips, rows, columns):
 
 
 @pytest.mark.parametrize("rows, columns", [(33, 17), (7, 48), (1, 1)])
-@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_under_their_largest_magnitudes(rows, columns, by_inputs, dtype):
+def test_weights_under_their_largest_magnitudes(rows, columns, in_out, dtype):
     values = torch.randn(rows, columns).to(dtype)
     values[0] = 0.0
     values[-1] *= 1e-20
@@ -126,10 +126,10 @@ def test_weights_under_their_largest_magnitudes(rows, columns, by_inputs, dtype)
     wanted = torch.where(
         (values == 0).all(1), clip, values.float().abs().amax(1).clamp(min=quant.SMALLEST_CLIP)
     )
-    operation = weight_of(values.t().contiguous() if by_inputs else values, clip, rows + 3)
-    operation.weight.codes, operation.weight.by_inputs = (
+    operation = weight_of(values.t().contiguous() if in_out else values, clip, rows + 3)
+    operation.weight.codes, operation.weight.in_out = (
         empty(rows + 3, columns, dtype=torch.int8),
-        by_inputs,
+        in_out,
     )
     operation.new_clip = empty(rows)
     found = compare(operation)

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
+from lsq.models.sparsity import choose, pack
 from lsq.native import compiler
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.ops.sparse_project import SparseProject
 from lsq.ops.sparse_weight import SparseWeight
 from lsq.program.values import Rows
-from lsq.models.sparsity import choose, pack
 from tests.ops.compare import by_row, empty, on_cpu, to_round
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_project import operands

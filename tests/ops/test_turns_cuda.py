@@ -10,8 +10,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from lsq import gemm
-from lsq import emulator
+from lsq import emulator, gemm
 from lsq.native import geometry
 from lsq.ops import embedding, kernels, weight_gradient
 from lsq.ops.nonlinearity import Activation
@@ -31,10 +30,10 @@ from tests.ops import (
     test_rounding_cuda,
     test_sparse_project_cuda,
     test_vocabulary_loss_product_cuda,
-    test_weight_by_inputs_cuda,
     test_weight_gradient,
     test_weight_gradient_cuda,
     test_weight_gradient_product_cuda,
+    test_weight_in_out_cuda,
 )
 from tests.ops.adam_checks import codes_of, numbers, state, step, with_new_clip
 from tests.ops.compare import empty, on_cpu, to_round
@@ -241,22 +240,20 @@ def weight_gradients():
         test_weight_gradient_cuda.turns(columns, outputs)
 
 
-def weights_by_inputs():
+def weights_in_out():
     """With a NaN under one clip, which poisons all scales."""
     for inputs, outputs, clips in ((272, 144, 144), (272, 48, 1)):
         values = torch.randn(inputs, outputs)
         values[200, 5] = math.nan if clips == 1 else 0.0
         compare_cuda(
-            test_weight_by_inputs_cuda.rounding(values, torch.ones(clips), transposed=clips > 1)
+            test_weight_in_out_cuda.rounding(values, torch.ones(clips), transposed=clips > 1)
         )
 
 
-def weight_gradients_by_inputs():
+def weight_gradients_in_out():
     for columns, outputs, lsq in ((272, 144, False), (144, 272, True)):
         compare_cuda(
-            test_weight_by_inputs_cuda.gradient(
-                41, lsq=lsq, clips=1, columns=columns, outputs=outputs
-            )
+            test_weight_in_out_cuda.gradient(41, lsq=lsq, clips=1, columns=columns, outputs=outputs)
         )
 
 
@@ -313,8 +310,8 @@ CASES = {
     "rounding_weight.cu": rounded_weights,
     "rotation.cu": rotations,
     "sparse_project.cu": test_sparse_project_cuda.turns,
-    "rounding_weight_by_inputs.cu": weights_by_inputs,
-    "weight_gradient_by_inputs.cu": weight_gradients_by_inputs,
+    "rounding_weight_in_out.cu": weights_in_out,
+    "weight_gradient_in_out.cu": weight_gradients_in_out,
     "scales.cu": started_scales,
     "sums.cu": sums,
     "kept_gradient.cu": targets,
@@ -325,8 +322,8 @@ CASES = {
         test_vocabulary_loss_product_cuda.turns,
     ),
     **dict.fromkeys(
-        ("rounding_weight_by_inputs.cu", "weight_gradient_by_inputs.cu"),
-        test_weight_by_inputs_cuda.turns,
+        ("rounding_weight_in_out.cu", "weight_gradient_in_out.cu"),
+        test_weight_in_out_cuda.turns,
     ),
     "weight_gradient.cu": weight_gradients,
     "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,

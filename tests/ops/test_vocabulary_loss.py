@@ -9,8 +9,8 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
 from lsq import gemm
-from lsq.native import tiles
 from lsq.gemm.configuration import CpuConfiguration
+from lsq.native import tiles
 from lsq.ops.prediction import BLOCK_ROWS, Prediction
 from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lsq.native import loader, tiles
 from lsq.gemm.configuration import ONEDNN
 from lsq.gemm.product_key import REQUESTS
+from lsq.native import loader, tiles
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
 from tests.ops.compare import KEY, by_row, compare, empty, on_cpu, on_reference, weight_format_of

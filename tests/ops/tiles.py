@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.native import compiler
 from lsq.emulator import profile
-from lsq.native.launch import Launch
 from lsq.emulator.profile import Limits, Operand, fitting_blocks
 from lsq.gemm import TileConfiguration
+from lsq.native import compiler
+from lsq.native.launch import Launch
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from tests.ops.cuda import compare_cuda

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from lsq import emulator
+from lsq.gemm.cublaslt import Products
 from lsq.native.device import Device
 from lsq.native.launch import Kernel
 from lsq.native.runtime import Driver
-from lsq.gemm.cublaslt import Products
 
 UNROLLED = re.compile(r"\s*#pragma unroll\s*$")
 LOOP = re.compile(r"\bfor \(")

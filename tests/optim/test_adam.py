@@ -8,8 +8,8 @@ import torch
 from fairseq.optim.adam import Adam as FairseqAdam
 from fairseq.utils import clip_grad_norm_
 
-from lsq.run.backends import backend
 from lsq.optim import Adam
+from lsq.run.backends import backend
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6}
 

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from lsq.run.cuda import CUDA
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import Schedule
 from lsq.optim import Adam
-from lsq.run import upkeep
 from lsq.program.values import Weight
+from lsq.run import upkeep
+from lsq.run.cuda import CUDA
 from tests.ops import cuda
 from tests.ops.adam_checks import codes_of
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lsq.run.backends import backend
-from lsq.run.cuda import CUDA, emulated_device
 from lsq.config import QuantConfig
 from lsq.program.parameters import Kind
+from lsq.run.backends import backend
+from lsq.run.cuda import CUDA, emulated_device
 from tests.program.tiny import FLOAT, builder, project, rounded
 
 INT8 = QuantConfig(backward="int8")

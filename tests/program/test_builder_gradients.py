@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
-from lsq.run.executor import Execution
 from lsq.program.parameters import Kind
+from lsq.run.backends import backend
+from lsq.run.executor import Execution
 from tests.program.tiny import builder, project, rounded
 
 INT8 = QuantConfig(backward="int8")

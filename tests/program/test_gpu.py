@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.run.cuda import CUDA, gpu
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.program.samples import border_tensors
 from lsq.program.tensor import VirtualTensor
+from lsq.run.cuda import CUDA, gpu
 from tests.layers.examples import mode_on
 from tests.layers.shapes import config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
-LONG, SOURCE = Sentences(rows=350, count=9), Sentences(rows=300, count=9)
+LONG, SOURCE = PackedSequences(rows=350, count=9), PackedSequences(rows=300, count=9)
 
 
 class Prepared:

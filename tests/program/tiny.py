@@ -2,7 +2,6 @@
 
 import torch
 
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers.programs import linear
 from lsq.ops.project import Project
@@ -11,6 +10,7 @@ from lsq.program.backend import Backend
 from lsq.program.builder import Builder
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
+from lsq.run.backends import backend
 from tests.layers.examples import mode_on
 
 FLOAT = QuantConfig(mode="float")

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from lsq import quant
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, VocabularyProjection, observe, programs
 from lsq.layers.programs import Mode
 from lsq.ops.rounding import UnpackWeight
 from lsq.quant import WEIGHT_FORMATS, Grain, WeightFormat
+from lsq.run.backends import backend
 
 
 class Turned(WeightFormat):

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lsq import quant
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer, VocabularyProjection
 from lsq.layers.memory import plan_memory
 from lsq.ops.rounding import RoundWeight, UnpackWeight
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
+from lsq.run.backends import backend
 from tests.layers.shapes import config_of
 from tests.ops.compare import compare, empty
 from tests.quant.fake import dequantize

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from lsq.run.backends import backend
-from lsq.native.compiler import compile_kernels
 from lsq.layers import TransformerEncoderLayer
+from lsq.native.compiler import compile_kernels
 from lsq.ops.rounding import RoundWeight, UnpackWeight
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
+from lsq.run.backends import backend
 from tests.layers.shapes import config_of
 from tests.ops.compare import empty
 from tests.ops.cuda import compare_cuda

@@ -5,12 +5,12 @@ import shutil
 import pytest
 import torch
 
-from lsq.run.backends import backend
-from lsq.run.absent import AbsentGPU
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
+from lsq.run.absent import AbsentGPU
+from lsq.run.backends import backend
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -20,7 +20,8 @@ def test_programs_are_those_of_a_gpu(activations):
     absent, present = AbsentGPU(activations), backend("emulated", activations)
     modes = [Mode(training=True, backward=True, backend=one) for one in (absent, present)]
     found, wanted = (
-        str(programs.encoder_layer(config, Sentences(rows=16, count=2), mode)) for mode in modes
+        str(programs.encoder_layer(config, PackedSequences(rows=16, count=2), mode))
+        for mode in modes
     )
     assert found == wanted and "StartScales" in found and "FinishSums" in found
     assert absent.few_sizes == present.few_sizes

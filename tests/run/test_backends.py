@@ -6,9 +6,9 @@ import logging
 import pytest
 import torch
 
+from lsq.native import loader
 from lsq.run import backends
 from lsq.run.backends import backend
-from lsq.native import loader
 from tests.run.chains import chain, results
 
 

@@ -6,8 +6,8 @@ import gc
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.native import loader
+from lsq.run.backends import backend
 from tests.run.chains import chain, results
 
 CALLED = ("lsq_run_sequence", "lsq_finish_vocabulary_loss")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lsq.run.cuda import CUDA
 from lsq.native.launch_list import LaunchList
-from tests.run.chains import chain
+from lsq.run.cuda import CUDA
 from tests.ops import cuda
+from tests.run.chains import chain
 
 
 @pytest.fixture

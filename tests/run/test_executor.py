@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from lsq.run.backends import backend
-from lsq.run.cuda import CUDA, emulated_device
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer, programs
-from lsq.layers.blocks import Sentences
-from lsq.run.executor import Execution, Hooks, profile
-from lsq.run.fresh import FreshFrame
+from lsq.layers.blocks import PackedSequences
 from lsq.program.operation import Operation
 from lsq.program.samples import border_tensors
 from lsq.program.tensor import VirtualTensor
+from lsq.run.backends import backend
+from lsq.run.cuda import CUDA, emulated_device
+from lsq.run.executor import Execution, Hooks, profile
+from lsq.run.fresh import FreshFrame
 from tests.layers.examples import mode_on
 from tests.layers.oracle import assert_same_codes, recorded
 from tests.layers.shapes import config_of, gradients
@@ -224,7 +224,9 @@ def test_profile_counts_both_passes():
     x = torch.randn(5, 3, 48)
     with profile() as seconds:
         layer(x).sum().backward()
-    program = programs.encoder_layer(layer.config, Sentences(rows=15, count=3), mode_on("cpu"))
+    program = programs.encoder_layer(
+        layer.config, PackedSequences(rows=15, count=3), mode_on("cpu")
+    )
     assert seconds.keys() == {operation.name for operation in program.operations}
     assert all(value > 0 for value in seconds.values())
     before = dict(seconds)

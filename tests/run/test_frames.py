@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.layers import TransformerEncoderLayer, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.memory import plan_memory
 from lsq.run.fresh import FreshFrame
 from lsq.run.step import is_placed
@@ -26,7 +26,7 @@ def planned():
 
 def program_of(layer, batch, time):
     return programs.encoder_layer(
-        layer.config, Sentences(rows=batch * time, count=batch), mode_on("cpu")
+        layer.config, PackedSequences(rows=batch * time, count=batch), mode_on("cpu")
     )
 
 

@@ -8,13 +8,13 @@ import weakref
 import pytest
 import torch
 
-from lsq.run.backends import backend
 from lsq.commands.step_memory import traced_peak
 from lsq.layers import TransformerEncoderLayer
 from lsq.memory.kept import SMALLEST, nothing_kept
 from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.rounding import RoundWeight
 from lsq.run import fresh
+from lsq.run.backends import backend
 from lsq.run.executor import profile
 from tests.layers.shapes import config_of
 from tests.run.test_prepared import equal, run

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lsq.run import cuda
-from lsq.run.cuda import CUDA, emulated_device
 from lsq.native.launch_list import LaunchList
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, UnpackGradients
+from lsq.run import cuda
+from lsq.run.cuda import CUDA, emulated_device
 from tests.ops.compare import allocated, on_reference, rubbish
 from tests.ops.gradient_checks import pack
 

@@ -6,14 +6,14 @@ import dataclasses
 import pytest
 import torch
 
-from lsq.run.cuda import CUDA
-from lsq.run.launches import part_of
 from lsq.native.launch import launch
 from lsq.ops import prediction
 from lsq.ops.rounding import Add
+from lsq.run.cuda import CUDA
+from lsq.run.launches import part_of
 from lsq.run.prepared import Slot
-from tests.run.chains import WORDS, chain
 from tests.ops import cuda
+from tests.run.chains import WORDS, chain
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from collections import Counter
 import torch
 
 from lsq import gemm
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import programs
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.native.launch import Product
 from lsq.run.absent import AbsentGPU
 from lsq.run.products import launched
-from lsq.config import LayerConfig, QuantConfig
-from lsq.native.launch import Product
-from lsq.layers import programs
-from lsq.layers.blocks import Sentences
-from lsq.layers.programs import Mode, Table, Vocabulary
 
 QUANT = QuantConfig(backward="int8")
 BIG = LayerConfig(
@@ -23,7 +23,7 @@ BIG = LayerConfig(
     activation_dropout=0.1,
     quant=QUANT,
 )
-SENTENCES = Sentences(rows=8192, count=256)
+SENTENCES = PackedSequences(rows=8192, count=256)
 LAYERS = 6
 
 

@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 
-from lsq.native.launch import Product
 from lsq.layers import TransformerEncoderLayer
 from lsq.layers.memory import plan_memory
+from lsq.native.launch import Product
 from tests.emulator.emulated import CudaError
 from tests.emulator.emulated_streams import captured
 from tests.emulator.emulated_torch import OnStreams
-from tests.native.test_runtime import store
 from tests.layers.shapes import config_of
+from tests.native.test_runtime import store
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

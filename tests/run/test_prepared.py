@@ -8,14 +8,14 @@ from itertools import groupby
 import pytest
 import torch
 
-from lsq.run.backends import backend
-from lsq.native import loader
 from lsq.layers import TransformerEncoderLayer
 from lsq.layers.memory import plan_memory
+from lsq.native import loader
 from lsq.ops.rounding import RoundWeight
-from lsq.run import frames
-from lsq.run.executor import Hooks, profile
 from lsq.program.operation import Operation
+from lsq.run import frames
+from lsq.run.backends import backend
+from lsq.run.executor import Hooks, profile
 from tests.layers.shapes import config_of
 from tests.layers.toy import batch, largest, twins
 

@@ -6,10 +6,10 @@ import copy
 import pytest
 import torch
 
-from lsq.run.cuda import CUDA
-from lsq.native.launch_list import LaunchList
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.layers.memory import plan_memory, release_memory
+from lsq.native.launch_list import LaunchList
+from lsq.run.cuda import CUDA
 from lsq.run.executor import profile
 from tests.layers.shapes import config_of
 from tests.ops import cuda

@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.run.backends import backend
-from lsq.run.products import launched_by_operation, products_of
-from lsq.native import loader
-from lsq.native.launch import Product
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.programs import Vocabulary
+from lsq.native import loader
+from lsq.native.launch import Product
 from lsq.ops.project import Project
-from lsq.run.executor import Execution
 from lsq.program.operation import Operation
 from lsq.program.samples import border_tensors, placed
+from lsq.run.backends import backend
+from lsq.run.executor import Execution
+from lsq.run.products import launched_by_operation, products_of
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked
 from tests.layers.examples import PROGRAMS, mode_on, run

@@ -67,7 +67,7 @@ def test_tensors_at_borders_are_numbered_over_the_step():
         }
         for p in rehearsed.passes[:2]
     )
-    assert first["x"] is None and first["starts"] is None
+    assert first["x"] is None and first["cu_seqlens"] is None
     assert second["x"] == rehearsed.passes[0].makes[0] != rehearsed.passes[1].makes[0]
     assert second["feed_forward.fc1_weight"] == first["feed_forward.fc1_weight"]
     assert second["feed_forward.fc2_weight"] is None

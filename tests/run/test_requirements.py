@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lsq.run.backends import gpu_fault
-from lsq.run import requirements
 from lsq.native import compiler
+from lsq.run import requirements
+from lsq.run.backends import gpu_fault
 
 
 @pytest.fixture

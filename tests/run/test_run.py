@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lsq.run import backends
 from lsq.native import loader
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients
+from lsq.run import backends
 from tests.ops.compare import allocated, on_reference, rubbish
 from tests.ops.cuda import DTYPES
 from tests.ops.gradient_checks import pack, unpack

@@ -8,9 +8,9 @@ import pytest
 import torch
 from fairseq.optim.adam import Adam as FairseqAdam
 
-from lsq.run import stamp, upkeep
 from lsq.program.values import Weight
 from lsq.quant import Grain, WeightFormat
+from lsq.run import stamp, upkeep
 
 
 def offered(rows=4, columns=200):

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lsq.study.bounds import BOUNDS, gaussian, laplacian, lloyd_max
 from lsq.quant.numbers import scaled_format, signal_to_noise
+from lsq.study.bounds import BOUNDS, gaussian, laplacian, lloyd_max
 
 
 def quality(name: str, x: torch.Tensor) -> float:

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from lsq.commands import run_files, trained
 from lsq.serving.decode.model import model_of
-from lsq.study.files import tensors_in
 from lsq.serving.export import model_file
 from lsq.serving.export.model_file import ExportedModel
+from lsq.study.files import tensors_in
 from tests.serving.translate.conftest import output  # noqa: F401
 
 TENSORS = {"layer.weight": torch.arange(6.0).view(2, 3), "layer.bias": torch.ones(2)}

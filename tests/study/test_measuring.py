@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lsq.study import DEFAULT_FORMATS, measure, measure_tensors
 from lsq.quant.numbers import METHODS, scaled_format, signal_to_noise
+from lsq.study import DEFAULT_FORMATS, measure, measure_tensors
 
 
 @pytest.mark.parametrize("clip", METHODS)

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import lsq
 from lsq.config import LayerConfig, QuantConfig
-from lsq.study.products import gather
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.models.sparsity import sparsify
+from lsq.study.products import gather
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 transformers = pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ def seen(
     return {(one.kind, one.name): one.values for one in gather(model, run, patterns, largest)}
 
 
-def test_a_linear_layer_and_one_by_inputs():
+def test_a_linear_layer_and_one_in_out():
     model = nn.Sequential(nn.Linear(5, 7), transformers.pytorch_utils.Conv1D(3, 7))
     x = torch.randn(2, 4, 5)
     found = seen(model, lambda: model(x).square().sum())

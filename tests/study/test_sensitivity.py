@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lsq.quant.numbers import scaled_format
 from lsq.study import Keep, read_costs, sensitivity
 from lsq.study.costs import TensorCosts, write_costs
-from lsq.quant.numbers import scaled_format
 from tests.study.models import (
     Layers,
     Quadratic,

@@ -50,9 +50,9 @@ struct Pair {
     Pair(const Heads& heads, int64_t sentence, int64_t head, int64_t together)
         : head(head), causal(heads.causal), window(heads.window) {
         const bool behind = sentence == heads.sentences;
-        first = heads.starts[sentence], first_key = heads.key_starts[sentence];
-        queries = (behind ? heads.rows : heads.starts[sentence + 1]) - first;
-        keys = behind ? 0 : heads.key_starts[sentence + 1] - first_key;
+        first = heads.cu_seqlens[sentence], first_key = heads.key_cu_seqlens[sentence];
+        queries = (behind ? heads.rows : heads.cu_seqlens[sentence + 1]) - first;
+        keys = behind ? 0 : heads.key_cu_seqlens[sentence + 1] - first_key;
         const int64_t most = keys <= together ? together : kKeyBlock;
         block = window ? std::min(kKeyBlock, whole_units(window)) : most;
     }

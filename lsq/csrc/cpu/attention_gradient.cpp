@@ -261,19 +261,19 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
     const Case given(heads, heads.group, kBackwardKeys);
     const Blocks& groups = given.groups;
     float* keys = dkv ? dkv : dq;
-    const int64_t behind = heads.key_starts[heads.sentences], columns = heads.k.columns;
+    const int64_t behind = heads.key_cu_seqlens[heads.sentences], columns = heads.k.columns;
     std::fill(keys + behind * columns, keys + heads.key_rows * columns, 0.0f);
     BiasGradient of_biases(op, given);
     Ending of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
     std::vector<std::atomic<int64_t>> left(groups.count);
     for (int64_t group = 0; group < groups.count; ++group) left[group] = given.pairs(group);
     const auto end = [&](int64_t group) {
-        const auto row = [&](const int32_t* starts, int64_t sentence, int64_t rows) -> int64_t {
-            return sentence > heads.sentences ? rows : starts[sentence];
+        const auto row = [&](const int32_t* cu_seqlens, int64_t sentence, int64_t rows) -> int64_t {
+            return sentence > heads.sentences ? rows : cu_seqlens[sentence];
         };
         const int64_t first = groups.begin(group), last = groups.end(group);
-        of_queries.run(group, row(heads.starts, first, heads.rows), row(heads.starts, last, heads.rows));
-        of_keys.run(group, row(heads.key_starts, first, heads.key_rows), row(heads.key_starts, last, heads.key_rows));
+        of_queries.run(group, row(heads.cu_seqlens, first, heads.rows), row(heads.cu_seqlens, last, heads.rows));
+        of_keys.run(group, row(heads.key_cu_seqlens, first, heads.key_rows), row(heads.key_cu_seqlens, last, heads.key_rows));
     };
     with_products([&](auto products) {
 #pragma omp parallel

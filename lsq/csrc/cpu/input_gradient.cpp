@@ -13,9 +13,9 @@ constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
 
 // Ends rows of a product on one thread: dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum
 // over rows is wanted. Rows come in order, and those of a part on one thread or one after the other.
-class End {
+class Epilogue {
 public:
-    End(const ProjectInputGradient& op, float* partial, float* clip_sums)
+    Epilogue(const ProjectInputGradient& op, float* partial, float* clip_sums)
         : op_(op), dx_(op.dx, op.dx_dtype), n_(op.columns), partial_(partial), clip_sums_(clip_sums), scratch_(n_) {}
 
     // Of codes: sums int32.
@@ -151,23 +151,23 @@ private:
 
 LSQ_EXPORT void lsq_multiply_project_input_gradient(
     const ProjectInputGradient& op, const TileProduct& product, float* partial, float* clip_sums) {
-    multiply_rows(product, [&] { return End(op, partial, clip_sums); });
+    multiply_rows(product, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
 // Rows [first, first + rows) of the product [rows, K], int32 sums or floats. Blocks come in order.
 LSQ_EXPORT void lsq_end_project_input_gradient(
     const ProjectInputGradient& op, const int32_t* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return End(op, partial, clip_sums); });
+    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
 LSQ_EXPORT void lsq_end_long_project_input_gradient(
     const ProjectInputGradient& op, const LongSum* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return End(op, partial, clip_sums); });
+    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
 LSQ_EXPORT void lsq_end_float_input_gradient(
     const ProjectInputGradient& op, const float* product, float* partial, float* clip_sums) {
-    read_rows(product, 0, op.rows, op.columns, [&] { return End(op, partial, clip_sums); });
+    read_rows(product, 0, op.rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
 // Adds up what the blocks have left.

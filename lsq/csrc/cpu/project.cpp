@@ -87,9 +87,9 @@ private:
 };
 
 // Ends rows of a product with a weight on one thread.
-class End : RowEnd {
+class Epilogue : RowEnd {
 public:
-    explicit End(const Project& op)
+    explicit Epilogue(const Project& op)
         : RowEnd(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
           alpha_(op.x.coded.codes ? n_ : 0) {
         if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
@@ -234,21 +234,21 @@ void write_scale(const Project& op, int64_t first, Magnitude largest) {
 }  // namespace
 
 LSQ_EXPORT void lsq_multiply_project(const Project& op, const TileProduct& product) {
-    write_scale(op, 0, multiply_rows(product, [&] { return End(op); }));
+    write_scale(op, 0, multiply_rows(product, [&] { return Epilogue(op); }));
 }
 
 // sums int32 [rows, P]: those of rows [first, first + rows) of codes.
 LSQ_EXPORT void lsq_end_project(const Project& op, const int32_t* sums, int64_t first, int64_t rows) {
-    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return End(op); }));
+    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op); }));
 }
 
 LSQ_EXPORT void lsq_end_long_project(const Project& op, const LongSum* sums, int64_t first, int64_t rows) {
-    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return End(op); }));
+    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op); }));
 }
 
 // The product of floats stands in `out`, where its result goes.
 LSQ_EXPORT void lsq_end_floats(const Project& op) {
-    write_scale(op, 0, read_rows(op.out, 0, op.rows, op.columns, [&] { return End(op); }));
+    write_scale(op, 0, read_rows(op.out, 0, op.rows, op.columns, [&] { return Epilogue(op); }));
 }
 
 // `sums` [M, N] are a product with adapters; a result of floats takes their place.

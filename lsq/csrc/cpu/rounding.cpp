@@ -40,7 +40,7 @@ LSQ_OPERATION(Round, op) {
 }
 
 LSQ_EXPORT void lsq_round_int8(const RoundWeight& op) {
-    if (op.weight.by_inputs) return round_by_inputs(op);
+    if (op.weight.in_out) return round_in_out(op);
     round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float clip, float step, int8_t* codes) -> int {
 #if defined(LSQ_WIDE)
         if (WideClip::fits(clip)) return is_missing(round_under_clip(values, n, clip, step, codes, nullptr));

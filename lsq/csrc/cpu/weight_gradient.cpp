@@ -17,15 +17,15 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
 namespace {
 
 // Ends rows of the product on one thread: dweight, and clip_sums [N]: what each row adds to the gradient of its clip.
-class End {
+class Epilogue {
 public:
-    End(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
+    Epilogue(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
         : op_(op), values_(op.weight.values, op.weight.values_dtype), dweight_(op.dweight, op.weight.values_dtype),
           n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums) {}
 
     // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
-        if (op_.weight.by_inputs) return end_by_inputs(first, rows, sums, stride);
+        if (op_.weight.in_out) return end_in_out(first, rows, sums, stride);
 #if defined(LSQ_WIDE)
         if (!op_.lsq) return end_sums(first, rows, sums, stride);
 #endif
@@ -33,13 +33,13 @@ public:
     }
 
     int operator()(int64_t first, int64_t rows, const LongSum* sums, int64_t stride) {
-        if (op_.weight.by_inputs) return end_by_inputs(first, rows, &sums->value, stride);
+        if (op_.weight.in_out) return end_in_out(first, rows, &sums->value, stride);
         return scale(first, rows, sums, stride);
     }
 
     // Of floats.
     int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
-        if (op_.weight.by_inputs) return end_by_inputs(first, rows, product, stride);
+        if (op_.weight.in_out) return end_in_out(first, rows, product, stride);
         return end(first, rows, [&](int64_t row) { return [line = product + row * stride](int64_t i) { return line[i]; }; });
     }
 
@@ -96,7 +96,7 @@ private:
 
     // The same of a weight [K, N], in blocks that are transposed.
     template <class T>
-    int end_by_inputs(int64_t first, int64_t rows, const T* product, int64_t stride) {
+    int end_in_out(int64_t first, int64_t rows, const T* product, int64_t stride) {
         const int64_t past = std::min(first + rows, op_.weight_rows), width = op_.weight_rows;
         for (int64_t row = first; row < past; row += kTileSide) {
             const int64_t count = std::min(kTileSide, past - row);
@@ -206,25 +206,25 @@ private:
 LSQ_EXPORT void lsq_multiply_project_weight_gradient(
     const ProjectWeightGradient& op, const TileProduct& product, float* column_scale, float* clip_sums) {
     ColumnRounding(op, column_scale).to_tiles(product);
-    multiply_packed(product, [&] { return End(op, column_scale, clip_sums); });
+    multiply_packed(product, [&] { return Epilogue(op, column_scale, clip_sums); });
 }
 
 // Rows [first, first + rows) of the product [rows, K]: int32 sums with column_scale [K].
 LSQ_EXPORT void lsq_end_project_weight_gradient(
     const ProjectWeightGradient& op, const int32_t* sums, int64_t first, int64_t rows, const float* column_scale,
     float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return End(op, column_scale, clip_sums); });
+    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, column_scale, clip_sums); });
 }
 
 LSQ_EXPORT void lsq_end_long_project_weight_gradient(
     const ProjectWeightGradient& op, const LongSum* sums, int64_t first, int64_t rows, const float* column_scale,
     float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return End(op, column_scale, clip_sums); });
+    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, column_scale, clip_sums); });
 }
 
 LSQ_EXPORT void lsq_end_float_weight_gradient(
     const ProjectWeightGradient& op, const float* product, float* clip_sums) {
-    read_rows(product, 0, op.weight_rows, op.columns, [&] { return End(op, nullptr, clip_sums); });
+    read_rows(product, 0, op.weight_rows, op.columns, [&] { return Epilogue(op, nullptr, clip_sums); });
 }
 
 // sums [N] -> dclip.

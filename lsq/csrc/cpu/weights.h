@@ -44,7 +44,7 @@ void round_weight(const RoundWeight& op, const Round& round) {
 }
 
 // The codes of values [K, N], in blocks of so many rows and columns.
-inline void round_by_inputs(const RoundWeight& op) {
+inline void round_in_out(const RoundWeight& op) {
     constexpr int64_t kSide = kTileGroup;
     const Weight& weight = op.weight;
     const Border<const float> from(weight.values, weight.values_dtype);

@@ -39,7 +39,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
     const float factor = q.scale * k.scale * score_share(op.heads);
     const PairMask mask(op.heads);
     const int head = blockIdx.y, key_head = head / SHARING;
-    const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
+    const Place place(op.heads.cu_seqlens, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     const int row = place.begin + place.first;  // of the first query
     load_tile(q, row, place.count, head, tiles.queries);

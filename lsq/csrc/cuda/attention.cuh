@@ -5,7 +5,7 @@
 
 namespace lsq {
 
-// Which tile of rows a block has. Sentence b owns places starts[b] / TILE + b and those after it, which are enough for
+// Which tile of rows a block has. Sentence b owns places cu_seqlens[b] / TILE + b and those after it, which are enough for
 // its rows however they begin; some stay empty. Rows behind the last sentence are one sentence more.
 struct Place {
     int sentence;
@@ -14,20 +14,20 @@ struct Place {
     int count;  // rows of the tile, 0 for an empty place
 
     // `rows`: all that there are.
-    __device__ __forceinline__ Place(const int32_t* starts, int64_t sentences, int64_t rows) : sentence(0) {
+    __device__ __forceinline__ Place(const int32_t* cu_seqlens, int64_t sentences, int64_t rows) : sentence(0) {
         const int place = blockIdx.x, all = static_cast<int>(sentences);
         int end = all + 1;  // the sentence lies in [sentence, end)
         while (end - sentence > 1) {
             const int middle = (sentence + end) / 2;
-            if (starts[middle] / TILE + middle <= place) {
+            if (cu_seqlens[middle] / TILE + middle <= place) {
                 sentence = middle;
             } else {
                 end = middle;
             }
         }
-        begin = starts[sentence];
+        begin = cu_seqlens[sentence];
         first = (place - begin / TILE - sentence) * TILE;
-        const int left = (sentence < all ? starts[sentence + 1] : static_cast<int>(rows)) - begin - first;
+        const int left = (sentence < all ? cu_seqlens[sentence + 1] : static_cast<int>(rows)) - begin - first;
         count = max(0, min(left, TILE));
     }
 };
@@ -41,9 +41,9 @@ struct Sentence {
     __device__ __forceinline__ Sentence(const Heads& heads, int number)
         : query(0), queries(0), key(0), keys(0), window(static_cast<int>(heads.window)), causal(heads.causal) {
         if (number == heads.sentences) return;
-        const int32_t *starts = heads.starts, *key_starts = heads.key_starts;
-        query = starts[number], queries = starts[number + 1] - query;
-        key = key_starts[number], keys = key_starts[number + 1] - key;
+        const int32_t *cu_seqlens = heads.cu_seqlens, *key_cu_seqlens = heads.key_cu_seqlens;
+        query = cu_seqlens[number], queries = cu_seqlens[number + 1] - query;
+        key = key_cu_seqlens[number], keys = key_cu_seqlens[number + 1] - key;
     }
 
     // Keys that query `i` sees, from the first on.

@@ -123,7 +123,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
     __shared__ Biases biases;
     const Backward given(op, biases);
-    const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
+    const Place place(op.heads.cu_seqlens, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     if (place.count == 0 || given.one_tile(sentence)) return;
     const int head = blockIdx.y, key_head = head / SHARING;
@@ -181,7 +181,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     __shared__ Biases biases;
     __shared__ BiasSums bias_sums;
     const Backward given(op, biases);
-    const Place place(op.heads.key_starts, op.heads.sentences, op.heads.key_rows);
+    const Place place(op.heads.key_cu_seqlens, op.heads.sentences, op.heads.key_rows);
     const Sentence sentence(op.heads, place.sentence);
     const int key_head = blockIdx.y;
     if (place.count == 0) {

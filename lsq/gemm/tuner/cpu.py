@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from lsq.native import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import (
     carve,
@@ -28,6 +27,7 @@ from lsq.gemm.cpu_product import (
 )
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.tuner.operands import LARGEST, RowChecksums, laid, whole_numbers
+from lsq.native import loader, tiles
 from lsq.ops.readers import reader_of
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)

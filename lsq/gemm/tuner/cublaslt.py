@@ -2,9 +2,9 @@
 CUDA events.
 
 An algorithm is an id with a tile, stages, parts of K that are added up, and more
-(lsq.native.products.CONFIGURATION). The library proposes some, and says what each can do and whether
-it runs the product at hand (AlgoCheck, which takes microseconds). On the CPU, with the emulated
-library, the same code runs and times mean nothing.
+(lsq.native.products.CONFIGURATION). The library proposes some, and says what each can do and
+whether it runs the product at hand (AlgoCheck, which takes microseconds). On the CPU, with the
+emulated library, the same code runs and times mean nothing.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.native.device import Device
-from lsq.native.products import Matmul, ProductError, ProductLibrary
-from lsq.native.stream_memory import aligned_workspace
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ADDRESS_MULTIPLE, MATMUL, ProductKey
 from lsq.gemm.tuner.ended import EndedTrial
 from lsq.gemm.tuner.operands import LARGEST, RowChecksums, laid, whole_numbers
+from lsq.native.device import Device
+from lsq.native.products import Matmul, ProductError, ProductLibrary
+from lsq.native.stream_memory import aligned_workspace
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Numbers of parts of K that are tried."""

@@ -14,9 +14,6 @@ from types import SimpleNamespace
 import torch
 
 from lsq import gemm
-from lsq.native.device import Device
-from lsq.native.launch import TICKETS, Launch, Product
-from lsq.native.launch_list import LaunchList
 from lsq.gemm.configuration import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -28,9 +25,12 @@ from lsq.gemm.configuration import (
 from lsq.gemm.cublaslt import ChosenProduct
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
+from lsq.native.device import Device
+from lsq.native.launch import TICKETS, Launch, Product
+from lsq.native.launch_list import LaunchList
+from lsq.ops.representatives import OPERATIONS
 from lsq.program.operation import Operation, Spec
 from lsq.program.samples import Sampler
-from lsq.ops.representatives import OPERATIONS
 
 STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
 """Of tiles by each instruction, that are tried; a GPU with less shared memory refuses the most of

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from lsq.config import LayerConfig, QuantConfig
 from lsq.models.fused_layer import FusedLayer, cache_of
 from lsq.models.reading import activation_of, biases, dropout_of, layer_norm_epsilon, plain_linears
-from lsq.config import LayerConfig, QuantConfig
 
 HEADS = ("query", "key", "value")
 
@@ -59,7 +59,7 @@ class BertLayer(FusedLayer):
     def settings(layer: nn.Module) -> dict[str, object]:
         attention, after = layer.attention.self, layer.attention.output
         return {
-            "score_factor": attention.scaling,
+            "softmax_scale": attention.scaling,
             "attention_dropout": attention.dropout.p,
             "dropout": dropout_of(after.dropout, layer.output.dropout),
             "layer_norm_epsilon": layer_norm_epsilon(after.LayerNorm, layer.output.LayerNorm),

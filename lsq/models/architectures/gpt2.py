@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from lsq.config import LayerConfig, QuantConfig
 from lsq.models.fused_layer import FusedLayer, Others
 from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain
-from lsq.config import LayerConfig, QuantConfig
 
 
 class GPT2Layer(FusedLayer):
@@ -41,7 +41,7 @@ class GPT2Layer(FusedLayer):
             heads=attention.num_heads,
             feed_forward=inner.nf,
             activation=activation_of(mlp.act),
-            by_inputs=True,
+            in_out=True,
             pre_norm=True,
             quant=quantization,
             **GPT2Layer.settings(layer),
@@ -50,7 +50,7 @@ class GPT2Layer(FusedLayer):
     @staticmethod
     def settings(layer: nn.Module) -> dict[str, object]:
         return {
-            "score_factor": layer.attn.scaling,
+            "softmax_scale": layer.attn.scaling,
             "attention_dropout": layer.attn.attn_dropout.p,
             "dropout": dropout_of(layer.attn.resid_dropout, layer.mlp.dropout),
             "layer_norm_epsilon": layer_norm_epsilon(layer.ln_1, layer.ln_2),

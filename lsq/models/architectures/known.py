@@ -4,8 +4,8 @@ from importlib import import_module
 
 from torch import nn
 
-from lsq.models.fused_layer import FusedLayer
 from lsq.layers.in_place import class_in_place
+from lsq.models.fused_layer import FusedLayer
 
 LAYERS = {
     **dict.fromkeys(

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from lsq.config import LayerConfig, QuantConfig, Rotary
 from lsq.models.fused_layer import FusedLayer, Others, cache_of
 from lsq.models.reading import activation_of, biases, plain_linears, reads, the_same
-from lsq.config import LayerConfig, QuantConfig, Rotary
 
 
 class LlamaLayer(FusedLayer):
@@ -55,7 +55,7 @@ class LlamaLayer(FusedLayer):
         return LayerConfig(
             hidden=q.in_features,
             heads=q.out_features // width,
-            key_heads=k.out_features // width,
+            kv_heads=k.out_features // width,
             head_width=width,
             rotary=Rotary(places=1),
             feed_forward=gate.out_features,
@@ -76,13 +76,13 @@ class LlamaLayer(FusedLayer):
             raise ValueError("its attention is not causal")
         heads = [attention.q_norm, attention.k_norm] if "q_norm" in attention._modules else []
         return {
-            "score_factor": attention.scaling,
+            "softmax_scale": attention.scaling,
             "window": _window(attention),
             "attention_dropout": attention.attention_dropout,
             "layer_norm_epsilon": the_same(
                 "epsilons of norms", [one.variance_epsilon for one in norms]
             ),
-            "head_norm": the_same(
+            "qk_norm": the_same(
                 "epsilons of norms of heads", [one.variance_epsilon for one in heads]
             ),
         }

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from lsq.config import LayerConfig, QuantConfig
 from lsq.models.fused_layer import FusedLayer, Others, cache_of
 from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears, the_same
-from lsq.config import LayerConfig, QuantConfig
 
 ENCODER = {
     "self_attn_layer_norm.weight": ("self_attn_layer_norm.weight",),
@@ -82,7 +82,7 @@ class EncoderLayer(FusedLayer):
             "attention_dropout": the_same(
                 "dropouts of attention", [one.dropout for one in attentions]
             ),
-            "score_factor": the_same("factors of scores", [one.scaling for one in attentions]),
+            "softmax_scale": the_same("factors of scores", [one.scaling for one in attentions]),
             "layer_norm_epsilon": layer_norm_epsilon(*norms),
         }
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lsq.config import LayerConfig, QuantConfig
 from lsq.models.batch import HIDDEN, causal, remembered
 from lsq.models.fused_layer import FusedLayer, Others
 from lsq.models.reading import (
@@ -14,7 +15,6 @@ from lsq.models.reading import (
     plain,
     plain_linears,
 )
-from lsq.config import LayerConfig, QuantConfig
 
 
 class EncoderLayer(FusedLayer):

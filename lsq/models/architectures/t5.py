@@ -12,12 +12,12 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from lsq.models.fused_layer import EncoderOutput, FusedLayer, Others, cache_of
-from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, the_same
 from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances
 from lsq.layers.torch_compile import beside_the_graph
+from lsq.models.fused_layer import EncoderOutput, FusedLayer, Others, cache_of
+from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, the_same
 
 SELF_ATTENTION = {
     "self_attn_layer_norm.weight": ("layer.0.layer_norm.weight",),
@@ -108,7 +108,7 @@ class EncoderBlock(FusedLayer):
             "attention_dropout": the_same(
                 "dropouts of attention", [one.dropout for one in attentions]
             ),
-            "score_factor": the_same("factors of scores", [one.scaling for one in attentions]),
+            "softmax_scale": the_same("factors of scores", [one.scaling for one in attentions]),
             "layer_norm_epsilon": the_same(
                 "epsilons of norms", [one.layer_norm.variance_epsilon for one in parts]
             ),

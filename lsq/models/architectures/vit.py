@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from lsq.config import LayerConfig, QuantConfig
 from lsq.models.fused_layer import FusedLayer
 from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears
-from lsq.config import LayerConfig, QuantConfig
 
 
 class ViTLayer(FusedLayer):
@@ -57,7 +57,7 @@ class ViTLayer(FusedLayer):
     @staticmethod
     def settings(layer: nn.Module) -> dict[str, object]:
         return {
-            "score_factor": layer.attention.scaling,
+            "softmax_scale": layer.attention.scaling,
             "attention_dropout": layer.attention.attention_dropout,
             "dropout": layer.dropout.p,
             "layer_norm_epsilon": layer_norm_epsilon(layer.layernorm_before, layer.layernorm_after),

@@ -25,18 +25,18 @@ from transformers.trainer_callback import ExportableState
 
 import lsq
 from lsq.config import require_choice
-from lsq.models.clip_state import clip_names, clip_state, keep_apart, load_clip_state
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients
-from lsq.models.huggingface.clip_files import load_clips, save_clips
-from lsq.models.huggingface.memory import plan_batch
-from lsq.models.huggingface.noise import arguments_of_monitor, noise, plain
 from lsq.layers import ProgramModule, TensorStatistics, observe
 from lsq.layers.decoded_tensors import told
 from lsq.layers.memory import MODES, release_memory
 from lsq.layers.signals import complaint, interval_of
+from lsq.models.clip_state import clip_names, clip_state, keep_apart, load_clip_state
+from lsq.models.huggingface.clip_files import load_clips, save_clips
+from lsq.models.huggingface.memory import plan_batch
+from lsq.models.huggingface.noise import arguments_of_monitor, noise, plain
+from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
 from lsq.observe import Monitor
 from lsq.run import shards
-from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
 
 logger = logging.getLogger(__name__)
 

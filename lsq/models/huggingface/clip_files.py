@@ -66,7 +66,8 @@ def _hint(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is no folder on this machine"
     return (
-        "lsq.models.huggingface.save_clips(model, folder) writes it, and so does LsqCallback to each"
+        "lsq.models.huggingface.save_clips(model, folder) writes it, and so does LsqCallback to"
+        " each"
         " checkpoint; without it, "
         "the converted model measures its clips in the next pass"
     )

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.native import loader
 from lsq.layers.memory import plan_memory
+from lsq.native import loader
 from lsq.run.frames import StepMemory
 
 if TYPE_CHECKING:

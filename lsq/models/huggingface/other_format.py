@@ -14,11 +14,11 @@ from torch import nn
 import lsq
 from lsq import files
 from lsq.config import QuantConfig
-from lsq.models.clip_state import clip_names, clip_state
-from lsq.models.other_format import CLIP, formats_of, load_other_format
-from lsq.models.huggingface.clip_files import NAME
 from lsq.layers import clip_format
 from lsq.layers.weight_masks import SUFFIX
+from lsq.models.clip_state import clip_names, clip_state
+from lsq.models.huggingface.clip_files import NAME
+from lsq.models.other_format import CLIP, formats_of, load_other_format
 from lsq.quant.pruning import Pruning
 
 OF_TRAINING = (
@@ -135,6 +135,7 @@ def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) 
         f"{folder / NAME} has clips of other layers than lsq.convert makes by itself; in Python,"
         " convert the model "
         f"with your options and QuantConfig(**{clip_format.fields_of(quant)}), then "
-        "lsq.models.huggingface.load_clips(model, folder, other_format=True) and save_clips(model, other"
+        "lsq.models.huggingface.load_clips(model, folder, other_format=True) and save_clips(model,"
+        " other"
         " folder)"
     )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.quant.pruning import GROUP, KEPT
 from lsq.models.sparsity.pattern import choose
+from lsq.quant.pruning import GROUP, KEPT
 
 ROOM = 2**24
 """Inputs that `product` gathers at once, of all rows of x for some rows of the weight."""
@@ -49,7 +49,8 @@ def pack(matrix: torch.Tensor) -> Packed:
         raise ValueError(
             f"row {row} holds {matrix[row, first : first + GROUP].tolist()} in columns {first} to"
             f" {first + 3}; 2:4 "
-            "sparsity stores two of four: multiply the matrix by a mask of lsq.models.sparsity.choose"
+            "sparsity stores two of four: multiply the matrix by a mask of"
+            " lsq.models.sparsity.choose"
             " first"
         )
     rows, columns = matrix.shape

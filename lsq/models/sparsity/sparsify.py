@@ -9,13 +9,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lsq.config import require_model
-from lsq.models.clip_state import keep_apart
-from lsq.models.selection import Skip, skipping
 from lsq.layers import ProgramModule
 from lsq.layers.weight_masks import WeightMasks, check_whole
-from lsq.quant.pruning import Pruning, check_width
+from lsq.models.clip_state import keep_apart
+from lsq.models.selection import Skip, skipping
 from lsq.models.sparsity.inputs import mean_squares
 from lsq.models.sparsity.pattern import choose
+from lsq.quant.pruning import Pruning, check_width
 
 
 def sparsify(
@@ -210,14 +210,14 @@ class Sparsity:
         for path, (module, name) in self.weights.items():
             check_whole(module, name)
             values = module.own_parameter(name)
-            by_inputs = module.declared[name].by_inputs
-            rows = (values.t() if by_inputs else values).float()
+            in_out = module.declared[name].in_out
+            rows = (values.t() if in_out else values).float()
             scores = rows.abs()
             if path in self._squares:
                 # squares of small weights would vanish
                 scores = scores * self._squares[path].to(rows.device).sqrt()
             mask = choose(scores)
-            mask = mask.t() if by_inputs else mask
+            mask = mask.t() if in_out else mask
             self._changed.append((mask != module.weight_masks.mask(module, name)).float().mean())
             module.weight_masks.put(module, name, mask)
 
@@ -357,8 +357,9 @@ def _check(path: str, module: ProgramModule, name: str) -> None:
         )
     if module.weight_masks is not None:
         raise ValueError(
-            f"{path} is sparse already; call finish() of its Sparsity (lsq.models.sparsity.sparsity_of, if"
+            f"{path} is sparse already; call finish() of its Sparsity"
+            " (lsq.models.sparsity.sparsity_of, if"
             " QuantConfig asked "
             "for it) before it is sparsified again"
         )
-    check_width(path, values.shape[0 if module.declared[name].by_inputs else 1])
+    check_width(path, values.shape[0 if module.declared[name].in_out else 1])

@@ -15,15 +15,15 @@ from lsq.config import (
 from lsq.layers.embedding import POSITIONS
 
 OF_OTHERS = (
-    "key_heads",
+    "kv_heads",
     "head_width",
-    "score_factor",
+    "softmax_scale",
     "window",
     "rotary",
-    "head_norm",
+    "qk_norm",
     "relative_bias",
     "head_bias",
-    "by_inputs",
+    "in_out",
 )
 """What a LayerConfig may say of models of others, which no decoder of codes knows; files leave it
 out."""

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lsq.layers.blocks import PackedSequences
+from lsq.ops.next_words import NextWords
+from lsq.ops.packed_weight import PackedWeight
+from lsq.program.values import Coded
 from lsq.run.backends import Backend, backend
 from lsq.serving.decode.model import PROJECTION, DecodingModel
 from lsq.serving.decode.prepared import Preparation, Recent, roomy
 from lsq.serving.decode.programs import encoder_program, step_program
 from lsq.serving.decode.steps import Candidates
-from lsq.layers.blocks import Sentences
-from lsq.ops.next_words import NextWords
-from lsq.ops.packed_weight import PackedWeight
-from lsq.program.values import Coded
 
 
 class Engine:
@@ -215,8 +215,8 @@ class Engine:
             )
         tokens = torch.cat(list(sources)).cpu()
         self._check("sources", tokens, stack.words)
-        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        size, count = Sentences(rows=len(tokens), count=len(sources)).filled(), len(sources)
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        size, count = PackedSequences(rows=len(tokens), count=len(sources)).filled(), len(sources)
         for index in range(architecture.decoder.layers):
             self._memory(f"memory.{index}", (roomy(size.rows), 2 * stack.config.hidden), torch.int8)
             self._memory(f"memory_scale.{index}", (1,), torch.float32)
@@ -226,30 +226,32 @@ class Engine:
         run, borders = self._encoders.of(size, lambda: self._encoder(size))
         places = (
             torch.arange(len(tokens))
-            - starts[:-1].repeat_interleave(lengths)
+            - cu_seqlens[:-1].repeat_interleave(lengths)
             + architecture.padding
             + 1
         )
-        tokens, places, starts, lengths = self._here(tokens, places, starts, lengths)
+        tokens, places, cu_seqlens, lengths = self._here(tokens, places, cu_seqlens, lengths)
         for name, values, filling in (
             ("tokens", tokens, architecture.padding),
             ("places", places, architecture.padding),
-            ("starts", starts, len(tokens)),
+            ("cu_seqlens", cu_seqlens, len(tokens)),
         ):
             borders[name][: len(values)] = values
             borders[name][len(values) :] = filling
         run()
         memory_lengths[:count] = lengths
-        lists[:count, :longest] = starts[:-1, None] + torch.arange(longest, device=starts.device)
+        lists[:count, :longest] = cu_seqlens[:-1, None] + torch.arange(
+            longest, device=cu_seqlens.device
+        )
 
     @torch.inference_mode(False)
-    def _encoder(self, size: Sentences):
+    def _encoder(self, size: PackedSequences):
         """(what encodes a batch of that size, its inputs by name)."""
         architecture = self.model.architecture
         program = self._programs.of(size, lambda: encoder_program(architecture, size, self.place))
         allocate = self.place.allocate
         inputs = {name: allocate((size.rows,), torch.int64) for name in ("tokens", "places")}
-        inputs["starts"] = allocate((size.count + 1,), torch.int32)
+        inputs["cu_seqlens"] = allocate((size.count + 1,), torch.int32)
         results = {}
         for index, (codes, scale) in enumerate(
             zip(program.outputs[::2], program.outputs[1::2], strict=True)

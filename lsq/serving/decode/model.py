@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lsq.run.backends import backend
 from lsq.config.quantization import FAST_FORMATS
-from lsq.serving.decode.architecture import Architecture, StackArchitecture
 from lsq.layers import Embedding, VocabularyProjection, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.clip_format import option
 from lsq.layers.decoding import check_ready
 from lsq.layers.module import ProgramModule
@@ -25,6 +23,8 @@ from lsq.ops.rounding import RoundWeight
 from lsq.program.parameters import Kind
 from lsq.program.program import Program
 from lsq.program.values import Weight
+from lsq.run.backends import backend
+from lsq.serving.decode.architecture import Architecture, StackArchitecture
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """(shape, dtype) of a tensor."""
@@ -99,7 +99,7 @@ def _programs(
 ) -> Iterator[tuple[str, Program]]:
     """(name of a module in the stack, a program with everything that it declares)."""
     mode, config = Mode(training=False, backward=False, backend=backend("reference")), stack.config
-    one = Sentences(rows=1, count=1)
+    one = PackedSequences(rows=1, count=1)
     table = programs.Table(
         vocabulary=stack.words,
         hidden=config.hidden,

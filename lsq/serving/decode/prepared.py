@@ -10,10 +10,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lsq.run.backends import Backend
-from lsq.native import tiles
-from lsq.serving.decode.model import DecodingModel
 from lsq.layers.embedding import sinusoidal_table
+from lsq.models.sparsity import is_sparse, pack
+from lsq.native import tiles
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
@@ -26,7 +25,8 @@ from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 from lsq.quant.formats import Int4, WeightFormat
-from lsq.models.sparsity import is_sparse, pack
+from lsq.run.backends import Backend
+from lsq.serving.decode.model import DecodingModel
 
 T = TypeVar("T")
 

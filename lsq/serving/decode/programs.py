@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from lsq.run.backends import Backend
-from lsq.serving.decode.architecture import Architecture, StackArchitecture
 from lsq.layers import blocks
-from lsq.layers.blocks import End, Residual, Sentences
+from lsq.layers.blocks import Epilogue, PackedSequences, Residual
 from lsq.layers.feed_forward_block import feed_forward_block
 from lsq.layers.programs import Mode
 from lsq.ops.cached_attention import CachedAttention
@@ -21,6 +19,8 @@ from lsq.program.parameters import Kind
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
+from lsq.run.backends import Backend
+from lsq.serving.decode.architecture import Architecture, StackArchitecture
 
 PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
@@ -33,15 +33,21 @@ def builder_of(name: str, architecture: Architecture, backend: Backend) -> Build
     return Mode(training=False, backward=False, backend=backend).builder(name, quant)
 
 
-def encoder_program(architecture: Architecture, sentences: Sentences, backend: Backend) -> Program:
-    """tokens, places int64 [M], starts int32 [B + 1] -> for each decoder layer keys and values int8
-    [M, 2H], scale."""
+def encoder_program(
+    architecture: Architecture, sentences: PackedSequences, backend: Backend
+) -> Program:
+    """tokens, places int64 [M], cu_seqlens int32 [B + 1] -> for each decoder layer keys and values
+    int8 [M, 2H], scale.
+    """
     b, stack = builder_of("encoder", architecture, backend), architecture.encoder
-    x, starts = embedded(b, architecture, "encoder", sentences.rows), sentences.starts(b, "starts")
+    x, cu_seqlens = (
+        embedded(b, architecture, "encoder", sentences.rows),
+        sentences.cu_seqlens(b, "cu_seqlens"),
+    )
 
     def attend(prefix: str, rows: Rows) -> VirtualTensor:
         return blocks.self_attention(
-            b, stack.config, rows, starts, prefix + "self_attn.", causal=False
+            b, stack.config, rows, cu_seqlens, prefix + "self_attn.", causal=False
         )
 
     residual, update = layers(b, "encoder", stack, x, attend)
@@ -233,7 +239,9 @@ def attended(
 ) -> VirtualTensor:
     """Attention of queries to a cache, and its output projection: floats [R, H]."""
     hidden, rows = stack.config.hidden, queries.tensor.shape[0]
-    context = End(name=prefix + "context", clip=prefix + "context_clip").rows(b, (rows, hidden))
+    context = Epilogue(name=prefix + "context", clip=prefix + "context_clip").rows(
+        b, (rows, hidden)
+    )
     b.add(
         CachedAttention(
             queries=queries.coded.bare(), heads=stack.config.heads, context=context.coded, **cached
@@ -244,6 +252,6 @@ def attended(
         context,
         prefix + "out_weight",
         (hidden, hidden),
-        End(name=prefix + "out"),
+        Epilogue(name=prefix + "out"),
         bias=blocks.bias_of(stack.config, prefix + "out"),
     ).floats

@@ -16,9 +16,9 @@ from typing import Any
 import numpy
 
 from lsq import extras, files
+from lsq.layers.embedding import sinusoidal_table
 from lsq.serving.decode.architecture import Architecture, StackArchitecture
 from lsq.serving.decode.model import EMBEDDING, PROJECTION, DecodingModel
-from lsq.layers.embedding import sinusoidal_table
 
 PADDING = "<blank>"
 """CTranslate2's name of the padding; <s>, </s> and <unk> are as fairseq has them."""

@@ -2,8 +2,8 @@
 checked when it is read.
 
 Its tensors are those of a DecodingModel; of codes that are 2:4 sparse, what
-lsq/serving/export/sparse_codes.py says. Architecture, vocabularies and sentencepiece's model are in the
-metadata, a text for each name. Checksums are CRC-32: of each tensor, and of all metadata.
+lsq/serving/export/sparse_codes.py says. Architecture, vocabularies and sentencepiece's model are in
+the metadata, a text for each name. Checksums are CRC-32: of each tensor, and of all metadata.
 """
 
 import base64

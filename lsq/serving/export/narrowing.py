@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lsq.run.backends import backend
-from lsq.serving.decode.model import DecodingModel
 from lsq.ops.rounding import RoundWeight
 from lsq.program.values import Weight
 from lsq.quant.formats import Int4, WeightFormat
+from lsq.run.backends import backend
+from lsq.serving.decode.model import DecodingModel
 
 INT4 = {"weight_format": "int4", "weight_granularity": "channel", "clips": "auto"}
 """What a QuantConfig says of such weights."""

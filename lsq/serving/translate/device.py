@@ -2,8 +2,8 @@
 
 import torch
 
-from lsq.run.backends import Backend, backend, gpu_fault
 from lsq.config import require_choice
+from lsq.run.backends import Backend, backend, gpu_fault
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "emulator": "emulated"}
 """What it is called -> its backend."""

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from lsq import extras
+from lsq.files import check_name
 from lsq.run.backends import Backend, backend
 from lsq.serving.decode import SearchOptions, Steps, Symbols
 from lsq.serving.decode.architecture import check_codes
 from lsq.serving.decode.engine import Engine
 from lsq.serving.export import model_file
-from lsq.files import check_name
 from lsq.serving.translate.subwords import Subwords, Words, processor_of
 
 

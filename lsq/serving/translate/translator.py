@@ -14,11 +14,11 @@ from torch import Tensor
 from lsq.config import require_choice
 from lsq.serving.decode import Hypothesis, SearchOptions, search
 from lsq.serving.decode.search import most_words
-from lsq.text.corpus import has_text
 from lsq.serving.translate.batches import BatchLimit, batches
 from lsq.serving.translate.device import place_of
 from lsq.serving.translate.model import load
 from lsq.serving.translate.splitting import pieces, sentences
+from lsq.text.corpus import has_text
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ Nothing is timed for its own sake.
 
 import pytest
 
-from lsq.native import loader, tiles
 from lsq.gemm import cpu_product
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import scratch_bytes
@@ -13,6 +12,7 @@ from lsq.gemm.product_key import REQUESTS
 from lsq.gemm.tuner import cpu
 from lsq.gemm.tuner.cpu import CpuTrial, candidates, last_level_cache
 from lsq.gemm.tuner.trial import Settings, compare
+from lsq.native import loader, tiles
 from tests.gemm.operands import asked, matmul
 
 

@@ -11,12 +11,12 @@ import shutil
 import pytest
 import torch
 
-from lsq.native.products import Matmul
 from lsq.gemm import configuration_file
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import tune
 from lsq.gemm.tuner.trial import Settings, compare, entry_fault
+from lsq.native.products import Matmul
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import GPU

@@ -6,17 +6,17 @@ import shutil
 
 import pytest
 
-from lsq.run.cuda import emulated_device
-from lsq.native.launch_list import LaunchList
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import TILED_ALONE
-from lsq.ops.project_product import project_product
 from lsq.gemm.tuner import ended
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import tune
 from lsq.gemm.tuner.trial import Settings, entry_fault
+from lsq.native.launch_list import LaunchList
+from lsq.ops.project_product import project_product
+from lsq.run.cuda import emulated_device
 from tests.gemm.operands import asked
 from tests.gemm.tuned import GPU, cublas, tile
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from lsq.gemm import configuration_file
 from lsq.files.lock import locked_file
+from lsq.gemm import configuration_file
 from lsq.gemm.tuner.search import MEASUREMENTS, estimate, tune
 from lsq.gemm.tuner.trial import Settings
 from tests.gemm.tuned import CPU, GPU, key

@@ -21,10 +21,10 @@ def test_masks_of_a_memory():
         torch.zeros(SEES.shape).masked_fill(~SEES, -1e9),
     ):
         packing = memory_packing_of(mask, (2, 4))
-        assert packing.starts.tolist() == [0, 3, 4]
+        assert packing.cu_seqlens.tolist() == [0, 3, 4]
         assert torch.equal(packing.pack(states), states[PRESENT.bool()])
     for mask in (None, torch.ones(2, 4), torch.zeros(1, 1, 3, 4)):
-        assert memory_packing_of(mask, (2, 4)).starts.tolist() == [0, 4, 8]
+        assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 4, 8]
 
 
 def test_masks_that_no_memory_is_packed_by():
@@ -41,14 +41,14 @@ def test_the_same_mask_is_looked_at_once():
     found = memory_packing_of(mask, (2, 4))
     assert memory_packing_of(mask, (2, 4)) is found
     mask[1] = 1
-    assert memory_packing_of(mask, (2, 4)).starts.tolist() == [0, 3, 7]
+    assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 3, 7]
 
 
 def test_a_mask_that_has_gone_is_not_that_of_a_pass_without_one():
     with torch.inference_mode():
         padded = packing_of(PRESENT.clone(), (2, 4), everything)
-    assert padded.starts.tolist() == [0, 3, 4]
-    assert packing_of(None, (2, 4), everything).starts.tolist() == [0, 4, 8]
+    assert padded.cu_seqlens.tolist() == [0, 3, 4]
+    assert packing_of(None, (2, 4), everything).cu_seqlens.tolist() == [0, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_a_mask_that_has_gone_is_not_that_of_a_pass_without_one():
 def test_a_mask_that_others_have_written_to_is_looked_at_again(write, inference):
     with torch.inference_mode(inference):
         mask = PRESENT.clone()
-        assert memory_packing_of(mask, (2, 4)).starts.tolist() == [0, 3, 4]
+        assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 3, 4]
         write(mask)
-        assert memory_packing_of(mask, (2, 4)).starts.tolist() == [0, 4, 8]
+        assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 4, 8]
 
 
 def test_what_inference_mode_has_made_is_of_use_in_training():
@@ -74,7 +74,7 @@ def test_what_inference_mode_has_made_is_of_use_in_training():
         with torch.inference_mode():
             packing = memory_packing_of(mask, (2, 4))
         assert memory_packing_of(mask, (2, 4)) is packing
-        assert not packing.starts.is_inference()
+        assert not packing.cu_seqlens.is_inference()
 
 
 def test_masks_that_hide_in_part_or_from_some_heads():
@@ -99,7 +99,7 @@ def block_mask(sees, *, blocks=BLOCKS, **options):
 def test_block_masks():
     mask = block_mask(lambda b, h, q, k: (q >= k) & (k < LENGTHS[b]))
     packing = packing_of(mask, (3, 150), partial(causal, None))
-    assert packing.starts.tolist() == [0, 150, 280, 287]
+    assert packing.cu_seqlens.tolist() == [0, 150, 280, 287]
     assert packing_of(mask, (3, 150), everything) is None
     window = block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 9), blocks=(1, *BLOCKS[1:]), BLOCK_SIZE=32
@@ -107,14 +107,14 @@ def test_block_masks():
     assert packing_of(window, (3, 150), partial(causal, 9)).rows == 450
     assert packing_of(window, (3, 150), partial(causal, None)) is None
     memory = block_mask(lambda b, h, q, k: k < LENGTHS[b], blocks=(3, 1, 5, 150))
-    assert memory_packing_of(memory, (3, 150)).starts.tolist() == [0, 150, 280, 287]
+    assert memory_packing_of(memory, (3, 150)).cu_seqlens.tolist() == [0, 150, 280, 287]
 
 
 def test_block_masks_hide_the_blocks_that_they_leave_out():
     mask = block_mask(lambda b, h, q, k: k < 128)
     mask.mask_mod = lambda b, h, q, k: k >= 0
     packing = packing_of(mask, (3, 150), everything)
-    assert packing.starts.tolist() == [0, 128, 256, 384]
+    assert packing.cu_seqlens.tolist() == [0, 128, 256, 384]
 
 
 def test_other_masks_are_refused():

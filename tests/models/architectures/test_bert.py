@@ -5,6 +5,7 @@ import torch
 
 import lsq
 from lsq.models.architectures.known import LAYERS
+from tests.layers.shapes import decibels
 from tests.models.architectures.checks import (
     FLOAT,
     PADDING,
@@ -19,7 +20,6 @@ from tests.models.architectures.checks import (
     transformers,
     without_dropout,
 )
-from tests.layers.shapes import decibels
 
 SHAPE = {
     "vocab_size": WORDS,

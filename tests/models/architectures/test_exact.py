@@ -163,9 +163,15 @@ BEFORE = {
     "its input_layernorm is a tests.models.architectures.test_exact.Wrapper": each(
         "s.1", wrapped("input_layernorm")
     ),
-    "its self_attn is a tests.models.architectures.test_exact.Wrapper": each("s.1", wrapped("self_attn")),
-    "its ln_1 is a tests.models.architectures.test_exact.Wrapper": each("h.0", wrapped("ln_1"), "gpt2"),
-    "its mlp is a tests.models.architectures.test_exact.Wrapper": each("h.0", wrapped("mlp"), "gpt2"),
+    "its self_attn is a tests.models.architectures.test_exact.Wrapper": each(
+        "s.1", wrapped("self_attn")
+    ),
+    "its ln_1 is a tests.models.architectures.test_exact.Wrapper": each(
+        "h.0", wrapped("ln_1"), "gpt2"
+    ),
+    "its mlp is a tests.models.architectures.test_exact.Wrapper": each(
+        "h.0", wrapped("mlp"), "gpt2"
+    ),
     "its self_attn is a torch.nn.modules.linear.Identity": each(
         "s.1",
         lambda one: (

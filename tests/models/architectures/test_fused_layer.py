@@ -15,15 +15,15 @@ from torch import nn
 from torch.nn.utils import prune
 
 import lsq
-from lsq.models.fused_layer import FusedLayer
-from lsq.models.rounded_weights import rounded_weights
 from lsq.config import QuantConfig
-from lsq.models import float_state_dict
 from lsq.layers.memory import plan_memory, release_memory
 from lsq.layers.module import ProgramModule
+from lsq.models import float_state_dict
+from lsq.models.fused_layer import FusedLayer
+from lsq.models.rounded_weights import rounded_weights
+from tests.layers.shapes import decibels
 from tests.models.architectures.checks import WORDS, fused, made, right_padded, transformers, words
 from tests.models.architectures.test_llama import MAKERS, SHAPE
-from tests.layers.shapes import decibels
 
 BATCH = right_padded((11, 6))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lsq
+from tests.layers.shapes import decibels
 from tests.models.architectures.checks import (
     FLOAT,
     PADDING,
@@ -20,7 +21,6 @@ from tests.models.architectures.checks import (
     without_dropout,
     words,
 )
-from tests.layers.shapes import decibels
 
 SHAPE = {
     "vocab_size": WORDS,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.layers.shapes import decibels
 from tests.models.architectures.checks import (
     FLOAT,
     PADDING,
@@ -16,7 +17,6 @@ from tests.models.architectures.checks import (
     transformers,
     words,
 )
-from tests.layers.shapes import decibels
 
 SHAPE = {
     "vocab_size": WORDS,

@@ -6,6 +6,7 @@ import torch
 
 import lsq
 from lsq.models.architectures.marian import DecoderLayer, EncoderLayer
+from tests.layers.shapes import decibels
 from tests.models.architectures.checks import (
     FLOAT,
     PADDING,
@@ -19,7 +20,6 @@ from tests.models.architectures.checks import (
     transformers,
     words,
 )
-from tests.layers.shapes import decibels
 
 SHAPE = {
     "vocab_size": WORDS,

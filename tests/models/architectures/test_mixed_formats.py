@@ -6,8 +6,8 @@ import torch
 import lsq
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
-from tests.models.architectures.checks import PADDING, WORDS, made, right_padded, transformers
 from tests.layers.shapes import decibels
+from tests.models.architectures.checks import PADDING, WORDS, made, right_padded, transformers
 
 SHAPE = {
     "vocab_size": WORDS,

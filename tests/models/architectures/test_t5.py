@@ -8,6 +8,7 @@ import torch
 
 import lsq
 from lsq.models.architectures.t5 import DecoderBlock, EncoderBlock
+from tests.layers.shapes import decibels
 from tests.models.architectures.checks import (
     FLOAT,
     PADDING,
@@ -22,7 +23,6 @@ from tests.models.architectures.checks import (
     words,
 )
 from tests.models.architectures.test_marian import pairs
-from tests.layers.shapes import decibels
 
 SHAPE = {
     "vocab_size": WORDS,
@@ -133,7 +133,7 @@ def test_dropout_is_read_where_it_is():
             0.25,
             0.25,
         )
-        assert (config.score_factor, config.norm, config.bias, config.head_columns) == (
+        assert (config.softmax_scale, config.norm, config.bias, config.head_columns) == (
             1.0,
             "rms",
             False,

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lsq
 from lsq.config import QuantConfig
 from lsq.models.huggingface import average_clips
-from tests.models.models import Model, loss_of, model, tokens
 from tests.dist.processes import run
+from tests.models.models import Model, loss_of, model, tokens
 
 STEPS = 5
 

@@ -11,8 +11,8 @@ from torch import nn
 import lsq
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import QuantizedLinear, TransformerLanguageModel
-from lsq.optim import Adam
 from lsq.models.sparsity import Pruning, choose, sparsify, sparsity_of, wants_sparsity
+from lsq.optim import Adam
 from tests.models import models
 from tests.models.sparsity.test_sparsify import INPUTS, OUTPUTS, batch, layer, train
 

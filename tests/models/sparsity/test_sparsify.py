@@ -12,10 +12,10 @@ from torch import nn
 import lsq
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer, VocabularyProjection
-from lsq.optim import Adam
 from lsq.models.sparsity import Pruning, choose, sparsify
-from tests.models import models
+from lsq.optim import Adam
 from tests.layers.shapes import HIDDEN, config_of
+from tests.models import models
 
 INPUTS, OUTPUTS = 48, 32
 QUANT = QuantConfig(backward="float", calibration_passes=0)

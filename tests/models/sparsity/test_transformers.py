@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import lsq
-from lsq.optim import Adam
 from lsq.models.sparsity import sparsify
+from lsq.optim import Adam
 from tests.models.architectures.checks import made, right_padded, words
 from tests.models.architectures.test_gpt2 import gpt2
 from tests.models.architectures.test_llama import MAKERS

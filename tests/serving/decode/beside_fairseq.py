@@ -14,9 +14,9 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import SequenceGenerator
 from torch.nn.utils.rnn import pad_sequence
 
-from lsq.serving.decode import Hypothesis, SearchOptions
 from lsq.fairseq.language_model import LSQTransformerLanguageModel, base_architecture
 from lsq.fairseq.model import LSQTransformerModel
+from lsq.serving.decode import Hypothesis, SearchOptions
 
 VOCABULARY = 20
 WORDS = Dictionary()

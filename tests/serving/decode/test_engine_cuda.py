@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lsq.models.sparsity import choose
 from lsq.run.cuda import CUDA
 from lsq.serving.decode import SearchOptions, search
 from lsq.serving.decode.engine import Engine
 from lsq.serving.decode.model import DecodingModel, model_of
-from lsq.models.sparsity import choose
+from tests.ops import cuda
 from tests.serving.decode.models import batch, small_model
 from tests.serving.decode.test_engine import TIME, hypotheses, sentences
-from tests.ops import cuda
 
 SMALL = {"heads": 2, "encoder_layers": 1}
 """Heads of 24 columns; kernels want a multiple of 8."""

@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
+from lsq.fairseq.generator import as_fairseq
 from lsq.serving.decode import SearchOptions, search
 from lsq.serving.decode import model as decoding
 from lsq.serving.decode.engine import Engine
 from lsq.serving.decode.fairseq_steps import FairseqSteps, highest
-from lsq.fairseq.generator import as_fairseq
+from tests.sampling import in_turn
 from tests.serving.decode.beside_fairseq import (
     END,
     MODELS,
@@ -21,7 +22,6 @@ from tests.serving.decode.beside_fairseq import (
     model_of,
     sentences,
 )
-from tests.sampling import in_turn
 
 CASES = {
     "beam 5": {},

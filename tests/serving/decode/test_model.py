@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lsq.serving.decode.model import DecodingModel, model_of, tensors_of
 from lsq.layers import ProgramModule
 from lsq.models.sparsity import sparsify
+from lsq.serving.decode.model import DecodingModel, model_of, tensors_of
 from tests.serving.decode.models import small_model
 
 VARIANTS = [

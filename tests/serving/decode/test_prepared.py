@@ -2,16 +2,16 @@
 
 import torch
 
-from lsq.run.backends import backend
+from lsq.layers.blocks import PackedSequences
+from lsq.models.sparsity import choose
 from lsq.native import tiles
-from lsq.serving.decode.model import model_of
-from lsq.serving.decode.prepared import Blocks, Preparation, Recent
-from lsq.serving.decode.programs import encoder_program
-from lsq.layers.blocks import Sentences
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.project import Project
 from lsq.ops.sparse_project import MOST_ROWS, SparseProject
-from lsq.models.sparsity import choose
+from lsq.run.backends import backend
+from lsq.serving.decode.model import model_of
+from lsq.serving.decode.prepared import Blocks, Preparation, Recent
+from lsq.serving.decode.programs import encoder_program
 from tests.serving.decode.models import small_model
 
 
@@ -30,15 +30,15 @@ def test_what_was_used_last_is_kept():
 def test_weights_are_packed_once_and_temporary_tensors_share_memory():
     model, place = model_of(small_model(encoder_layers=4)), backend("cpu")
     preparation = Preparation(model, place)
-    program = encoder_program(model.architecture, Sentences(rows=16, count=2), place)
+    program = encoder_program(model.architecture, PackedSequences(rows=16, count=2), place)
     inputs = {
         name: place.allocate((16,), tensor.dtype)
         for name, tensor in (
             (one.name, one) for one in program.inputs if one.name in ("tokens", "places")
         )
     }
-    inputs["starts"] = next(
-        place.allocate(one.shape, one.dtype) for one in program.inputs if one.name == "starts"
+    inputs["cu_seqlens"] = next(
+        place.allocate(one.shape, one.dtype) for one in program.inputs if one.name == "cu_seqlens"
     )
     found = [preparation.calls(program, inputs) for _ in range(2)]
     (first, tensors), (second, _) = found
@@ -76,7 +76,7 @@ def test_few_rows_read_sparse_weights_where_none_are_packed():
         codes *= choose(codes.int().abs())
     preparation = Preparation(model, place)
     for rows, wanted in ((MOST_ROWS, len(sparse)), (MOST_ROWS + 1, 0)):
-        program = encoder_program(model.architecture, Sentences(rows=rows, count=2), place)
+        program = encoder_program(model.architecture, PackedSequences(rows=rows, count=2), place)
         inputs = {one.name: torch.zeros(one.shape, dtype=one.dtype) for one in program.inputs}
         calls, _ = preparation.calls(program, inputs)
         assert sum(isinstance(call, SparseProject) for call, _ in calls) == wanted, rows

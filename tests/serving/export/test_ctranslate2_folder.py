@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from lsq.serving.decode.model import DecodingModel, model_of
 from lsq.serving.export import ctranslate2_folder
 from lsq.serving.export.ctranslate2_folder import rounded_rows
-from tests.serving.decode.models import EOS, PADDING, SmallModel, small_model
 from tests.sampling import first
+from tests.serving.decode.models import EOS, PADDING, SmallModel, small_model
 
 TRANSLATION = [
     {},

@@ -10,14 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from lsq.models.sparsity import choose
 from lsq.serving.decode import SearchOptions
 from lsq.serving.decode.model import DecodingModel, model_of
 from lsq.serving.export import model_file
 from lsq.serving.export.model_file import ExportedModel
-from lsq.models.sparsity import choose
-from tests.serving.decode.models import small_model
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_json
+from tests.serving.decode.models import small_model
 
 CONFIGURATIONS = [
     {},

@@ -4,11 +4,11 @@ with as they stand."""
 import pytest
 import torch
 
+from lsq.quant import Grain
+from lsq.quant.formats import Int4
 from lsq.serving.decode.engine import Engine
 from lsq.serving.decode.model import model_of, tensors_of
 from lsq.serving.export.narrowing import least_squares, with_int4
-from lsq.quant import Grain
-from lsq.quant.formats import Int4
 from tests.serving.decode.models import EOS, small_model
 
 FORM = Int4(name="int4", bits=8, grain=Grain.ROW)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lsq.serving.export.sparse_codes import join, split
 from lsq.models.sparsity import choose
+from lsq.serving.export.sparse_codes import join, split
 
 
 def tensors(columns: int = 12) -> dict[str, torch.Tensor]:

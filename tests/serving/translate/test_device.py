@@ -4,9 +4,9 @@ import pytest
 
 from lsq.run.backends import backend
 from lsq.serving.decode import SearchOptions
-from lsq.text.corpus import read_items
 from lsq.serving.translate import Translator, device
 from lsq.serving.translate.device import place_of
+from lsq.text.corpus import read_items
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

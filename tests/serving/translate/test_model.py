@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lsq import commands
-from lsq.run.backends import backend
 from lsq.commands import export
+from lsq.run.backends import backend
 from lsq.serving.decode import SearchOptions
 from lsq.serving.decode.engine import Engine
 from lsq.serving.decode.fairseq_steps import FairseqSteps
-from lsq.text.corpus import read_items
 from lsq.serving.translate import Translator
 from lsq.serving.translate.model import load
+from lsq.text.corpus import read_items
 from tests.serving.translate.conftest import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

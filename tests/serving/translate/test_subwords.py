@@ -2,9 +2,9 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 
+from lsq.serving.translate.subwords import Subwords, Words, processor_of
 from lsq.text.corpus import read_items
 from lsq.text.vocabulary import dictionary_of, load_vocabulary
-from lsq.serving.translate.subwords import Subwords, Words, processor_of
 
 SMALL = Words(
     symbols=["<s>", "<pad>", "</s>", "<unk>", "red", "\u2581cat"], beginning=0, end=2, unknown=3

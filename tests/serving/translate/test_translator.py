@@ -10,8 +10,8 @@ import torch
 import lsq
 from lsq.serving.decode import SearchOptions
 from lsq.serving.decode.engine import Engine
-from lsq.text.corpus import read_items
 from lsq.serving.translate import RefusedLine, Translator
+from lsq.text.corpus import read_items
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 BEAM = SearchOptions(beam=2, max_len_b=40)

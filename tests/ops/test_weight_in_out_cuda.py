@@ -15,7 +15,7 @@ from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from tests.ops.compare import by_row, empty, on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda
-from tests.ops.test_borders import by_inputs
+from tests.ops.test_borders import in_out
 from tests.ops.test_input_gradient import MODES
 from tests.ops.test_input_gradient import case as input_gradient_case
 from tests.ops.test_project import float_project
@@ -32,7 +32,7 @@ def rounding(values, clip, rows=None, *, bits=8, transposed=True):
             format=form,
             values=values,
             clip=clip,
-            by_inputs=True,
+            in_out=True,
             scale=empty(rows),
             codes=empty(rows, inputs, dtype=torch.int8),
             transposed=empty(inputs, rows, dtype=torch.int8) if transposed else None,
@@ -52,9 +52,7 @@ def gradient(rows, mode="int8", *, lsq=False, clips=None, columns=48, outputs=32
         padded=outputs,
         form=form,
     )
-    return dataclasses.replace(
-        plain, weight=by_inputs(plain.weight), dweight=empty(columns, outputs)
-    )
+    return dataclasses.replace(plain, weight=in_out(plain.weight), dweight=empty(columns, outputs))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -100,12 +98,12 @@ def test_sizes_that_no_kernel_takes(shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_of_floats(dtype):
     plain = float_project(41, 32, activation=Activation.relu)
-    compare_cuda(dataclasses.replace(plain, weight=by_inputs(plain.weight)), dtype)
+    compare_cuda(dataclasses.replace(plain, weight=in_out(plain.weight)), dtype)
 
 
 def test_a_product_of_floats_that_goes_back():
     plain, _ = input_gradient_case(41, "float mode", kind=Activation.gelu, added=True, padded=35)
-    compare_cuda(dataclasses.replace(plain, weight=by_inputs(plain.weight)))
+    compare_cuda(dataclasses.replace(plain, weight=in_out(plain.weight)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -157,9 +155,7 @@ def test_a_weight_that_is_nan(mode):
 def test_codes_need_no_rows_behind_the_outputs():
     plain = case(7, outputs=24)
     with pytest.raises(ValueError, match="have 32 rows; on CUDA they must be its 24 outputs"):
-        compare_cuda(
-            dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(48, 24))
-        )
+        compare_cuda(dataclasses.replace(plain, weight=in_out(plain.weight), dweight=empty(48, 24)))
 
 
 def test_launches():
@@ -171,6 +167,6 @@ def test_launches():
         "lsq_begin_weight_gradient",
         "lsq_round_transposed",
         "product",
-        "lsq_weight_gradient_by_inputs",
+        "lsq_weight_gradient_in_out",
         "lsq_finish_own_sums",
     ]

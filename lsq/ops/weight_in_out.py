@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lsq.ops.weight_gradient import ProjectWeightGradient
 
 
-def round_by_inputs(operation: RoundWeight) -> list[Launch]:
+def round_in_out(operation: RoundWeight) -> list[Launch]:
     """Codes in both layouts, and scales.
 
     Raises:
@@ -37,21 +37,21 @@ def round_by_inputs(operation: RoundWeight) -> list[Launch]:
             "the rows of its codes": rows,
         },
     )
-    source = "rounding_weight_by_inputs.cu"
+    source = "rounding_weight_in_out.cu"
     return [
-        launch(source, "lsq_begin_weight_by_inputs", operation, grid=-(-rows // THREADS)),
-        launch(source, "lsq_round_weight_by_inputs", operation, grid=tiles(inputs, rows)),
+        launch(source, "lsq_begin_weight_in_out", operation, grid=-(-rows // THREADS)),
+        launch(source, "lsq_round_weight_in_out", operation, grid=tiles(inputs, rows)),
     ]
 
 
-def clip_sums_by_inputs(operation: ProjectWeightGradient) -> Spec:
+def clip_sums_in_out(operation: ProjectWeightGradient) -> Spec:
     """(shape, dtype) of the parts (lsq.ops.sums) that the kernel leaves of the gradients of
     clips."""
     blocks = row_blocks(operation.columns, operation.weight_rows)
     return (blocks, operation.weight_rows if operation.clips > 1 else 1), torch.float32
 
 
-def end_by_inputs(
+def end_in_out(
     operation: ProjectWeightGradient,
     product: torch.Tensor,
     input_scale: torch.Tensor | None,
@@ -70,8 +70,8 @@ def end_by_inputs(
             "outputs, and no more"
         )
     return launch(
-        "weight_gradient_by_inputs.cu",
-        "lsq_weight_gradient_by_inputs",
+        "weight_gradient_in_out.cu",
+        "lsq_weight_gradient_in_out",
         operation,
         product if operation.rows else None,
         input_scale,

@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_codes(
 
 // product [K, N] or null for zeros; input_scale [K] for int32 sums -> dweight [K, N], parts of the gradients of the clips:
 // [blocks, N] of clips for columns, [blocks] of one clip.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_in_out(
     const ProjectWeightGradient op, In<Value> product, In<float> input_scale, Out<float> parts) {
     const Value* values = product;
     const float *weights = op.weight.values, *limits = op.weight.clip, *scales = op.weight.scale;
@@ -99,4 +99,4 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
         write_block_sum(sum, part + blockIdx.x);
     }
 }
-LSQ_EXPORT(lsq_weight_gradient_by_inputs)
+LSQ_EXPORT(lsq_weight_gradient_in_out)

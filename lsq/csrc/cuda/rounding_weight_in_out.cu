@@ -7,7 +7,7 @@
 #include "transpose.cuh"
 
 // clip [N] or [1] -> scale [P], 1 from N on. A thread for each, which finds its clip first where that is to be new.
-LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_by_inputs(const RoundWeight op) {
+LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_in_out(const RoundWeight op) {
     const int64_t output = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
     if (output >= op.rows) return;
     float *scale = op.weight.scale, *new_clip = op.new_clip;
@@ -23,10 +23,10 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_by_inputs(const Roun
     }
     scale[output] = limit / op.weight.largest;
 }
-LSQ_EXPORT(lsq_begin_weight_by_inputs)
+LSQ_EXPORT(lsq_begin_weight_in_out)
 
 // values [K, N] -> codes [P, K], and [K, P] where those are wanted as well.
-LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_by_inputs(const RoundWeight op) {
+LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_in_out(const RoundWeight op) {
     const TilePlace tile{blockIdx.x, blockIdx.y};
     const int64_t input = tile.row(), output = tile.column(), inputs = op.columns, outputs = op.valid;
     const float *values = op.weight.values, *given = op.weight.clip, *found = op.new_clip, q = op.weight.largest;
@@ -77,4 +77,4 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_by_inputs(const Roun
     }
     store_transposed(tile, word, op.weight.codes, op.rows, inputs);
 }
-LSQ_EXPORT(lsq_round_weight_by_inputs)
+LSQ_EXPORT(lsq_round_weight_in_out)
