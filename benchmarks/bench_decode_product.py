@@ -15,8 +15,7 @@ import common
 import torch
 
 from lsq.native import loader, tiles
-from lsq.ops.packed_project import PackedProject
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedProject, PackedWeight
 from lsq.program.values import Coded
 from lsq.quant import Format, Grain
 from lsq.quant.formats import Int4

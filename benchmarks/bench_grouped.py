@@ -20,8 +20,7 @@ from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, packed_bytes
-from lsq.ops.packed_project import PackedProject
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedProject, PackedWeight
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Rows, Weight
 from lsq.quant import Format, Grain, WeightFormat

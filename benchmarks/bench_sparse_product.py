@@ -15,8 +15,7 @@ import torch
 
 from lsq.models.sparsity import choose
 from lsq.native import tiles
-from lsq.ops.packed_project import PackedProject
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedProject, PackedWeight
 from lsq.program.values import Coded
 from lsq.quant import GRADIENT
 from lsq.run.backends import backend

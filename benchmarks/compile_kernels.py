@@ -51,8 +51,7 @@ from lsq.ops.next_words import NextWords
 from lsq.ops.project import Project
 from lsq.ops.representatives import OPERATIONS
 from lsq.ops.rounding import RoundWeight
-from lsq.ops.sparse_project import MOST_ROWS, SparseProject
-from lsq.ops.sparse_weight import INPUTS, OUTPUTS, SparseWeight
+from lsq.ops.sparse_project import INPUTS, MOST_ROWS, OUTPUTS, SparseProject, SparseWeight
 from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program

@@ -11,9 +11,9 @@ from lsq import emulator
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
 from lsq.native import compiler
+from lsq.native.addresses import tensor_address
 from lsq.native.device import Device
 from lsq.native.launch_list import LaunchList
-from lsq.native.places import tensor_address
 from lsq.native.runtime import Driver
 from lsq.program.backend import Backend, Call
 from lsq.program.operation import Operation, Spec
@@ -112,11 +112,13 @@ class CUDA(Backend):
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
         parts = [part_of(*call, self.place) for call in calls]
         made = LaunchList(self.device, parts)
-        moving = [part.places for (_, scratch), part in zip(calls, parts, strict=True) if scratch]
+        moving = [
+            part.addresses for (_, scratch), part in zip(calls, parts, strict=True) if scratch
+        ]
 
         def run() -> None:
-            for places in moving:
-                places.follow()
+            for addresses in moving:
+                addresses.follow()
             made.run()
 
         return run

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lsq.native.places import ALIGNMENT
+from lsq.native.addresses import ALIGNMENT
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 

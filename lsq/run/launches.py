@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from lsq.native.addresses import StructAddresses, contiguous_address
 from lsq.native.launch_list import Part
-from lsq.native.places import MovingPlaces, contiguous_address
 from lsq.program.declare import address_words
 from lsq.program.operation import Operation
 
@@ -23,7 +23,7 @@ def part_of(
 
     Args:
         operation: its struct, Operation.packed, is read at every run.
-        scratch: tensors for itself, which stay; where their memory lies is looked up when places
+        scratch: tensors for itself, which stay; where their memory lies is looked up when addresses
             `follow`.
         place: the device where they must lie.
         hold: whether the list keeps the operation and its memory.
@@ -36,17 +36,17 @@ def part_of(
         return (*operation.inputs, *operation.outputs, *scratch)
 
     bound, memory = operation.bind(_without_memory), [_without_memory(tensor) for tensor in scratch]
-    places = MovingPlaces(bound, operation.packed, held if hold else tuple)
+    addresses = StructAddresses(bound, operation.packed, held if hold else tuple)
     words = address_words(type(operation))
     for leaf in operation.leaves():
         tensor = leaf.of(operation)
         if tensor is not None:
             contiguous_address(tensor, place, f"{operation.name}.{leaf.name}")
-            places.know_field(leaf.of(bound), words[leaf.path])
+            addresses.know_field(leaf.of(bound), words[leaf.path])
     for tensor, known in zip(scratch, memory, strict=True):
         contiguous_address(tensor, place, f"scratch memory of {operation.name}")
-        places.know_scratch(known, tensor)
-    return Part(entries=bound.cuda(*memory), places=places, title=operation.name)
+        addresses.know_scratch(known, tensor)
+    return Part(entries=bound.cuda(*memory), addresses=addresses, title=operation.name)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from lsq.program.backend import Backend
-from lsq.program.declare import NOWHERE, Declared, Leaf, address_words
+from lsq.program.declare import NOWHERE, Leaf, address_words
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -28,10 +28,7 @@ class Slot:
     """
 
     def __init__(self, operation: Operation, leaf: Leaf):
-        holder: Declared = operation
-        for part in leaf.path[:-1]:
-            holder = getattr(holder, part)
-        self._fields, self._name = vars(holder), leaf.path[-1]
+        self._fields, self._name = vars(leaf.owner(operation)), leaf.path[-1]
         self._struct, self._word = operation.packed, address_words(type(operation))[leaf.path]
 
     def put(self, tensor: torch.Tensor) -> None:

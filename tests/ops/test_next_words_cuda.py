@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lsq.ops.next_words import NextWords
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedWeight
 from lsq.program.values import Weight
 from tests.ops.compare import empty, on_cpu, on_reference, rounded, weight_format_of
 from tests.ops.cuda import run

@@ -7,7 +7,7 @@ import torch
 from lsq.emulator import profile
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
-from lsq.ops.project_product import packed_tile, project_product
+from lsq.ops.project_cuda import packed_tile, project_product
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain

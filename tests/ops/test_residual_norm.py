@@ -5,11 +5,94 @@ import math
 import pytest
 import torch
 
-from lsq.ops.residual_norm import NormalisedRows, ResidualNorm, ResidualNormGradient
+from lsq.ops.residual_norm import (
+    NormalisedRows,
+    ResidualNorm,
+    ResidualNormGradient,
+    ResidualSum,
+    ResidualSumGradient,
+)
 from lsq.quant import NORMALISED, random
 from lsq.run.backends import run
-from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
-from tests.ops.test_residual_sum import sum_gradient, sum_of
+from tests.ops.compare import (
+    KEY,
+    ROWS,
+    assert_accurate,
+    assert_holds,
+    compare,
+    dropout_of,
+    empty,
+    gradient_to_round,
+    on_cpu,
+    to_round,
+)
+
+SHAPE = (7, 48)
+
+
+def sum_of(residual, update=None, dropout=0.0) -> ResidualSum:
+    """Of `residual` [M, H] and what is added to it, with z."""
+    return ResidualSum(
+        residual=residual, update=update, dropout=dropout_of(dropout), z=empty(*residual.shape)
+    )
+
+
+def sum_gradient(
+    forward: ResidualSum, *, normed=True, rounds=False, direct=True
+) -> ResidualSumGradient:
+    """Of a sum that was computed; `direct`: z has a gradient of its own, which it must where there
+    is no norm."""
+    rows, columns = forward.residual.shape
+    updated = forward.update is not None
+    return ResidualSumGradient(
+        dz=torch.randn(rows, columns) if direct or not normed else None,
+        dropout=forward.dropout,
+        dresidual=empty(rows, columns) if normed else None,
+        dupdate=empty(rows, columns) if updated and not rounds else None,
+        rounded=gradient_to_round(rows, columns) if updated and rounds else None,
+        dupdate_sum=empty(columns) if updated else None,
+    )
+
+
+def test_without_an_update_z_is_the_residual():
+    made = sum_of(torch.randn(SHAPE))
+    assert made.compute() is made.kept is made.residual
+
+
+def test_what_is_added_is_dropped_first():
+    made = sum_of(torch.randn(SHAPE), torch.randn(SHAPE), 0.3)
+    assert torch.equal(made.compute(), made.residual + random.dropout(made.update, 0.3, KEY, 2))
+    assert made.kept is made.z
+
+
+@pytest.mark.parametrize("normed, direct", [(True, True), (True, False), (False, True)])
+def test_gradients_are_those_of_autograd(normed, direct):
+    residual, update = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
+    forward = sum_of(residual, update, 0.3)
+    down = sum_gradient(forward, normed=normed, direct=direct)
+    through = torch.randn(SHAPE) if normed else None
+    upstream = sum(one for one in (through, down.dz) if one is not None)
+    wanted = torch.autograd.grad(forward.compute(), (residual, update), upstream)
+    results = down.compute(through)
+    assert torch.equal(results["dresidual"], wanted[0])
+    assert torch.equal(results["dupdate"], wanted[1]) and results["rounded"] is None
+    assert torch.equal(results["dupdate_sum"], wanted[1].sum(0))
+
+
+def test_a_rounded_gradient_is_that_of_the_update():
+    down = sum_gradient(sum_of(torch.randn(SHAPE), torch.randn(SHAPE), 0.3), rounds=True)
+    results = down.compute(torch.randn(SHAPE))
+    wanted = down.rounded.encode(results["dupdate"])
+    assert all(torch.equal(results["rounded"][name], wanted[name]) for name in ("codes", "scale"))
+
+
+def test_nothing_goes_where_nothing_was_added():
+    down = sum_gradient(sum_of(torch.randn(SHAPE)))
+    through = torch.randn(SHAPE)
+    results = down.compute(through)
+    assert list(results) == ["dresidual"] and not down.updated
+    assert torch.equal(results["dresidual"], through + down.dz)
+
 
 COLUMNS, CLIP = 48, 1.6
 
@@ -158,10 +241,7 @@ def test_what_is_added_and_what_is_rounded(rows, bits, error):
     operation = norm(residual, update, rounds=True, dropout=0.3, bits=bits, error=error)
     found = compare(operation)
     assert torch.equal(found.sum.z, residual + random.dropout(update, 0.3, KEY, 2))
-    rounded = found.rounded
-    made = rounded.codes, rounded.scale, rounded.clipped, rounded.error, rounded.seen
-    for one, wanted in zip(made, rounded.encode(found.out), strict=True):
-        assert wanted is None or torch.equal(one, wanted)
+    assert_holds(found.rounded, found.rounded.encode(found.out))
     torch.testing.assert_close(found.unrounded(run), found.out, atol=1e-5, rtol=1e-5)
 
 
@@ -188,8 +268,7 @@ def test_gradients_with_an_update(normed, rounds, rows):
     dupdate = random.dropout(found.dresidual if normed else found.dz, 0.3, KEY, 2)
     torch.testing.assert_close(found.dupdate_sum, dupdate.sum(0), atol=1e-4, rtol=1e-4)
     if rounds:
-        codes, scale = found.rounded.encode(dupdate)
-        assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
+        assert_holds(found.rounded, found.rounded.encode(dupdate))
     else:
         assert torch.equal(found.dupdate, dupdate)
 

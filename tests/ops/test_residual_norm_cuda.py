@@ -8,12 +8,10 @@ import torch
 
 from lsq.native import compiler
 from lsq.native.geometry import sums_in_shared_memory
-from lsq.ops.residual_norm import ResidualNormGradient
-from lsq.ops.residual_sum import ResidualSumGradient
+from lsq.ops.residual_norm import ResidualNormGradient, ResidualSumGradient
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, in_dtype, run
-from tests.ops.test_residual_norm import CLIP, norm, norm_gradient
-from tests.ops.test_residual_sum import sum_of
+from tests.ops.test_residual_norm import CLIP, norm, norm_gradient, sum_of
 from tests.ops.test_rms_norm import rms, rms_gradient
 
 SHAPES = [(1, 48), (7, 48), (41, 48), (341, 48), (7, 1040)]

@@ -9,16 +9,31 @@ import torch
 from lsq.config import QuantConfig
 from lsq.layers.programs import Mode
 from lsq.ops.project import Project
-from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient, ResidualSum
 from lsq.program.parameters import Kind
 from lsq.program.values import Rows
 from lsq.quant import random
 from lsq.run.backends import backend, run
 from lsq.run.executor import Execution
-from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
-from tests.ops.test_residual_norm import CLIP, COLUMNS, decibels, kept_by, to_keep
-from tests.ops.test_residual_sum import sum_gradient, sum_of
+from tests.ops.compare import (
+    KEY,
+    ROWS,
+    assert_accurate,
+    assert_holds,
+    compare,
+    empty,
+    on_cpu,
+    to_round,
+)
+from tests.ops.test_residual_norm import (
+    CLIP,
+    COLUMNS,
+    decibels,
+    kept_by,
+    sum_gradient,
+    sum_of,
+    to_keep,
+)
 
 
 def rms(
@@ -106,10 +121,7 @@ def test_what_is_added_and_what_is_rounded(rows, bits, error):
     operation = rms(residual, update, rounds=True, dropout=0.3, bits=bits, error=error)
     found = compare(operation)
     assert torch.equal(found.sum.z, residual + random.dropout(update, 0.3, KEY, 2))
-    rounded = found.rounded
-    made = rounded.codes, rounded.scale, rounded.clipped, rounded.error, rounded.seen
-    for one, wanted in zip(made, rounded.encode(found.out), strict=True):
-        assert wanted is None or torch.equal(one, wanted)
+    assert_holds(found.rounded, found.rounded.encode(found.out))
     torch.testing.assert_close(found.unrounded(run), found.out, atol=1e-5, rtol=1e-5)
 
 
@@ -128,8 +140,7 @@ def test_gradients_with_an_update(rounds, rows):
     dupdate = random.dropout(found.dresidual, 0.3, KEY, 2)
     torch.testing.assert_close(found.dupdate_sum, dupdate.sum(0), atol=1e-4, rtol=1e-4)
     if rounds:
-        codes, scale = found.rounded.encode(dupdate)
-        assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
+        assert_holds(found.rounded, found.rounded.encode(dupdate))
     else:
         assert torch.equal(found.dupdate, dupdate)
 

@@ -10,9 +10,8 @@ from lsq.native import compiler
 from lsq.program.values import dropped
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, in_dtype, run
-from tests.ops.test_residual_norm import CLIP
+from tests.ops.test_residual_norm import CLIP, sum_of
 from tests.ops.test_residual_norm_cuda import compare_in_parts
-from tests.ops.test_residual_sum import sum_of
 from tests.ops.test_rms_norm import rms, rms_gradient
 
 SHAPES = [(1, 48), (7, 48), (341, 48), (7, 1040)]

@@ -10,11 +10,10 @@ import torch
 
 from lsq.layers import blocks
 from lsq.layers.blocks import Epilogue, PackedSequences, Residual
-from lsq.layers.feed_forward_block import feed_forward_block
+from lsq.layers.builder import LayerBuilder
 from lsq.layers.programs import Mode
 from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.embedding import Embed
-from lsq.program.builder import Builder
 from lsq.program.parameters import Kind
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -25,7 +24,7 @@ from lsq.serving.decode.architecture import Architecture, StackArchitecture
 PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
 
-def builder_of(name: str, architecture: Architecture, backend: Backend) -> Builder:
+def builder_of(name: str, architecture: Architecture, backend: Backend) -> LayerBuilder:
     """An empty program that decodes there, with weights that need not be unpacked, however they are
     stored."""
     quant = architecture.decoder.config.quant
@@ -119,9 +118,7 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
     )
     own = last_norm("decoder", stack)
     if config.pre_norm and not stack.final_norm:
-        coded = blocks.quantize(
-            b, blocks.leave(b, config, residual, update, own), PROJECTION_CLIP
-        ).coded
+        coded = b.round(blocks.leave(b, config, residual, update, own), PROJECTION_CLIP).coded
     else:
         following = blocks.between(
             b,
@@ -138,7 +135,7 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
     return b.build()
 
 
-def embedded(b: Builder, architecture: Architecture, side: str, rows: int) -> VirtualTensor:
+def embedded(b: LayerBuilder, architecture: Architecture, side: str, rows: int) -> VirtualTensor:
     """Words and positions [M, H] of `tokens` and `places`."""
     stack: StackArchitecture = architecture.stacks[side]
     hidden, prefix = stack.config.hidden, f"{side}.embed_tokens."
@@ -152,7 +149,7 @@ def embedded(b: Builder, architecture: Architecture, side: str, rows: int) -> Vi
     b.add(
         Embed(
             tokens=tokens,
-            places=places,
+            positions=places,
             weight=b.parameter(words, (stack.words, hidden), Kind.TABLE),
             table=b.parameter(table, size, Kind.TABLE) if learned else b.input(table, size),
             scale=stack.embedding_scale,
@@ -170,7 +167,12 @@ def embedded(b: Builder, architecture: Architecture, side: str, rows: int) -> Vi
 
 
 def layers(
-    b: Builder, side: str, stack: StackArchitecture, x: VirtualTensor, attend, attend_to_memory=None
+    b: LayerBuilder,
+    side: str,
+    stack: StackArchitecture,
+    x: VirtualTensor,
+    attend,
+    attend_to_memory=None,
 ) -> tuple[Residual, VirtualTensor]:
     """All layers of a stack: (what the last block is added to, what it adds).
 
@@ -214,7 +216,7 @@ def layers(
             following=prefix + "final_layer_norm",
             clip=prefix + "feed_forward.input_clip",
         )
-        update = feed_forward_block(b, config, residual.rows, prefix + "feed_forward.")
+        update = blocks.feed_forward(b, config, residual.rows, prefix + "feed_forward.")
     return residual, update
 
 
@@ -224,7 +226,7 @@ def last_norm(side: str, stack: StackArchitecture) -> str:
 
 
 def indices(
-    b: Builder, rows: int, lists: str, lengths: str, owned: str
+    b: LayerBuilder, rows: int, lists: str, lengths: str, owned: str
 ) -> dict[str, VirtualTensor]:
     """Inputs of those names, by which rows find keys in caches."""
     return {
@@ -235,21 +237,22 @@ def indices(
 
 
 def attended(
-    b: Builder, stack: StackArchitecture, prefix: str, queries: Rows, **cached
+    b: LayerBuilder, stack: StackArchitecture, prefix: str, queries: Rows, **cached
 ) -> VirtualTensor:
     """Attention of queries to a cache, and its output projection: floats [R, H]."""
     hidden, rows = stack.config.hidden, queries.tensor.shape[0]
-    context = Epilogue(name=prefix + "context", clip=prefix + "context_clip").rows(
-        b, (rows, hidden)
-    )
+    context = b.result(prefix + "context", (rows, hidden), prefix + "context_clip")
     b.add(
         CachedAttention(
-            queries=queries.coded.bare(), heads=stack.config.heads, context=context.coded, **cached
+            queries=queries.coded.bare(),
+            heads=stack.config.heads,
+            context=context.rounded,
+            **cached,
         )
     )
     return blocks.project(
         b,
-        context,
+        context.rows,
         prefix + "out_weight",
         (hidden, hidden),
         Epilogue(name=prefix + "out"),
