@@ -11,8 +11,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 HUGE_PAGE = 2 << 20
-"""Bytes of the pages that the CPU's arenas ask the system for: fewer page faults and fewer misses of
-the address cache."""
+"""Bytes of the pages that arenas of the CPU ask for: fewer page faults and address cache misses."""
 LINUX = sys.platform == "linux"
 NO_RESERVE = 0x4000 if LINUX else 0
 """MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than the machine's memory,
