@@ -1,18 +1,20 @@
 """An int8 linear layer on one page: what `QuantizedLinear` and a converted `nn.Linear` compute.
 
-`Int8Linear` is the algorithm in plain PyTorch, slow and without lsq's kernels. For finite float32
-numbers the layer agrees with it bit by bit, in training and in evaluation, for the default
-QuantConfig and for clips="learned". Three sums of floats are the exception: the gradients of the
-bias and, where clips learn, of both clips. The CPU's loops add these up in another order than
-PyTorch, so they agree within the rounding of a float32 sum; the backend "reference" adds them up
-as here.
+`Int8Linear` is the algorithm in plain PyTorch, slow and without lsq's kernels. Layers agree with it
+bit by bit, in training and in evaluation, for the default QuantConfig and for clips="learned".
+Three sums of floats are the exception: the gradients of the bias and, where clips learn, of both
+clips. The CPU's loops add these up in another order than PyTorch, so they agree within the rounding
+of a float32 sum; the backend "reference" adds them up as here. Left out are NaN and infinity, which
+the layer carries on in its scales, bfloat16 inputs, and sums of so many products (133,000) that
+int32 could overflow, which the layer splits.
 
-Three definitions come from lsq.quant, because their code would distract:
+Some definitions come from lsq.quant, because their code would distract:
 
+* `largest_clips` gives the largest magnitude of each row;
+* `gradient_scale` gives largest / 127 and its reciprocal, or 0 and 0 for nothing but zeros (1e-35);
 * `uniform_rows` gives random numbers in [0, 1) for a key, a subsequence and a shape (Philox, Salmon
   et al. 2011): the same ones whoever asks, so that every device rounds alike;
-* `gradient_scale` gives largest / 127 and its reciprocal, or 0 and 0 for nothing but zeros;
-* `largest_clips` gives the largest magnitude of each row.
+* `draw_key` draws a key from PyTorch's generator, `key_of` makes one of the bits of tensors.
 """
 
 import torch
@@ -77,7 +79,7 @@ def round_at_random(values, dim, key, subsequence):
 
     Returns codes and scales: the largest magnitude along `dim` becomes 127, so nothing is clipped.
     """
-    scale, reciprocal = gradient_scale(values.abs().amax(dim, keepdim=True))
+    scale, reciprocal = gradient_scale(values.abs().amax(dim, keepdim=True), 127)
     steps = values * reciprocal + uniform_rows(key, subsequence, *values.shape)
     return steps.floor().clamp(-127, 127).to(torch.int8), scale
 
