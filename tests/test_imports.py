@@ -14,6 +14,7 @@ ALLOWED = {
     "files": set(),
     "lock": set(),
     "quant": set(),
+    "reference": {"quant"},
     "config": {"quant"},
     "memory": {"csrc"},
     "planner": {"csrc", "files", "memory"},
