@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lsq
-from lsq.backends import backend
+from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import WINDOW
