@@ -14,6 +14,7 @@ ALLOWED = {
     "native": {"extras"},
     "emulator": {"native"},
     "quant": set(),
+    "reference": {"quant"},
     "config": {"quant"},
     "memory": {"files", "native"},
     "program": {"config", "native", "quant"},

@@ -3,10 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from matplotlib.collections import PolyCollection
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-
+from lsq import extras
 from lsq.memory.buffer import Buffer, Plan, live_load
 
 MEBIBYTE = 2**20
@@ -44,6 +41,11 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
         ValueError: no buffer occupies bytes, or the format is unknown.
         OSError: the picture cannot be written.
     """
+    extras.require("a picture", "study")
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
     buffers = [buffer for buffer in buffers if buffer.size]
     if not buffers:
         raise ValueError("no buffer occupies any bytes; there is nothing to draw")
