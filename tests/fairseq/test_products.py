@@ -100,11 +100,9 @@ def test_batches_and_modes_add_up(parse):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("backward", ["float", "int8"])
-@pytest.mark.parametrize("more", ["", "--lsq-mode float", "--lsq-backward-dtype bfloat16"])
+@pytest.mark.parametrize("more", ["", "--lsq-mode float"])
 def test_on_cuda_they_are_what_the_prepared_programs_launch(parse, backward, more):
-    options = (
-        f"--lsq-activation-init fixed --lsq-weight-init fixed --lsq-backward {backward} {more}"
-    )
+    options = f"--lsq-clip-init fixed --lsq-backward {backward} {more}"
     given = parse(f"--share-all-embeddings {options}")
     _, model, criterion = build_training(given, VOCABULARY)
     programs = [*training_programs(model, criterion, 96), *generation_programs(model, 10)]
@@ -119,7 +117,7 @@ def test_on_cuda_they_are_what_the_prepared_programs_launch(parse, backward, mor
     "more", ["", "--encoder-normalize-before --decoder-normalize-before --lsq-clip-gradient lsq"]
 )
 def test_they_are_what_a_step_runs(build, parse, backward, more):
-    task, model = build(f"--lsq-backward {backward} --lsq-activation-init fixed {more}")
+    task, model = build(f"--lsq-backward {backward} --lsq-clip-init fixed {more}")
     criterion = task.build_criterion(parse(""))
     tokens = 12
     words = torch.randint(4, 10, (tokens, 1))
@@ -139,7 +137,7 @@ def test_they_are_what_a_step_runs(build, parse, backward, more):
 
 @fused
 def test_they_are_what_a_step_of_generation_runs(build):
-    _, model = build("--lsq-activation-init fixed")
+    _, model = build("--lsq-clip-init fixed")
     expected = products_of_programs(generation_programs(model, 5), "cpu")
     words = torch.randint(4, 10, (5, 1))
 

@@ -60,9 +60,7 @@ def test_float_mode_is_torch_linear():
 
 def test_codes_that_fit_are_multiplied_exactly():
     """Whole numbers under a clip of 127 are their own codes: the product has no error at all."""
-    layer = QuantizedLinear(
-        16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0)
-    )
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(clip_init="fixed", activation_clip=127.0))
     weight = torch.randint(-127, 128, (16, 16)).float()
     with torch.no_grad():
         layer.weight.copy_(weight)
