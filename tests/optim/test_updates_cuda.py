@@ -160,6 +160,7 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
         weight_granularity=granularity,
         calibration_passes=0,
         clip_init="fixed",
+        weight_clip=0.1,
         clip_step=0.01,
     )
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
