@@ -108,7 +108,7 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
     """The layers of a model, in every mode that changes kernels."""
     for quant in (
         QuantConfig(backward="int8"),
-        QuantConfig(backward="float", backward_dtype="bfloat16"),
+        QuantConfig(backward="float"),
         QuantConfig(clip_gradient="lsq", backward="int8"),
         QuantConfig(mode="float"),
         QuantConfig(weight_format="nvfp4", activation_format="int6/row"),

@@ -160,7 +160,7 @@ class ClippedModule(nn.Module):
     # Measuring
 
     def calibrate_weights(self) -> None:
-        """Measure the clip of every weight in this module, as `weight_init` says."""
+        """Measure the clip of every weight in this module, as `clip_init` says."""
         calibration = Calibration(self.target)
         self._measure_weights(calibration)
         torch.autograd.graph.increment_version(list(self.clips().values()))
@@ -189,7 +189,7 @@ class ClippedModule(nn.Module):
                 values, near = self.values_of(name), again and name not in anew
                 if not self.codes.changed(name, values) and near:
                     continue
-                method = self.quant.weight_init if self.quant.learned else "absmax"
+                method = self.quant.clip_init if self.quant.learned else "absmax"
                 self._measure(
                     calibration,
                     name,

@@ -143,7 +143,7 @@ class ProgramModule(ClippedModule):
         tensors = {**parameters, **inputs, "random_key": key, **codes}
         if self.quant.quantized and not self.quant.learned:
             tensors |= self._follow_clips(program, again)
-        measuring = calibrating and self.quant.activation_init != "fixed"
+        measuring = calibrating and self.quant.clip_init != "fixed"
         hooks = Hooks(
             before=partial(self._calibrate_operation, calibration) if measuring else None,
             after=self._observer,
@@ -256,7 +256,7 @@ class ProgramModule(ClippedModule):
                 ):
                     replaced.append(name)
         # else whoever makes codes does
-        measures = self.quant.learned and self.quant.weight_init != "fixed"
+        measures = self.quant.learned and self.quant.clip_init != "fixed"
         return replaced if measures and self.schedule.begun else []
 
     def _follow_clips(self, program: Program, again: bool) -> dict[str, torch.Tensor]:
@@ -295,7 +295,7 @@ class ProgramModule(ClippedModule):
             name,
             operation.unrounded(self.target.run),
             clip,
-            self.quant.activation_init if self.quant.learned else "absmax",
+            self.quant.clip_init if self.quant.learned else "absmax",
             self.quant.activation_form(name),
             percentile=self.quant.percentile,
             into=rounding.clip,

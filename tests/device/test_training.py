@@ -21,12 +21,7 @@ from tests.fairseq.conftest import SHORT, TINY, WORDS
 from tests.layers import toy
 from tests.layers.shapes import config_of
 
-OPTIONS = {
-    "backward": "int8",
-    "activation_init": "fixed",
-    "weight_init": "fixed",
-    "calibration_passes": 0,
-}
+OPTIONS = {"backward": "int8", "clip_init": "fixed"}
 """Nothing is calibrated."""
 
 
