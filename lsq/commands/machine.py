@@ -16,7 +16,7 @@ import lsq
 from lsq import gemm
 from lsq.native import loader, processor, runtime, tiles
 from lsq.native.shared_library import LibraryError
-from lsq.run.backends import gpu_fault
+from lsq.run.cuda import gpu_fault
 
 REQUIRED = (
     "torch",

@@ -11,7 +11,8 @@ from torch import nn
 
 from lsq.layers import ProgramModule
 from lsq.layers.decoded_tensors import told
-from lsq.run.backends import Backend, backend, for_device, gpu_fault
+from lsq.run.backends import Backend, backend, for_device
+from lsq.run.cuda import gpu_fault
 
 logger = logging.getLogger(__name__)
 

@@ -225,7 +225,7 @@ class FusedLayer(InPlace):
             return f"its own code, since {self.departed}"
         return (
             "one program in"
-            f" {'int8' if self.quant.quantized and not self.schedule.fallen else 'floats'}"
+            f" {'int8' if self.quant.quantized and not self.schedule.float_fallback else 'floats'}"
         )
 
     # Parameters, which others hold

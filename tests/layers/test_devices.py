@@ -3,10 +3,10 @@ by default."""
 
 import pytest
 import torch
+from lsq.layers.devices import check_devices
 
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
-from lsq.layers.devices import check_devices
 
 
 @pytest.mark.parametrize("training", [False, True])

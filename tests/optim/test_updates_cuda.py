@@ -176,8 +176,8 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
             assert ((layer.weight_clip / clip - 1).abs() <= 0.0101).all() and not torch.equal(
                 layer.weight_clip, clip
             )
-        codes, scale = (layer.codes.kept[f"weight.{name}"] for name in ("codes", "scale"))
-        turned = layer.codes.kept.get("weight.codes.transposed")
+        codes, scale = (layer.weight_state.kept[f"weight.{name}"] for name in ("codes", "scale"))
+        turned = layer.weight_state.kept.get("weight.codes.transposed")
         rounded = Weight(format=layer.quant.weights, codes=codes, scale=scale, transposed=turned)
         assert upkeep.current(layer.weight, layer.weight_clip, rounded)
         assert turned is None or torch.equal(turned, codes.t())
@@ -198,5 +198,5 @@ def test_a_weight_that_is_not_a_number_poisons_its_scale(device, granularity):
     layer(torch.randn(5, 48, device=device.place)).sum().backward()
     layer.weight.grad[40, 7] = math.nan
     optimizer.step()
-    poisoned = layer.codes.kept["weight.scale"].isnan()
+    poisoned = layer.weight_state.kept["weight.scale"].isnan()
     assert poisoned.all() if granularity == "tensor" else poisoned.nonzero().tolist() == [[40]]

@@ -123,9 +123,9 @@ def test_a_copy_takes_no_codes_along():
     layer = linear().eval()
     layer(torch.randn(3, 16))
     assert (
-        layer.codes.kept
-        and not copy.deepcopy(layer).codes.kept
-        and not pickle.loads(pickle.dumps(layer)).codes.kept
+        layer.weight_state.kept
+        and not copy.deepcopy(layer).weight_state.kept
+        and not pickle.loads(pickle.dumps(layer)).weight_state.kept
     )
 
 
