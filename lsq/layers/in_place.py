@@ -10,7 +10,6 @@ from lsq.config import QuantConfig
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
 
-
 _mode = functools.lru_cache(maxsize=1024)(Mode)
 """Modes that are equal as one object, by which programs are found faster."""
 

@@ -242,7 +242,8 @@ class FreshPasses:
     def _prepare(
         self, room: Room, program: Program, indices: range, backend: Backend, values: Values
     ) -> tuple[Workspace, PreparedPass]:
-        workspace = room.workspace([(one.size, *program.lifetimes[one]) for one in self._inside])
+        lives = [(one.size, *program.lifetimes[one]) for one in self._inside]
+        workspace = Workspace(room, lives)
         inside = {
             tensor: workspace.tensor(number, tensor.shape, tensor.dtype)
             for number, tensor in enumerate(self._inside)
