@@ -112,7 +112,6 @@ def register(device_type: str, make: Maker) -> Maker | None:
         what was said before.
     """
     before, _makers[device_type] = _makers.get(device_type), make
-    _make.cache_clear()
     return before
 
 
@@ -127,13 +126,6 @@ def for_device(device: torch.device, activations: torch.dtype | None = None) -> 
     Raises:
         ValueError: nothing runs on devices of that type.
     """
-    if device.index is None and device.type != "cpu":
-        return _make.__wrapped__(device, activations)  # whichever is current
-    return _make(device, activations)
-
-
-@functools.cache
-def _make(device: torch.device, activations: torch.dtype | None) -> Backend:
     if device.type not in _makers:
         raise ValueError(
             f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(_makers)}"
@@ -171,7 +163,7 @@ def _on_cpu(name: str) -> Backend:
 
 
 def _of_cpu(device: torch.device, activations: torch.dtype | None) -> Backend:
-    return backend("cpu" if loader.available() else "reference")
+    return _on_cpu("cpu" if loader.available() else "reference")
 
 
 def _of_gpu(device: torch.device, activations: torch.dtype | None) -> Backend:

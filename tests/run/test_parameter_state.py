@@ -37,7 +37,7 @@ def written(rows=4, columns=200):
 def test_importing_lsq_hooks_no_optimizer():
     code = (
         "import lsq, lsq.optim, lsq.layers, lsq.models, torch.optim.optimizer as of;"
-        "lsq.convert(__import__('torch').nn.Sequential(__import__('torch').nn.Linear(16, 16)));"
+        "lsq.convert(__import__('torch').nn.Sequential(__import__('torch').nn.Linear(64, 64)));"
         "assert not of._global_optimizer_pre_hooks and not of._global_optimizer_post_hooks"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

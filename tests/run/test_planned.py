@@ -9,6 +9,7 @@ import torch
 from lsq.layers import TransformerEncoderLayer, programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.memory import plan_memory
+from lsq.run.executor import Execution
 from lsq.run.frames import FreshFrame
 from lsq.run.step import is_placed
 from tests.layers.examples import mode_on
@@ -76,25 +77,29 @@ def test_results_lie_outside_and_first_gradients_of_parameters_inside(planned):
 def test_a_forward_pass_out_of_turn_begins_the_next_step(planned):
     layer, memory = planned
     frames = [memory.open(layer, program_of(layer, 2, 5)) for _ in range(2)]
-    with frames[0].running(backward=False):
-        pass
-    with frames[1].running(backward=False):
-        pass
-    with pytest.raises(RuntimeError, match="begun another step"), frames[0].running(backward=True):
-        pass
-    with frames[1].running(backward=True):
-        pass
-    with pytest.raises(RuntimeError, match="has begun before"), frames[1].running(backward=True):
-        pass
+    for frame in frames:
+        frame.enter(backward=False)
+        frame.leave()
+    with pytest.raises(RuntimeError, match="begun another step"):
+        frames[0].enter(backward=True)
+    frames[1].enter(backward=True)
+    frames[1].leave()
+    with pytest.raises(RuntimeError, match="has begun before"):
+        frames[1].enter(backward=True)
 
 
-def test_a_pass_that_fails_lets_others_run(planned):
+def test_a_pass_that_fails_lets_others_run(planned, monkeypatch):
     layer, memory = planned
-    frame = memory.open(layer, program_of(layer, 2, 5))
-    with pytest.raises(ZeroDivisionError), frame.running(backward=False):
+    x = torch.randn(5, 2, 48)
+
+    def fail(*_):
         raise ZeroDivisionError
-    with memory.open(layer, program_of(layer, 2, 5)).running(backward=False):
-        pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Execution, "run_pass", fail)
+        with pytest.raises(ZeroDivisionError):
+            layer(x)
+    layer(x).sum().backward()
 
 
 def test_memory_is_not_pickled(planned):

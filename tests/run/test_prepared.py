@@ -15,7 +15,7 @@ from lsq.ops.rounding import RoundWeight
 from lsq.program.operation import Operation
 from lsq.run import planned
 from lsq.run.backends import backend
-from lsq.run.executor import Hooks, profile
+from lsq.run.executor import profile
 from tests.layers.shapes import config_of
 from tests.layers.toy import batch, largest, twins
 
@@ -165,10 +165,6 @@ def test_whoever_looks_on_sees_every_operation(layer):
     with profile() as seconds:  # from here on the pass goes operation by operation
         y.square().sum().backward()
     assert seconds and torch.equal(x.grad, expected[1])
-
-
-def test_hooks_are_true_where_there_are_any():
-    assert not Hooks() and Hooks(before=print) and Hooks(after=print)
 
 
 def test_a_run_that_fails_holds_nothing_and_the_next_one_is_right(layer, monkeypatch):

@@ -4,10 +4,10 @@ import pytest
 
 from lsq.run.rehearsal import rehearse
 from lsq.run.step import (
+    borrowed_in,
     buffers_of,
     crossing,
     is_placed,
-    borrowed_in,
     node_names,
     operations_of,
     plan_step,
