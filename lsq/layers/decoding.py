@@ -42,9 +42,8 @@ def check_ready(layer: ProgramModule) -> None:
     if layer.schedule.float_fallback:
         raise ValueError(
             "this layer went on in floats, since lsq.monitor found too much noise in it;"
-            " incremental decoding is in "
-            "int8: run it on whole targets, or set schedule.float_fallback = False to decode with that"
-            " noise"
+            " incremental decoding is in int8: run it on whole targets, or set"
+            " schedule.float_fallback = False to decode with that noise"
         )
     if layer.quant.quantized and not layer.schedule.calibrated:
         raise ValueError(

@@ -205,7 +205,8 @@ def test_the_mean_of_checkpoints_is_one(build, batch, mean):
         expected = torch.stack([state[name].double() for state in states]).mean(0)
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-7)
     schedules = [layer.schedule for layer in (*averaged.encoder.layers, *averaged.decoder.layers)]
-    assert all((one.calibrated, one.passes, one.float_fallback) == (True, 2, False) for one in schedules)
+    states = {(one.calibrated, one.passes, one.float_fallback) for one in schedules}
+    assert states == {(True, 2, False)}
     clips = {name: clip.clone() for name, clip in quantized_tensors(averaged)}
     logits, _ = averaged.eval()(**sample)
     assert logits.isfinite().all()

@@ -12,9 +12,9 @@ from lsq.layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     VocabularyProjection,
-    weight_codes,
+    weight_state,
 )
-from lsq.layers.decoded_tensors import decoded_tensors, told
+from lsq.layers.model_formats import decoded_summary, decoded_tensors
 from lsq.native import tiles
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.grouped_weight import pack_weight
@@ -75,8 +75,11 @@ def test_what_is_decoded_is_told():
         "log4.3/tensor": {"activations": 1 + 2},
         "fp8-e5m2/row": {"gradients": 4 + 7},
     }
-    assert told(torch.nn.ModuleList([torch.nn.Linear(2, 2), QuantizedLinear(16, 16)])) is None
-    assert told(QuantizedLinear(16, 16, quant=QuantConfig(weight_format="nvfp4"))) == (
+    assert (
+        decoded_summary(torch.nn.ModuleList([torch.nn.Linear(2, 2), QuantizedLinear(16, 16)]))
+        is None
+    )
+    assert decoded_summary(QuantizedLinear(16, 16, quant=QuantConfig(weight_format="nvfp4"))) == (
         "multiplied as decoded values, no faster than floats: nvfp4 (1 weight), int8/tensor (1"
         " activation)"
     )
@@ -267,7 +270,10 @@ def test_a_projection_in_eval_mode(formats, rows, inputs, outputs):
     layer(x)
     found = layer.eval()(x)
     layer.backend = Decoding()
-    assert near(found, layer(x)) and set(layer.weight_state.kept) == {"weight.grouped", "weight.decoded"}
+    assert near(found, layer(x)) and set(layer.weight_state.kept) == {
+        "weight.grouped",
+        "weight.decoded",
+    }
 
 
 @pytest.mark.parametrize(
@@ -301,7 +307,7 @@ def test_a_weight_is_packed_once_in_eval_mode(monkeypatch):
     layer(x)
     layer.eval()
     monkeypatch.setattr(
-        weight_codes, "pack_weight", lambda *given: (packed.append(given), pack_weight(*given))
+        weight_state, "pack_weight", lambda *given: (packed.append(given), pack_weight(*given))
     )
     with torch.no_grad():
         first = layer(x)

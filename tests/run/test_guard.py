@@ -52,7 +52,9 @@ def test_what_was_lent_ends_as_poison(guarded):
     model, memory = guarded
     step(model)
     step(model)
-    key, lending = next((key, one) for key, one in memory.step.borrowed.items() if one.leaf is not None)
+    key, lending = next(
+        (key, one) for key, one in memory.step.borrowed.items() if one.leaf is not None
+    )
     memory.next_step()
     assert (
         memory.arena.tensor(memory.step.offsets[key], lending.leaf.shape, torch.float32)
@@ -68,7 +70,8 @@ def test_a_write_behind_what_was_lent(guarded):
     key = next(iter(memory.alive))
     memory.red_zone(memory.alive[key])[7] = 0
     with pytest.raises(
-        MemoryGuardError, match="something wrote behind the end of .*; found out after it was borrowed"
+        MemoryGuardError,
+        match="something wrote behind the end of .*; found out after it was borrowed",
     ):
         step(model)
 
