@@ -60,7 +60,7 @@ from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
-from lsq.run.absent import AbsentGPU
+from lsq.run.cuda import AbsentGPU
 from lsq.serving.decode.architecture import Architecture, StackArchitecture
 from lsq.serving.decode.programs import encoder_program, step_program
 

@@ -258,7 +258,7 @@ class QuantConfig:
             name for name, default in ONLY_LEARNED.items() if getattr(self, name) != default
         ]
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """Whether anything is quantised at all."""
         return self.mode == "int8"
@@ -275,7 +275,7 @@ class QuantConfig:
         """Which weights count, and when that is decided; None: all do."""
         return Pruning.read(self.sparsity)
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Whether products read integers: all formats have fast ones.
 
