@@ -6,7 +6,7 @@ import json
 import decode_quality
 import pytest
 
-from tests.serving.translate.conftest import train
+from tests.serving.conftest import train
 
 
 @pytest.mark.thorough

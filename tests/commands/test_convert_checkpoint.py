@@ -11,7 +11,7 @@ import lsq.models.huggingface
 from lsq.commands import cli
 from lsq.layers import clip_format
 from lsq.models.sparsity import sparsity_of
-from tests.serving.translate.conftest import output  # noqa: F401
+from tests.serving.conftest import output  # noqa: F401
 
 CHECKPOINT = "int8/model/checkpoint_best.pt"
 

@@ -11,11 +11,11 @@ from lsq import Translator
 from lsq.commands import cli, export, run_files, train, trained
 from lsq.commands.logs import logging_to
 from lsq.files.lock import locked_file
-from lsq.serving.decode.model import model_of
-from lsq.serving.export import model_file
+from lsq.serving import model_file
+from lsq.serving.decoding_model import model_of
 from tests.commands.small_runs import files_in
 from tests.fairseq.conftest import corpus  # noqa: F401
-from tests.serving.translate.conftest import output  # noqa: F401
+from tests.serving.conftest import output  # noqa: F401
 
 CHECKPOINT = "model/checkpoint_best.pt"
 LANGUAGE_MODEL = (

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from lsq.commands import cli, formats
 from lsq.files.lock import locked_folder
-from tests.serving.translate.conftest import output  # noqa: F401
+from tests.serving.conftest import output  # noqa: F401
 
 FORMATS = ["--formats", "int8/row", "nvfp4"]
 

@@ -10,7 +10,7 @@ import torch
 from lsq.commands import model_batch
 from lsq.commands.model_batch import load
 from tests.commands.conftest import write_pairs
-from tests.serving.translate.conftest import output  # noqa: F401
+from tests.serving.conftest import output  # noqa: F401
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 transformers = pytest.importorskip("transformers")

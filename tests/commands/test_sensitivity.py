@@ -13,7 +13,7 @@ from lsq.commands import cli, sensitivity
 from lsq.commands.sensitivity import by_length
 from lsq.study import read_costs
 from tests.commands.test_model_batch import folder, texts, transformers  # noqa: F401
-from tests.serving.translate.conftest import output  # noqa: F401
+from tests.serving.conftest import output  # noqa: F401
 
 FORMATS = ["--formats", "int8/row", "int2/row"]
 FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
@@ -24,7 +24,7 @@ def lsq_sensitivity(capsys, tmp_path, monkeypatch):
     """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
 
     monkeypatch.setattr(
-        "lsq.study.costs_picture.Figure.savefig", lambda figure, file, **_: file.write(b"")
+        "matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(b"")
     )
 
     def lsq_sensitivity(model, *options) -> tuple[int, str, str]:

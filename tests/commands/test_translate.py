@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from lsq.commands import cli, translate
+from lsq.commands.translate import read_lines
 from lsq.files.lock import Busy, locked_file
 from lsq.text.corpus import read_items
 from tests.commands.small_runs import files_in
-from tests.serving.translate.conftest import output  # noqa: F401
+from tests.serving.conftest import output  # noqa: F401
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
@@ -334,3 +335,45 @@ def test_mistakes_are_one_line(output, tmp_path, capsys):  # noqa: F811
         f"lsq translate: error: {text}, line 2: byte 0xff"
     )
     assert printed.err.count("\n") == 1
+
+
+def read(content: bytes) -> list[str]:
+    return list(read_lines(io.BytesIO(content), "in.txt"))
+
+
+def test_lines_end_at_line_feeds_only():
+    assert read("a\r\n\u2028b\n\nc".encode()) == ["a\r\n", "\u2028b\n", "\n", "c"]
+    assert read(b"") == []
+
+
+def test_byte_order_mark_is_no_text():
+    assert read(b"\xef\xbb\xbfa\n\xef\xbb\xbfb") == ["a\n", "\ufeffb"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"a\nb\xffc\n",
+            "in.txt, line 2: byte 0xff is not valid UTF-8; convert the file first, e.g. with iconv",
+        ),
+        (b"a\n\n\xe4\xbd", "in.txt, line 3: byte 0xe4 is not valid UTF-8"),
+        (b"\xff\xfea\0\n", "in.txt, line 1: a NUL byte is no text; remove it"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_line(content, message):
+    with pytest.raises(ValueError) as refused:
+        read(content)
+    assert str(refused.value).startswith(message)
+
+
+def test_lines_before_a_mistake_are_read():
+    found = read_lines(io.BytesIO(b"a\n\xff"), "in.txt")
+    assert next(found) == "a\n"
+
+
+def test_endless_lines_are_refused(monkeypatch):
+    monkeypatch.setattr(translate, "LONGEST", 4)
+    assert read(b"abc\nabcd") == ["abc\n", "abcd"]
+    with pytest.raises(ValueError, match="in.txt, line 2 has more than 4 bytes"):
+        read(b"abc\nabcde")
