@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 
-from lsq import extras
 from lsq.commands import logs
 from lsq.commands.options import command_parser
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
@@ -62,11 +61,10 @@ def run(arguments: list[str]) -> int:
         ValueError, OSError: a mistake in the options or the files, or the address is in use.
     """
     given = parser().parse_args(arguments)
-    extras.require("lsq serve", "serve")
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)
-    # they import packages of the extra
+    # here, since packages of the extra may be missing
     from lsq.serving.http.server import bound, make_room, server_of
     from lsq.serving.http.service import Service
 

@@ -9,7 +9,15 @@ from lsq.files import check_name
 from lsq.run.backends import Backend, backend
 from lsq.serving import model_file
 from lsq.serving.architecture import check_codes
-from lsq.serving.translation_model import TranslationModel, backend_of, read_exported, stamp_of
+from lsq.serving.subwords import Subwords, processor_of
+from lsq.serving.translation_model import (
+    TranslationModel,
+    backend_of,
+    longest_source,
+    read_exported,
+    stamp_of,
+    symbols_of,
+)
 from lsq.serving.translator import BATCH_TOKENS, TextTranslator, check_settings
 
 
@@ -105,14 +113,13 @@ def _read_trained(files: run_files.Source, device: Backend) -> TranslationModel:
         raise ValueError(
             f"{files.checkpoint} is a language model; it does not translate (see `lsq generate`)"
         )
-    return TranslationModel.of(
-        files.checkpoint,
-        stamp,
-        steps_of([found.model], device),
-        (words_of(found.source), words_of(found.target)),
-        padding=found.target.pad(),
-        subwords=files.subwords,
-        positions=found.model.max_positions()[0],
-        trained_length=found.trained_length,
+    source, target = words_of(found.source), words_of(found.target)
+    return TranslationModel(
+        file=files.checkpoint,
+        stamp=stamp,
+        steps=steps_of([found.model], device),
+        symbols=symbols_of(target, found.target.pad()),
+        subwords=Subwords(source, target, files.subwords and processor_of(files.subwords)),
+        longest_source=longest_source(found.model.max_positions()[0], found.trained_length),
         options=found.search,
     )

@@ -192,10 +192,7 @@ class Preparation:
         shared = {"bias": operation.bias, "out": operation.out, "rounded": operation.rounded}
         if sparse is not None:
             return SparseProject(
-                x=operation.x.bare(),
-                weight=sparse,
-                nonlinearity=operation.nonlinearity,
-                **shared,
+                x=operation.x.bare(), weight=sparse, nonlinearity=operation.nonlinearity, **shared
             )
         weight = self.weight(name, inner)
         if isinstance(weight, Weight):

@@ -50,40 +50,22 @@ class TranslationModel:
     stamp: tuple
     """`stamp_of` the file when it was read."""
 
-    @classmethod
-    def of(
-        cls,
-        file: Path,
-        stamp: tuple,
-        steps: Steps,
-        vocabularies: tuple[Words, Words],
-        padding: int,
-        subwords: Path | bytes | None,
-        positions: int,
-        trained_length: int | None,
-        options: SearchOptions,
-    ) -> "TranslationModel":
-        """Make one; sources may have as many words as positions, but no more than in training, if
-        that is known."""
-        target = vocabularies[1]
-        return cls(
-            file=file,
-            stamp=stamp,
-            steps=steps,
-            symbols=Symbols(
-                start=target.end, padding=padding, end=target.end, unknown=target.unknown
-            ),
-            subwords=Subwords(*vocabularies, subwords and processor_of(subwords)),
-            longest_source=min(positions, (trained_length or positions) + 1),
-            options=options,
-        )
-
     def changed(self) -> bool:
         """Whether the file was replaced, written to or removed since it was read."""
         try:
             return stamp_of(self.file) != self.stamp
         except OSError:
             return True
+
+
+def symbols_of(target: Words, padding: int) -> Symbols:
+    """Return the special words of a search for words of a target vocabulary."""
+    return Symbols(start=target.end, padding=padding, end=target.end, unknown=target.unknown)
+
+
+def longest_source(positions: int, trained_length: int | None) -> int:
+    """Return how many words a source may have: no more than in training, if that is known."""
+    return min(positions, (trained_length or positions) + 1)
 
 
 def stamp_of(file: Path) -> tuple:
@@ -113,14 +95,12 @@ def read_exported(path: Path, device: Backend | None = None) -> TranslationModel
     # copies all weights: the file may change from now on
     steps.begin([torch.tensor([end])], rows=1, steps=1)
     steps.step(torch.tensor([end]), torch.tensor([0]), top=1)
-    return TranslationModel.of(
-        path,
-        stamp,
-        steps,
-        (source, target),
-        padding=architecture.padding,
-        subwords=exported.subwords,
-        positions=architecture.encoder.max_positions,
-        trained_length=exported.trained_length,
+    return TranslationModel(
+        file=path,
+        stamp=stamp,
+        steps=steps,
+        symbols=symbols_of(target, architecture.padding),
+        subwords=Subwords(source, target, exported.subwords and processor_of(exported.subwords)),
+        longest_source=longest_source(architecture.encoder.max_positions, exported.trained_length),
         options=exported.search,
     )

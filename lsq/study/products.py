@@ -92,10 +92,7 @@ class ReplacedProducts(TorchFunctionMode):
         self, func: Callable, input: Tensor, weight: Tensor, *args, **kwargs
     ) -> Tensor:
         product = Product(
-            input,
-            weight,
-            lambda x: func(x, weight, *args, **kwargs),
-            channels=-weight.dim() + 1,
+            input, weight, lambda x: func(x, weight, *args, **kwargs), channels=-weight.dim() + 1
         )
         return self._replace(product)
 

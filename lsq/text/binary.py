@@ -30,11 +30,7 @@ CHUNK = 10_000
 
 
 def binarize(
-    corpus: Corpus,
-    vocabulary: SentencePieceProcessor,
-    folder: Path,
-    split: str,
-    max_length: int,
+    corpus: Corpus, vocabulary: SentencePieceProcessor, folder: Path, split: str, max_length: int
 ) -> tuple[list[int], dict[int, int]]:
     """Write one split as fairseq's memory-mapped data set:
     folder/split.src-tgt.{src,tgt}.{bin,idx}.

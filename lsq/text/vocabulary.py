@@ -82,9 +82,7 @@ def load_vocabulary(folder: Path) -> "SentencePieceProcessor":
     return SentencePieceProcessor(model_file=str(folder / MODEL))
 
 
-def dictionary_of(
-    vocabulary: "SentencePieceProcessor",
-) -> "tuple[Dictionary, numpy.ndarray]":
+def dictionary_of(vocabulary: "SentencePieceProcessor") -> "tuple[Dictionary, numpy.ndarray]":
     """Make fairseq's dictionary of the pieces, padded to the width that int8 products take.
 
     Returns:

@@ -14,7 +14,6 @@ from lsq.commands import serve
 from lsq.commands.translation_options import search_options
 from lsq.serving import SearchOptions, model_file
 from lsq.serving.http.requests import Limits
-from tests.serving.conftest import output, translator  # noqa: F401
 from tests.serving.test_model_file import exported
 
 
@@ -51,14 +50,6 @@ def test_a_missing_model_is_named(tmp_path):
         serve.run(["--model", str(tmp_path / "missing"), "--port", "0"])
 
 
-def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr(serve, "PACKAGES", ("uvicorn", "no_such_package"))
-    with pytest.raises(
-        ValueError, match=r"needs no_such_package; install them with: pip install .*\[serve\]'"
-    ):
-        serve.run(["--model", "m"])
-
-
 def test_an_exported_model_is_served_without_what_takes_long_to_import(tmp_path):
     """fairseq, the compiler of PyTorch, and what those bring along."""
     path = tmp_path / "model.safetensors"
@@ -82,7 +73,7 @@ assert not found, found
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_service_from_beginning_to_end(output, translator, number):  # noqa: F811
+def test_a_service_from_beginning_to_end(output, translator, number):
     command = [
         sys.executable,
         "-m",

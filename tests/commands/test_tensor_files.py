@@ -11,7 +11,6 @@ from lsq.commands.tensor_files import tensors_in
 from lsq.serving import model_file
 from lsq.serving.decoding_model import model_of
 from lsq.serving.model_file import ExportedModel
-from tests.serving.conftest import output  # noqa: F401
 
 TENSORS = {"layer.weight": torch.arange(6.0).view(2, 3), "layer.bias": torch.ones(2)}
 
@@ -65,7 +64,7 @@ def test_safetensors_and_folders(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_of_fairseq_and_an_exported_file(output, tmp_path):  # noqa: F811
+def test_a_checkpoint_of_fairseq_and_an_exported_file(output, tmp_path):
     source = run_files.find(output)
     found = trained.load(source)
     tensors = tensors_in(source.checkpoint)

@@ -13,7 +13,7 @@ from lsq.serving import SearchOptions
 from lsq.serving.engine import Engine
 from lsq.serving.fairseq_steps import FairseqSteps
 from lsq.text.corpus import read_items
-from tests.serving.conftest import train
+from tests.commands.conftest import train_text_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 LINES = ["red cat five", "two dog"]
@@ -50,7 +50,7 @@ def test_a_run_needs_fairseq_and_says_so(output, monkeypatch):
     monkeypatch.delattr(commands, "trained", raising=False)
     # an import of what is None there finds nothing
     monkeypatch.setitem(sys.modules, "fairseq", None)
-    said = "checkpoint_best.pt needs fairseq, which is not installed: pip install .*fairseq"
+    said = "checkpoint_best.pt needs fairseq-fixed, which is not installed: pip install .*fairseq"
     with pytest.raises(ModuleNotFoundError, match=said):
         Translator(output)
 
@@ -85,7 +85,7 @@ def test_an_exported_file_that_is_written_into_was_read_before(output, translato
 
 def test_int8_is_decoded_by_the_engine_and_floats_by_their_own_steps(translator, tmp_path):
     assert isinstance(translator.model.steps, Engine)
-    output = train(tmp_path, "--mode", "float", "--updates", "2")
+    output = train_text_run(tmp_path, "--mode", "float", "--updates", "2")
     other = Translator(output)
     assert isinstance(other.model.steps, FairseqSteps)
     found = other.translate(

@@ -143,12 +143,7 @@ def test_few_different_numbers_of_words_are_asked_for():
     model = table(60)
     search(model, SOURCES, SearchOptions(beam=2, min_len=11, no_repeat_ngram_size=1))
     # 2 * 2 + 3, and as many more as are banned; the end alone
-    assert set(model.asked) == {
-        7,
-        15,
-        23,
-        1,
-    }
+    assert set(model.asked) == {7, 15, 23, 1}
     model.asked.clear()
     search(model, SOURCES, SearchOptions(beam=3, min_len=2, max_len_b=5, unk_penalty=1.0))
     assert set(model.asked) <= {9, 1}

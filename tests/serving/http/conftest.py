@@ -1,9 +1,11 @@
 """A service at work in this process, and a translator that says every sentence again."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,6 @@ from lsq.serving.steps import Symbols
 from lsq.serving.subwords import Subwords, Words
 from lsq.serving.translation_model import TranslationModel, stamp_of
 from lsq.serving.translator import Part, TextTranslator
-from tests.serving.conftest import output, translator  # noqa: F401
 
 SYMBOLS = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{word}" for word in range(100))]
 WORDS = Words(symbols=SYMBOLS, beginning=0, end=2, unknown=3)
@@ -106,24 +107,43 @@ class Served:
         self.thread.start()
         assert ready.wait(20)
 
-    def ask(
-        self, method: str, path: str, body: object = None, timeout: float = 60
-    ) -> tuple[int, object]:
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, object]:
         """(status, JSON or text); a body that is no bytes is sent as JSON."""
-        with contextlib.closing(
-            http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        ) as connection:
-            connection.request(
-                method, path, body if isinstance(body, bytes) else json.dumps(body).encode()
-            )
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with contextlib.closing(connection):
+            connection.request(method, path, content)
             answer = connection.getresponse()
-            content = answer.read().decode()
+            text = answer.read().decode()
             is_json = answer.headers["Content-Type"] == "application/json"
-            return answer.status, json.loads(content) if is_json else content
+            return answer.status, json.loads(text) if is_json else text
 
     def translate(self, text: object, **options: object) -> tuple[int, object]:
         """(status, JSON)"""
         return self.ask("POST", "/translate", {"text": text, **options})
+
+    @contextlib.contextmanager
+    def busy(self, clients: int = 8) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+        """Threads of clients, after a request "w1" whose translation takes until the end of this
+        context, where it is answered."""
+        echo = self.service.translator
+        echo.may_go.clear()
+        with concurrent.futures.ThreadPoolExecutor(clients + 1) as threads:
+            first = threads.submit(self.translate, "w1")
+            assert echo.at_work.wait(20)
+            try:
+                yield threads
+            finally:
+                echo.may_go.set()
+            assert first.result()[0] == 200
+
+    def wait_for_queue(self, sentences: int) -> None:
+        """Until so many sentences wait."""
+        wait_for(lambda: self.service.batcher.waiting == sentences)
+
+    def connect(self) -> socket.socket:
+        """A client that speaks for itself."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def end(self) -> None:
         """As a signal does."""
@@ -137,7 +157,7 @@ def serve() -> Iterator[Callable[..., Served]]:
     """serve(translator, **limits): a service, which ends with the test."""
     found = []
 
-    def serve(translator: TextTranslator, **limits: object) -> Served:  # noqa: F811
+    def serve(translator: TextTranslator, **limits: object) -> Served:
         chosen = Limits(**limits)
         found.append(Served(Service(translator, translator.options, chosen), chosen))
         return found[-1]

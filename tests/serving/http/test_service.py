@@ -1,8 +1,6 @@
-import concurrent.futures
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lsq.serving import SearchOptions
-from lsq.serving.http import service as application
+from lsq.serving.http import service
 from lsq.serving.http.requests import Limits
 from lsq.serving.http.service import Service
 from tests.serving.http.conftest import wait_for
@@ -31,15 +29,11 @@ def test_lines_that_are_too_long(serve, echo):
     lines, long = ["w1", " ".join(["w2"] * 40)], {}
     for echo.long_lines in ("cut", "skip", "copy"):
         status, found = serve(echo).translate(lines)
-        assert status == 200 and [answer["too_long"] for answer in found["translations"]] == [
-            False,
-            True,
-        ]
-        long[echo.long_lines] = found["translations"][1]["text"]
-    assert long == {"cut": lines[1], "skip": "", "copy": lines[1]} and echo.batches[0] == (
-        4,
-        SearchOptions(),
-    )
+        translations = found["translations"]
+        assert status == 200 and [each["too_long"] for each in translations] == [False, True]
+        long[echo.long_lines] = translations[1]["text"]
+    assert long == {"cut": lines[1], "skip": "", "copy": lines[1]}
+    assert echo.batches[0] == (4, SearchOptions())
     echo.long_lines = "refuse"
     status, found = serve(echo).translate(lines)
     assert status == 400 and found["error"].startswith(
@@ -63,7 +57,7 @@ def test_a_trained_model(serve, translator):
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's script")
 def test_the_page_shows_an_error_in_the_place_of_an_earlier_translation():
     """Its script runs with the few things of a browser that it uses."""
-    page = (Path(application.__file__).parent / "page.html").read_text(encoding="utf-8")
+    page = (Path(service.__file__).parent / "page.html").read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     browser = """
         const made = {}, document = { getElementById: id => made[id] ??= {
@@ -155,75 +149,54 @@ def test_a_default_that_every_request_would_be_refused_for(echo):
 
 def test_requests_that_wait_are_translated_together(serve, echo):
     served = serve(echo)
-    echo.may_go.clear()
-    with concurrent.futures.ThreadPoolExecutor(8) as clients:
-        first = clients.submit(served.translate, "w1")
-        assert echo.at_work.wait(20)
+    with served.busy() as clients:
         others = [clients.submit(served.translate, [f"w{word}"] * 2) for word in range(4)]
-        wait_for(lambda: served.service.batcher.waiting == 8)
-        echo.may_go.set()
-        assert first.result()[0] == 200
-        for word, other in enumerate(others):
-            assert [each["text"] for each in other.result()[1]["translations"]] == [f"w{word}"] * 2
+        served.wait_for_queue(8)
+    for word, other in enumerate(others):
+        assert [each["text"] for each in other.result()[1]["translations"]] == [f"w{word}"] * 2
     assert [count for count, _ in echo.batches] == [1, 8]
 
 
 def test_a_request_that_fails_fails_alone(serve, echo):
     served = serve(echo)
-    echo.may_go.clear()
-    with concurrent.futures.ThreadPoolExecutor(8) as clients:
-        first = clients.submit(served.translate, "w1")
-        assert echo.at_work.wait(20)
-        texts = ["w2", "w99", "w98", "w3"]
-        found = [clients.submit(served.translate, text) for text in texts]
-        wait_for(lambda: served.service.batcher.waiting == 4)
-        echo.may_go.set()
-        assert first.result()[0] == 200
-        assert [each.result()[0] for each in found] == [200, 400, 500, 200]
+    with served.busy() as clients:
+        found = [clients.submit(served.translate, text) for text in ("w2", "w99", "w98", "w3")]
+        served.wait_for_queue(4)
+    assert [each.result()[0] for each in found] == [200, 400, 500, 200]
     assert served.translate("w4")[0] == 200
 
 
 def test_five_hundred_at_once(serve, echo):
     """Every one is answered or told that it is not, and none is lost."""
     served = serve(echo, queue=100)
-    echo.may_go.clear()
-    with concurrent.futures.ThreadPoolExecutor(500) as clients:
+    with served.busy(500) as clients:
         found = [clients.submit(served.translate, f"w{number % 90}") for number in range(500)]
         wait_for(lambda: sum(each.done() for each in found) >= 300)
-        echo.may_go.set()
-        answers = [each.result() for each in found]
     translated = 0
-    for number, (status, answer) in enumerate(answers):
+    for number, (status, answer) in enumerate(each.result() for each in found):
         if status == 200:
             assert answer["translations"][0]["text"] == f"w{number % 90}"
             translated += 1
         else:
             assert (status, answer) == (503, {"error": "too many sentences wait; try again later"})
     assert 100 <= translated < 500
-    assert (
-        f'lsq_requests_total{{status="200"}} {translated:.1f}' in served.ask("GET", "/metrics")[1]
-    )
+    line = f'lsq_requests_total{{status="200"}} {translated + 1:.1f}'
+    assert line in served.ask("GET", "/metrics")[1]
 
 
 def test_more_than_the_queue_takes(serve, echo):
-    status, found = serve(echo, queue=3).translate(["w1"] * 4)
+    served = serve(echo, queue=3)
+    status, found = served.translate(["w1"] * 4)
     assert status == 413 and "more than 3 sentences" in found["error"]
     # nothing waits for these, but their answer is long
-    assert serve(echo, queue=3).translate([""] * 4)[0] == 413
+    assert served.translate([""] * 4)[0] == 413
 
 
 def test_more_bytes_than_all_requests_may_have(serve, echo):
-    served = serve(echo, held_bytes=1000)
-    echo.may_go.clear()
-    with concurrent.futures.ThreadPoolExecutor(1) as clients:
-        first = clients.submit(served.translate, "w1 " + " " * 900)
-        assert echo.at_work.wait(20)
-        assert served.translate("w2" + " " * 900) == (
-            503,
-            {"error": "too many bytes wait; try again later"},
-        )
-        echo.may_go.set()
-        assert first.result()[0] == 200
+    served, body = serve(echo, held_bytes=1000), "w2" + " " * 980
+    with served.busy():
+        error = {"error": "too many bytes wait; try again later"}
+        assert served.translate(body) == (503, error)
     assert served.translate("w2" + " " * 900)[0] == 200
 
 
@@ -237,25 +210,20 @@ def test_large_requests_are_refused(serve, echo):
     assert served.translate("w1")[0] == 200
 
 
-def connected(served) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", served.port), timeout=20)
-
-
 HEAD = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 def test_slow_clients(serve, echo):
     served = serve(echo, receive_seconds=0.3)
-    with connected(served) as silent, connected(served) as in_header, connected(served) as in_body:
+    with served.connect() as silent, served.connect() as in_header, served.connect() as in_body:
         in_header.sendall(b"POST /translate HTTP/1.1\r\nHost:")
         in_body.sendall(HEAD % 100 + b"{")
         assert served.translate("w1")[0] == 200
         answer = b"".join(iter(lambda: in_body.recv(4096), b""))
-        assert (
-            answer.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 0.3 seconds" in answer
-        )
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"did not arrive within 0.3 seconds" in answer
         assert in_header.recv(100) == silent.recv(100) == b""
-    with connected(served) as second:  # a slow second request on the same connection
+    with served.connect() as second:  # a slow second request on the same connection
         body = b'{"text": "w1"}'
         second.sendall(HEAD % len(body) + body)
         assert second.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -266,19 +234,14 @@ def test_slow_clients(serve, echo):
 
 def test_clients_that_go_away(serve, echo):
     served = serve(echo)
-    echo.may_go.clear()
-    with concurrent.futures.ThreadPoolExecutor(2) as clients:
-        first = clients.submit(served.translate, "w1")
-        assert echo.at_work.wait(20)
-        with connected(served) as going:
+    with served.busy():
+        with served.connect() as going:
             body = b'{"text": ["w2", "w3"]}'
             going.sendall(HEAD % len(body) + body)
-            wait_for(lambda: served.service.batcher.waiting == 2)
-        wait_for(lambda: served.service.batcher.waiting == 0)
-        with connected(served) as going:
+            served.wait_for_queue(2)
+        served.wait_for_queue(0)
+        with served.connect() as going:
             going.sendall(HEAD % 100 + b"{")
-        echo.may_go.set()
-        assert first.result()[0] == 200
     assert served.translate("w4")[0] == 200
     assert [count for count, _ in echo.batches] == [1, 1]
     assert 'lsq_requests_total{status="499"} 2.0' in served.ask("GET", "/metrics")[1]
@@ -288,7 +251,7 @@ def test_a_batch_that_nobody_waits_for_is_interrupted(serve, echo):
     served = serve(echo)
     echo.may_go.clear()
     body = b'{"text": "w1"}'
-    with connected(served) as going:
+    with served.connect() as going:
         going.sendall(HEAD % len(body) + body)
         assert echo.at_work.wait(20)
         assert echo.interrupted == 0
@@ -309,7 +272,7 @@ def test_translations_that_take_too_long(serve, echo):
 
 def test_connections_are_limited(serve, echo):
     served = serve(echo, connections=2)
-    with connected(served), connected(served):
+    with served.connect(), served.connect():
         wait_for(lambda: served.ask("GET", "/health")[0] == 503)
     wait_for(lambda: served.ask("GET", "/health")[0] == 200)
 
@@ -327,17 +290,13 @@ def test_a_model_file_that_changes_is_told_and_not_read(serve, echo):
 
 def test_what_has_arrived_is_answered_at_the_end(serve, echo):
     served = serve(echo)
-    echo.may_go.clear()
-    with concurrent.futures.ThreadPoolExecutor(4) as clients:
-        found = [clients.submit(served.translate, "w0")]
-        assert echo.at_work.wait(20)
-        found += [clients.submit(served.translate, f"w{word}") for word in range(1, 4)]
-        wait_for(lambda: served.service.batcher.waiting == 3)
-        ending = threading.Thread(target=served.end)
+    ending = threading.Thread(target=served.end)
+    with served.busy() as clients:
+        found = [clients.submit(served.translate, f"w{word}") for word in range(1, 4)]
+        served.wait_for_queue(3)
         ending.start()
         wait_for(lambda: not served.server.servers[0].is_serving())
-        echo.may_go.set()
-        assert [each.result()[0] for each in found] == [200] * 4
-        ending.join()
+    assert [each.result()[0] for each in found] == [200] * 3
+    ending.join()
     with pytest.raises(ConnectionRefusedError):
         served.translate("w1")
