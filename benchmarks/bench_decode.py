@@ -22,12 +22,11 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from lsq.serving.decode import SearchOptions
-from lsq.serving.decode.engine import Engine
-from lsq.serving.decode.model import model_of
-from lsq.serving.decode.search import search
-from lsq.serving.export import ctranslate2_folder, model_file
-from lsq.serving.export.model_file import ExportedModel
+from lsq.serving import SearchOptions, export_ctranslate2, model_file
+from lsq.serving.decoding_model import model_of
+from lsq.serving.engine import Engine
+from lsq.serving.model_file import ExportedModel
+from lsq.serving.search import search
 
 BASELINE = "ctranslate2 int8"
 FLOAT = "fairseq float32"
@@ -66,7 +65,7 @@ def write_models(shape: transformer.Shape, folder: Path) -> None:
     folder.mkdir()
     model_file.write(folder / "lsq", ExportedModel(model=model, source=symbols, target=symbols))
     if find_spec("ctranslate2"):
-        ctranslate2_folder.write(folder / "ctranslate2", model, symbols, symbols)
+        export_ctranslate2.write(folder / "ctranslate2", model, symbols, symbols)
 
 
 def of_lsq(shape: transformer.Shape, folder: Path, threads: int) -> Side:

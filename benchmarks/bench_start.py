@@ -35,10 +35,10 @@ def lap(name, since):
 since = time.perf_counter(), time.process_time()
 import torch
 since = lap("torch", since)
-import lsq.commands.serve, lsq.serving.serve.application, lsq.serving.serve.server
+import lsq, lsq.commands.serve, lsq.serving.http.service, lsq.serving.http.server
 since = lap("lsq", since)
 torch.set_num_threads(threads)
-translator = lsq.serving.translate.Translator(path)
+translator = lsq.Translator(path)
 since = lap("model", since)
 print(json.dumps(laps))
 """

@@ -61,8 +61,8 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from lsq.run.cuda import AbsentGPU
-from lsq.serving.decode.architecture import Architecture, StackArchitecture
-from lsq.serving.decode.programs import encoder_program, step_program
+from lsq.serving.architecture import Architecture, StackArchitecture
+from lsq.serving.step_programs import encoder_program, step_program
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)

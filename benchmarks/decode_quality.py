@@ -24,7 +24,7 @@ from fairseq.sequence_generator import SequenceGenerator
 
 from lsq import Translator
 from lsq.commands import cli
-from lsq.serving.translate.batches import batches
+from lsq.serving.translator import batches
 from lsq.text import score
 from lsq.text.corpus import read_items
 
