@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATTERNS = ("README.md", "docs/*.md", "recipes/**/README.md", "benchmarks/README.md")
+PATTERNS = ("*.md", "docs/*.md", "recipes/**/README.md", "benchmarks/README.md")
 KINDS = ("python", "bash", "output", "text")
 """python and bash are run; output is what the block before it prints; text is a formula, a diagram
 or an extract."""

@@ -17,14 +17,13 @@ from tests.docs.reader import Reader, page_left_behind
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 
 LONG = (
-    "docs/exporting.md",
+    "docs/distributed.md",
     "docs/fairseq.md",
-    "docs/formats.md",
-    "docs/gradients.md",
-    "docs/layers.md",
+    "docs/gpu.md",
     "docs/memory.md",
-    "docs/translating.md",
-    "docs/tuning.md",
+    "docs/numbers.md",
+    "docs/serving.md",
+    "docs/start.md",
     "recipes/text/README.md",
 )
 """Pages whose commands take longest, a few seconds to half a minute."""
