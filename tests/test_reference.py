@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import lsq
-from lsq.run.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import WINDOW
 from lsq.reference import Int8Linear, reference_linear
+from lsq.run.backends import backend
 
 QUANT = {
     "absmax": QuantConfig(),

@@ -86,7 +86,7 @@ def parser() -> ArgumentParser:
         nargs="+",
         default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help="such as nvfp4 or int4/group16/uint4, see docs/formats.md",
+        help="such as nvfp4 or int4/group16/uint4, see docs/numbers.md",
     )
     made.add_argument("--clip", choices=METHODS, default="absmax", help="how clips are measured")
     made.add_argument(

@@ -74,7 +74,7 @@ def parser() -> ArgumentParser:
         nargs="+",
         default=list(FORMATS),
         metavar="FORMAT",
-        help="such as nvfp4 or int4/group16/uint4, see docs/formats.md",
+        help="such as nvfp4 or int4/group16/uint4, see docs/numbers.md",
     )
     made.add_argument(
         "--clip", choices=METHODS, default="mse", help="how clips of weights are measured"

@@ -1,7 +1,7 @@
 """Which products a GPU's kernels end where nothing is tuned, and how: a rule by shape, as a model
 of GPUs has it.
 
-Nothing of it is measured. benchmarks/model_gpu_step.py models both ways; docs/cuda.md has what it
+Nothing of it is measured. benchmarks/model_gpu_step.py models both ways; docs/gpu.md has what it
 says.
 """
 

@@ -2,7 +2,7 @@
 begins with it.
 
 The file is a JSON object with the fields of `Costs`, whose docstrings say what they mean;
-docs/formats.md shows one.
+docs/numbers.md shows one.
 """
 
 import dataclasses

@@ -38,8 +38,7 @@ TEXT = (
 )
 SHORT = "--max-update 2 --max-tokens 400 --num-workers 0 --no-epoch-checkpoints"
 ENCODER, DECODER = (
-    f" --{side}-layers 1 --{side}-embed-dim 16 --{side}-ffn-embed-dim 32"
-    f" --{side}-attention-heads 2"
+    f" --{side}-layers 1 --{side}-embed-dim 16 --{side}-ffn-embed-dim 32 --{side}-attention-heads 2"
     for side in ("encoder", "decoder")
 )
 

@@ -4,7 +4,7 @@ the weights as they were learned: nothing that lsq has rounded is rounded again.
 CTranslate2 rounds activations by each row's largest value, where lsq has one clip for the rows of
 most tensors, and
 it wants the tables of words in int8: those, floats in lsq, are rounded here as its own converters
-do. So scores differ a little; docs/exporting.md has measured how much. V words, N outputs, K
+do. So scores differ a little; docs/serving.md has measured how much. V words, N outputs, K
 inputs, H hidden, F feed-forward.
 """
 
