@@ -2,7 +2,7 @@
 nothing is measured.
 
 lsq's launches are those of its real lists; what kernels do is counted in the emulator (--count,
-minutes), or taken from the file of an earlier count. Registers are NVRTC's. See docs/gpu-speed.md.
+minutes), or taken from the file of an earlier count. Registers are NVRTC's. See docs/gpu.md.
 """
 
 import argparse
