@@ -135,7 +135,6 @@ def check_halves(
 
 
 def nth(number: int) -> Callable:
-    """Chooses the candidate of that number."""
     return lambda products, key, found: found[number]
 
 
@@ -186,7 +185,6 @@ class Bench:
         return gpu.copies(self.device, operands + 2 * result, 3 * operands + 6 * result)
 
     def rows(self, shape: Shape) -> Iterator[dict]:
-        """The row of the table for one product."""
         count, sides = self._copies(shape), {name: [run] for name, run in self.sides(shape).items()}
         timings = gpu.alternate(self.device, sides, rounds=self.options.rounds)
         tops = {

@@ -34,24 +34,9 @@ from lsq.layers.memory import plan_memory
 from lsq.optim import Adam
 from lsq.run.backends import backend as lsq_backend
 
-ARGUMENTS = [
-    *transformer.FAIRSEQ,
-    "--bf16",
-    "--optimizer",
-    "adam",
-    "--adam-betas",
-    "(0.9, 0.98)",
-    "--lr",
-    "0.0005",
-]
-LSQ = [
-    "--arch",
-    "lsq_transformer",
-    "--criterion",
-    "lsq_label_smoothed_cross_entropy",
-    "--lsq-backward",
-    "int8",
-]
+ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam"]
+ARGUMENTS += ["--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
+LSQ = [*transformer.LSQ, "--lsq-backward", "int8"]
 TOKENS = (4096, 8192)
 LENGTH = 32
 """Tokens of a sentence."""
@@ -105,7 +90,6 @@ class Side(transformer.Side):
             )
 
     def backward(self, sample: dict, loss: torch.Tensor) -> None:
-        """Gradients of the mean loss per token."""
         self.optimizer.backward(loss / sample["ntokens"])
 
 
@@ -133,8 +117,6 @@ def compile_layers(side: Side, backend: str) -> None:
 
 
 class ContiguousGradient(torch.autograd.Function):
-    """The identity, whose gradient is contiguous."""
-
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         return x.clone()  # a view could not be changed in place; compiled, it costs nothing
@@ -212,7 +194,6 @@ class Bench:
         """What kernels take, of each side at each size."""
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.place)
 

@@ -25,8 +25,7 @@ from lsq.memory.kept import nothing_kept
 from lsq.run.backends import backend
 from lsq.run.step import StepPlan
 
-FAIRSEQ = transformer.FAIRSEQ
-LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
+FAIRSEQ, LSQ = transformer.FAIRSEQ, transformer.LSQ
 INT8 = [*LSQ, "--lsq-backward", "int8"]
 SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
@@ -148,7 +147,6 @@ def plan_of(size: Size, where: str = "cpu") -> StepPlan:
 
 
 def planned_row(size: Size, where: str) -> dict:
-    """What is planned for one size and device."""
     step = plan_of(size, where)
     plan = step.plan
     return {

@@ -106,7 +106,6 @@ def instances(quick: bool, files: list[Path]) -> dict[str, list[Buffer]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark; see --help."""
     options = common.parser(__doc__)
     options.add_argument(
         "files", type=Path, nargs="*", metavar="FILE.csv", help="further instances"

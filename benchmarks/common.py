@@ -163,7 +163,6 @@ def settle(run: Callable[[], object]) -> None:
 
 
 def timing(values: list[float]) -> Timing:
-    """Median and fastest of measured seconds."""
     return Timing(median=statistics.median(values), fastest=min(values))
 
 

@@ -1,9 +1,9 @@
 """The launches of a training step, found without a GPU, and what their kernels do, counted in the
 emulator.
 
-Products and their ends are listed apart, as with cuBLASLt: gpu_step.py joins those that one kernel
-does. Kernels are counted at few tokens and true widths, where warps access memory as they do at
-many; gpu_work.py scales what is counted.
+Products and their ends are listed apart, as with cuBLASLt: model_gpu_step.py joins those that one
+kernel does. Kernels are counted at few tokens and true widths, where warps access memory as they
+do at many; gpu_model.py scales what is counted.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu_work import bytes_of
+from gpu_model import bytes_of
 from operations import PADDING, Size, layer_config, table, words
 
 from lsq import gemm
@@ -53,7 +53,7 @@ BY_WORDS = Embed, EmbedGradient, KeptWeightGradient
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A pass of a step."""
+    """Launches of a forward or backward pass, or of the update."""
 
     name: str
     times: int
@@ -137,7 +137,7 @@ def update(size: Size, quant: QuantConfig) -> Part:
 
 
 def adam(rows: int, columns: int, quant: QuantConfig | None = None) -> Adam:
-    """Of a matrix, virtual; with codes where `quant` says of what kind."""
+    """An update of a virtual matrix; it rounds to codes where `quant` is given."""
 
     def tensor(name, *shape, dtype=torch.float32):
         return VirtualTensor(name=name, shape=shape, dtype=dtype)
@@ -216,7 +216,6 @@ def small_grids(size: Size) -> Iterator[None]:
 
 
 def few_sentences(size: Size) -> Size:
-    """The batch whose kernels are counted."""
     return dataclasses.replace(size, sentences=min(FEW, size.sentences))
 
 
@@ -275,7 +274,7 @@ def of_few_words(operation: Operation) -> Operation:
 
 
 def tile_of(size: Size) -> gemm.TileConfiguration | None:
-    """Of logits, by the rule for the whole step, whatever is counted of it."""
+    """The tile of logits that the rule takes for the whole step."""
     return default_tile(
         ProductKey(op="vocabulary_loss", m=size.tokens, n=size.padded, k=size.hidden)
     )
@@ -296,7 +295,7 @@ def launches(operation: Operation, place: str, tile: gemm.TileConfiguration | No
 
 
 def on_meta(operation: Operation) -> Operation:
-    """The same with tensors that take no memory."""
+    """The operation on tensors that take no memory."""
     made = {}
 
     def make(tensor):

@@ -45,7 +45,7 @@ OK, WRONG, FAULT, HANGS, MISSED = "ok", "wrong", "fault", "hangs", "not reached"
 
 
 def cases(only: list[str] | None = None) -> list[Callable[[], None]]:
-    """What comes to the kernels of some sources; None: of all."""
+    """The test cases that launch kernels of these sources; None: of all."""
     return [
         run
         for run, sources in test_turns_cuda.SOURCES.items()
@@ -72,10 +72,7 @@ def kernels() -> set[Kernel]:
     ):
         for run in cases():
             # of what comes of rubbish
-            with (
-                mock.patch.object(cuda, "check_results"),
-                contextlib.suppress(Exception),
-            ):
+            with mock.patch.object(cuda, "check_results"), contextlib.suppress(Exception):
                 run()
     return found
 
@@ -84,12 +81,12 @@ def kernels() -> set[Kernel]:
 
 
 def say(event: str, what: str) -> None:
-    """Tell the other process."""
+    """Tell the listening process."""
     os.write(OneByOne.pipe, (json.dumps([event, what]) + "\n").encode())
 
 
 def name_of(entry) -> str:
-    """Of the kernel of a launch, or of a product."""
+    """The name of a launch's kernel, or of a product."""
     if not isinstance(entry, Launch):
         return "cuBLASLt"
     return entry.kernel.name + (" wgmma" if "WGMMA" in dict(entry.kernel.defines) else "")
@@ -155,7 +152,7 @@ def work(options: argparse.Namespace, begin: int, pipe: int) -> None:
 
 
 def told(check: Callable) -> Callable:
-    """The same, but what it finds is told and does not end the case."""
+    """Wrap a check: report what it finds instead of ending the case."""
 
     def checked(*arguments) -> None:
         try:
@@ -167,7 +164,6 @@ def told(check: Callable) -> Callable:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says."""
     return f"{error}".partition("\n")[0] or type(error).__name__
 
 

@@ -7,10 +7,9 @@ import sys
 
 import bench_models
 import model_sides
-import models_picture
 import pytest
 import torch
-from huggingface_models import RECIPES, is_conv1d, sharing, with_adapters, with_linears
+from model_sides import RECIPES, is_conv1d, sharing, with_adapters, with_linears
 
 FLOAT = "PyTorch float32"
 SIDES = [FLOAT, "PyTorch autocast", "PyTorch bfloat16", "torchao int8 bfloat16"]
@@ -64,7 +63,7 @@ def test_without_transformers_every_row_says_so(tmp_path, monkeypatch):
     assert len(found) == 2 * 5
     assert all("transformers" in row["failed"] and row["seconds"] is None for row in found)
     with pytest.raises(ValueError, match="needs a side that ran"):
-        models_picture.draw(found, tmp_path / "models.png")
+        bench_models.draw(found, tmp_path / "models.png")
     assert not (tmp_path / "models.png").exists()
 
 

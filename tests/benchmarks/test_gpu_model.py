@@ -4,8 +4,7 @@ import dataclasses
 
 import gpu_model
 import pytest
-from gpu_model import GPUS, H100, Clock, Moved, Multiplied, tile_rate, variant
-from gpu_work import SECTOR, Work
+from gpu_model import GPUS, H100, SECTOR, Clock, Moved, Multiplied, Work, tile_rate, variant
 
 from lsq.gemm import TileConfiguration
 

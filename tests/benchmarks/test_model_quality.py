@@ -7,8 +7,7 @@ import sys
 import model_quality
 import pytest
 import torch
-from model_quality import FLOAT, SIDES, Side, groups, rate, rows
-from quality_tasks import IGNORED, Size, Text, Translation
+from model_quality import FLOAT, IGNORED, SIDES, Side, Size, Text, Translation, groups, rate, rows
 
 import lsq
 from lsq.text.numbers import write_numbers

@@ -6,30 +6,9 @@ import ctypes
 import pytest
 
 from tests.emulator.emulated import CudaError, Module, memory
-from tests.emulator.emulated_streams import HOST, Event, Memory, Stream, device, handle_of, watched
+from tests.emulator.emulated_streams import COUNT, Event, Memory, Work, device, watched
 
 LAUNCH_FAILED = 719
-COUNT = 64
-
-
-class Work:
-    """Launches of simple kernels on streams."""
-
-    def __init__(self):
-        self.module = Module("ordered.cu")
-        self.driver = self.module.driver
-
-    def fill(self, x, stream=None, value=7):
-        self.module.launch("fill", 2, 32, x.address, value, stream=handle_of(stream))
-
-    def copy(self, x, y, stream=None):
-        self.module.launch("copy", 2, 32, x.address, y.address, stream=handle_of(stream))
-
-    def memory(self, stream=None):
-        return Memory(self.driver, COUNT, stream)
-
-    def streams(self, count=2, **options):
-        return [Stream(self.driver, **options) for _ in range(count)]
 
 
 @pytest.fixture
@@ -120,29 +99,21 @@ def test_what_the_host_has_waited_for_is_over(work, pair, wait):
     with pytest.raises(
         CudaError, match=r"the host's look reads 256 bytes .* on the host, which kernel fill wrote"
     ):
-        work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
-    {
-        "stream": first.synchronize,
-        "event": event.synchronize,
-        "device": lambda: work.driver("cuCtxSynchronize"),
-    }[wait]()
-    work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
+        work.look(x)
+    waits = {"stream": first.synchronize, "event": event.synchronize}
+    waits.get(wait, lambda: work.driver("cuCtxSynchronize"))()
+    work.look(x)
     work.copy(x, y, second)
 
 
 def test_pinned_memory_is_written_again_only_after_its_copy(work, pair):
-    (x, _), (stream,) = pair, work.streams(1)
-    pinned, size = memory(COUNT, ctypes.c_int), ctypes.c_size_t(4 * COUNT)
-
-    def write():
-        work.driver("lsq_emulator_use", HOST, b"new numbers", pinned, size, 1)
-
-    write()
-    work.driver("cuMemcpyAsync", x.handle, pinned, size, stream.handle)
+    (x, _), (stream,), pinned = pair, work.streams(1), memory(COUNT, ctypes.c_int)
+    work.look(pinned, 1, b"new numbers")
+    work.driver("cuMemcpyAsync", x.handle, pinned, ctypes.c_size_t(4 * COUNT), stream.handle)
     with pytest.raises(CudaError, match="new numbers writes .*, which a copy read on stream"):
-        write()
+        work.look(pinned, 1, b"new numbers")
     stream.synchronize()
-    write()
+    work.look(pinned, 1, b"new numbers")
 
 
 def test_atomic_operations_are_ordered_as_writes(work, pair):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lsq.native.products import ALPHAS, DTYPES, ProductError, ProductLibrary
-from tests.emulator.emulated import CudaError, Module
+from tests.emulator.emulated import CudaError
 from tests.emulator.emulated_cublaslt import emulated
-from tests.emulator.emulated_streams import Stream, captured, device, handle_of, watched
+from tests.emulator.emulated_streams import Stream, Work, captured, device, handle_of, watched
 
 ROWS = 64
 SPEC = {"m": ROWS, "n": ROWS, "k": ROWS, "leading_a": ROWS, "leading_b": ROWS, "leading_out": ROWS}
@@ -17,12 +17,11 @@ SPEC |= {"dtype": DTYPES[torch.int8], "out_dtype": DTYPES[torch.int32], "alpha":
 WORKSPACE = 2**20
 
 
-class Work:
+class Products(Work):
     """A product a @ b.t() of codes and a kernel that overwrites its operands, on streams."""
 
     def __init__(self):
-        self.module = Module("ordered.cu")
-        self.driver = self.module.driver
+        super().__init__()
         self.library = ProductLibrary(emulated().path)
         self.a, self.b = (torch.randint(-9, 9, (ROWS, ROWS), dtype=torch.int8) for _ in range(2))
         self.out, self.other = (torch.zeros(ROWS, ROWS, dtype=torch.int32) for _ in range(2))
@@ -55,7 +54,7 @@ class Work:
 
 @pytest.fixture
 def work():
-    return Work()
+    return Products()
 
 
 @pytest.mark.parametrize("operand", ["a", "b", "out"])
