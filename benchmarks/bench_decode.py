@@ -54,8 +54,7 @@ def sources(count: int, vocabulary: int, seed: int) -> list[Tensor]:
 
 
 def write_models(shape: transformer.Shape, folder: Path) -> None:
-    """A model of lsq with measured clips in `folder`: for lsq, and, where CTranslate2 is installed,
-    for that."""
+    """Write a model of lsq with measured clips for lsq and, if it is installed, for CTranslate2."""
     side = transformer.Side(shape, arguments=transformer.LSQ)
     side.loss(transformer.batch(shape, padded=True, seed=1))
     symbols = tuple(transformer.made_up_dictionary(shape.vocabulary).symbols)
@@ -126,8 +125,7 @@ SIDES: dict[str, Callable[[transformer.Shape, Path, int], Side]] = {
 
 
 def peak_megabytes(name: str, folder: Path, options) -> float:
-    """What a process of its own takes for loading a side and its largest batch, beyond what it has
-    imported."""
+    """Megabytes that loading a side and its largest batch take in a process of its own."""
     command = [
         sys.executable,
         __file__,
@@ -146,8 +144,7 @@ def peak_megabytes(name: str, folder: Path, options) -> float:
 
 
 def print_peak(name: str, folder: Path, shape: transformer.Shape, options) -> None:
-    """Print the megabytes by which this process grew at most; a first import of the side's packages
-    is not counted."""
+    """Print by how many megabytes this process grew; importing packages does not count."""
     SIDES[name](transformer.QUICK, folder / "quick", options.threads)(
         sources(1, transformer.QUICK.vocabulary, 1), 1, 2
     )

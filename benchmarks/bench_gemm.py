@@ -155,8 +155,7 @@ class Bench:
         self.int8_peak = options.peak_int8 or peaks[1]
 
     def sides(self, shape: Shape) -> dict[str, Callable[[], object]]:
-        """Name -> function that multiplies every copy of the operands once; each has been
-        checked."""
+        """Functions that multiply every copy of the operands once; all have been checked."""
         place, count = self.device.place, self._copies(shape)
         sizes = ((count, shape.m, shape.k), (count, shape.n, shape.k))
         a, b = (torch.randint(-127, 128, size, dtype=torch.int8, device=place) for size in sizes)

@@ -175,7 +175,7 @@ FIGURES = (
 )
 FIGURES += ("first_step_seconds", "peak_gigabytes", "loss", "ratio")
 KERNELS = 25
-"""Of a step whose times are told, the longest."""
+"""The longest of a step are reported."""
 FAILED = "failed"
 """How the remark on a side begins that broke."""
 
@@ -205,8 +205,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def build(self, name: str, shape: transformer.Shape, sample: dict) -> tuple[Side, dict]:
-        """A side that has made its first two steps: the seconds of one, the peak of memory in the
-        other."""
+        """Build a side and make two steps: seconds of the first, peak memory of the second."""
         held = torch.cuda.memory_allocated(self.place) if self.on_gpu else 0
         side = SIDES[name](shape, self.place, backend=self.backend)
         if isinstance(side, LsqSide):
@@ -221,8 +220,7 @@ class Bench:
         return side, {"first_step_seconds": first, "peak_gigabytes": peak}
 
     def phases(self, side: Side, sample: dict) -> dict[str, float]:
-        """Median milliseconds of each phase, when the host waits after each, and the last loss of a
-        token."""
+        """Median milliseconds of each phase, with the host waiting, and a token's last loss."""
         measured: dict[str, list[float]] = {phase: [] for phase in PHASES}
         for _ in range(self.rounds):
             losses: list[torch.Tensor] = []
@@ -242,8 +240,7 @@ class Bench:
         return found | {"loss": float(loss) / sample["ntokens"]}
 
     def kernels(self, side: Side, sample: dict) -> list[dict]:
-        """What each kernel takes of a step, the longest first; on a CPU, each of PyTorch's
-        operations."""
+        """Times of a step's kernels, the longest first; on a CPU, of PyTorch's operations."""
         kind = (
             (ProfilerActivity.CUDA, DeviceType.CUDA)
             if self.on_gpu
@@ -340,8 +337,7 @@ def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
 
 
 def order(quick: bool) -> Iterator[tuple[tuple[str, ...], str, transformer.Shape]]:
-    """What is measured, one after another: lsq beside torch.compile at every size, then the
-    others."""
+    """What is measured, in order: lsq beside torch.compile at every size, then the others."""
     alone, *turns = TURNS
     sizes = shapes(quick)
     yield alone, *sizes[0]

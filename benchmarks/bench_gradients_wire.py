@@ -165,8 +165,7 @@ class Bucket:
 
 
 def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Tensor) -> None:
-    """Replace one worker's `values`, float32 [v], by the mean of all workers; all call it at the
-    same time."""
+    """Replace a worker's `values`, float32 [v], by the mean; all workers call it at once."""
 
     def group(ranks: list[int]) -> CountingGroup:
         return CountingGroup(wires, ranks, topology.rank, gather)
@@ -199,8 +198,7 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
 def count(
     mode: str, nodes: int, node_size: int, bucket: int, gather: str = "ring"
 ) -> tuple[float, float, list]:
-    """Bytes a value that the busiest node's card sends, those within a node, and every worker's
-    mean, float32 [v]."""
+    """Bytes a value on the busiest card and within a node, and every worker's mean, float32 [v]."""
     wires, workers = Wires(), nodes * node_size
     gradients = [
         torch.randn(bucket, generator=torch.Generator().manual_seed(rank))

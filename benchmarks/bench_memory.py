@@ -70,8 +70,7 @@ def sizes(quick: bool) -> list[Size]:
 def measure(
     shape: transformer.Shape, arguments: list[str], planned: bool, **options
 ) -> dict[str, dict]:
-    """Peak, arena and kept bytes of one step, by what gradients are before it: "exist" or
-    "none"."""
+    """Peak, arena and kept bytes of one step, by gradients before it: "exist" or "none"."""
     side = transformer.Side(shape, arguments=arguments, **options)
     sample = transformer.batch(shape, padded=False, seed=1)
     with nothing_kept():  # as in what is traced, for which passes are prepared here
@@ -118,8 +117,7 @@ def measured_rows(shape: transformer.Shape) -> list[dict]:
 
 
 def long_rows(shape: transformer.Shape, lengths: tuple[int, ...]) -> list[dict]:
-    """Fresh memory of a step of lsq int8 on one pair of sentences a length; ratio: bytes a token,
-    of the first's."""
+    """Memory of a step of lsq int8 on one pair of sentences, by length; ratio: bytes a token."""
     steps = [
         measure(dataclasses.replace(shape, length=length), arguments=INT8, planned=False)["exist"]
         for length in lengths

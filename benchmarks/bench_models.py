@@ -53,7 +53,7 @@ def draw(rows: Sequence[Mapping], output: Path) -> None:
     """A row of panels for each figure, a panel for each model.
 
     Args:
-        rows: of py.
+        rows: of the table.
         output: the picture.
 
     Raises:
@@ -178,8 +178,7 @@ def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], di
 
 
 class Clock:
-    """A function that is timed by what it takes of all processors, which hardly depends on what
-    else runs."""
+    """Times a function by processor seconds, which hardly depend on what else runs."""
 
     def __init__(self, run: Callable[[], object]):
         self.run = run
@@ -197,8 +196,7 @@ class Clock:
 
 
 def saved_of_weights(side: Side, whole: int) -> int:
-    """The part of `whole` bytes saved that does not grow with the batch: copies of weights; of one
-    sentence, 0."""
+    """The part of `whole` saved bytes that does not grow with the batch: copies of weights."""
     batch, count = side.batch, len(next(iter(side.batch.values())))
     if count == 1:
         return 0
@@ -246,8 +244,7 @@ def reason(error: Exception) -> str:
 
 
 def peak_resident(run: Callable[[], object]) -> int | None:
-    """Bytes of memory that this process has at most while `run` runs, beyond what it had before;
-    None without Linux."""
+    """Bytes by which this process grows at most while `run` runs; None without Linux."""
     if platform.system() != "Linux":
         return None
     gc.collect()
@@ -277,8 +274,7 @@ def linear_weights(model: nn.Module) -> int:
 
 
 def possible() -> dict | None:
-    """What the processor's int8 instructions and its memory could do, see limits.py; None without
-    such instructions."""
+    """Limits of the processor and its memory, see limits.py; None without int8 instructions."""
     names = [name for name in tiles.usable() if name != tiles.PLAIN]
     if not names:
         return None
@@ -310,7 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--lora", type=common.positive, metavar="R", help="train adapters of this rank alone"
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the bars, see py")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the bars")
     options = common.parse(parser, arguments)
     if options.quick:
         options.layers, options.tokens = QUICK_LAYERS, QUICK_TOKENS

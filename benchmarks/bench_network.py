@@ -115,8 +115,7 @@ class Network:
             )
 
     def start(self, node: int, command: list[str], **options) -> subprocess.Popen:
-        """Start a command on a node, with gloo bound to its network card; it is killed when the
-        network goes."""
+        """Start a command on a node, with gloo on its network card; it ends with the network."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.nodes[node], *command], env=environment, **options
@@ -149,11 +148,7 @@ def leave(number: int, _frame) -> None:
 
 
 def tool(*command: str) -> str:
-    """Run a command; what it printed.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Run a command and return its output; raises OSError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")

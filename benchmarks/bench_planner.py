@@ -49,8 +49,7 @@ def training(layers: int, tokens: int, hidden: int, decoder: bool) -> list[Buffe
 
 
 def guillotine(count: int, seed: int) -> list[Buffer]:
-    """`count` pieces of a rectangle of 2^20 bytes and 2^20 operations, each cut across one of the
-    largest pieces."""
+    """`count` pieces of a rectangle of 2^20 bytes and 2^20 operations, cut again and again."""
     generator = random.Random(seed)
     pieces = [(0, 2**20, 0, 2**20)]
     while len(pieces) < count:

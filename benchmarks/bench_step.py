@@ -45,7 +45,7 @@ def draw(
     """Two panels: steps of all sides, and lsq's in parts beside what is allowed.
 
     Args:
-        rows: of py.
+        rows: of the table.
         parts: side -> part -> seconds.
         limits: what limits.measured returned.
         output: the picture.
@@ -290,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="only this and float; repeatable",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE.png", help="draw where a step's time goes, see py"
+        "--picture", type=Path, metavar="FILE.png", help="draw where a step's time goes"
     )
     options = common.parse(parser, arguments)
     shape = transformer.QUICK if options.quick else transformer.Shape()

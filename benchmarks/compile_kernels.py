@@ -182,8 +182,7 @@ def translation_model(size: Size, config: LayerConfig) -> Architecture:
 
 
 def messages(dtypes=DTYPES) -> Iterator[Operation]:
-    """What packs gradients of each dtype into messages, adds messages up and unpacks them, in every
-    specialised way."""
+    """Packing, summing and unpacking of gradient messages, in every specialised way."""
     kinds = itertools.product(MESSAGE_BLOCKS, BITS, (None, KEY), (1, PROCESSES), dtypes)
     for block, bits, key, rows, dtype in kinds:
         layout = MessageLayout.of_shard(TOKENS, block=block, bits=bits)
@@ -200,8 +199,7 @@ def messages(dtypes=DTYPES) -> Iterator[Operation]:
 
 
 def next_words(size: Size) -> Iterator[Operation]:
-    """What a search and what sampling ask of a decoding step; one operation, since nothing in it is
-    specialised."""
+    """The operation that search and sampling ask of a decoding step; nothing specialises it."""
 
     def tensor(name, *shape, dtype=torch.float32):
         return VirtualTensor(name=name, shape=shape, dtype=dtype)
@@ -243,8 +241,7 @@ def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
 
 
 def of_packed_weights(project: Project) -> Iterator[Operation]:
-    """What decoding makes of a product of few rows where its weight is stored as int4, or is 2:4
-    sparse."""
+    """A product of few rows with its weight as int4, and as 2:4 sparse."""
     inner, outputs = project.x.tensor.shape[1], project.columns
 
     def tensor(name, *shape, dtype=torch.int8):
@@ -291,8 +288,7 @@ def kernels(operations: Iterable[Operation], dtypes=DTYPES, by=TILES) -> set[Ker
 
 
 def of_program(program: Program) -> Iterator[Operation]:
-    """What rounds its weights, and its operations; those of few rows also with weights as decoding
-    has them."""
+    """A program's operations, with those that round its weights, and variants for decoding."""
     for weight in program.weights.values():
         if weight.codes is not None:
             yield RoundWeight(weight=weight)
@@ -313,8 +309,7 @@ def of_program(program: Program) -> Iterator[Operation]:
 def needed(
     dtypes=DTYPES, models: Sequence[Size] = tuple(sizes(TOKENS)), layers: Callable = configurations
 ) -> list[Kernel]:
-    """Every kernel of every program and of the operations outside programs, for activations of each
-    dtype."""
+    """Kernels of every program and of operations outside programs, for these activations."""
     alone = itertools.chain(messages(dtypes), grouped_products())
     found = kernels(alone, dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     outside = (operations(size) for size in models for operations in (others, next_words))

@@ -36,8 +36,7 @@ Side = Callable[[Sequence[str]], list[str]]
 
 
 def run_lsq(*words: str) -> None:
-    """Run a command of lsq; after a mistake, which it has told, the process ends with its
-    status."""
+    """Run a command of lsq; if it fails, this process ends with its status."""
     status = cli.main(list(words))
     if status:
         sys.exit(status)

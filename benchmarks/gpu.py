@@ -87,8 +87,7 @@ def on_gpu(device: Device) -> bool:
 
 
 def copies(device: Device, moved: int, held: int) -> int:
-    """How many copies of tensors a measurement rotates among, where each call moves `moved` bytes
-    and holds `held`."""
+    """How many copies of tensors to rotate among, by bytes that a call moves and holds."""
     if not on_gpu(device):
         return 2
     cache = torch.cuda.get_device_properties(device.place).L2_cache_size
@@ -195,8 +194,7 @@ def fastest_copy(timings: Mapping[str, common.Timing]) -> float:
 
 
 def conditions(device: Device, **more) -> dict:
-    """What figures on a device depend on; to be asked for just after measuring, while its clocks
-    are still up."""
+    """Conditions on a device; ask for them just after measuring, while its clocks are up."""
     libraries = {
         "driver_supports": ".".join(map(str, device.driver.version)),
         "torch": torch.version.cuda,
@@ -326,8 +324,7 @@ def lost() -> str | None:
 def survey(
     name: str, conditions: Mapping, options: argparse.Namespace, **more: list[dict]
 ) -> Survey:
-    """A survey that keeps what it finds in the file of --json, as the benchmark's report so far;
-    `more`: see there."""
+    """A survey that writes what it finds to the file of --json; `more`: further tables."""
 
     def keep(found: Survey) -> None:
         common.keep(
@@ -346,9 +343,7 @@ def survey(
 
 
 def report(name: str, survey: Survey, conditions: Mapping, options: argparse.Namespace) -> int:
-    """Print and keep what a survey found, see common.report; the exit status: 1 if anything failed
-    or nothing was measured.
-    """
+    """Print and keep a survey, see common.report; the exit status, 1 after any failure."""
     found = {"failed": survey.failed, "left_out": survey.left_out, **survey.more}
     common.report(name, survey.rows, conditions, options, **found)
     return int(bool(survey.failed) or not survey.rows)

@@ -64,8 +64,7 @@ class Part:
 
 
 def step(size: Size, quant: QuantConfig) -> list[Part]:
-    """A step of training without calibration: every program of it, and the update of the
-    weights."""
+    """A training step without calibration: its programs and the update of the weights."""
     found = []
     for times, program in training(size, quant):
         with gemm.ended_by(None):
@@ -110,8 +109,7 @@ def _training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
 
 
 def parameters(size: Size, quant: QuantConfig) -> int:
-    """Numbers that a model learns; its three embeddings and the projection onto the vocabulary
-    share one table."""
+    """Number of parameters; embeddings and the projection to the vocabulary share a table."""
     of_layers = sum(
         times * sum(math.prod(parameter.shape) for parameter in program.parameters)
         for times, program in training(size, quant)
@@ -121,8 +119,7 @@ def parameters(size: Size, quant: QuantConfig) -> int:
 
 
 def update(size: Size, quant: QuantConfig) -> Part:
-    """Adam's two launches: what is not rounded, and weights with their codes, here as if they were
-    one."""
+    """Adam's two launches, each as if its parameters were one matrix: floats, then weights."""
     table = size.vocabulary * size.hidden
     weights = table + sum(
         times * math.prod(weight.values.shape)
@@ -189,8 +186,7 @@ def alike(entries: Iterable[Launch | Product]) -> dict[int, int]:
 
 
 def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
-    """By key: how many launches of it there are in an operation with few sentences, where it is
-    counted."""
+    """By key: launches of it in an operation with few sentences, where it is counted."""
     with small_grids(size):
         found = [
             launches(operation, "meta", tile_of(size))
@@ -205,8 +201,7 @@ def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
 
 @contextlib.contextmanager
 def small_grids(size: Size) -> Iterator[None]:
-    """Blocks that sum over rows are fewer, so that with few sentences each has as many rows as with
-    all of them."""
+    """Use fewer blocks that sum over rows, so that each has as many rows as in a step."""
     blocks, few = geometry.BLOCKS, few_sentences(size)
     geometry.BLOCKS = max(1, blocks * few.tokens // size.tokens)
     try:
@@ -220,8 +215,7 @@ def few_sentences(size: Size) -> Size:
 
 
 def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profile]:
-    """By key: what each kernel of the steps of these models does; the sizes are those of the
-    batches to count at."""
+    """By key: counts of each kernel of these models' steps, counted at these batches."""
     best: dict[str, tuple[int, Operation, Size]] = {}
     for size in sizes:
         with small_grids(size):
@@ -243,8 +237,7 @@ def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profil
 
 
 def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
-    """Of a step with few sentences; of sums by words, whose work does not grow evenly, with all of
-    them."""
+    """Operations of a step with few sentences; sums by words have all, for they scale badly."""
     for _, program in training(few_sentences(size), quant):
         yield from (
             of_few_words(one) for one in program.operations if not isinstance(one, BY_WORDS)
@@ -255,8 +248,7 @@ def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
 
 
 def of_few_words(operation: Operation) -> Operation:
-    """Of a product that only tiles end: with fewer words and values to multiply, which the emulator
-    has time for."""
+    """A product that only tiles end, with fewer words and values, to save time."""
     given = getattr(operation, "prediction", None)
     if given is None or isinstance(operation, KeptInputGradient):
         return operation
@@ -281,8 +273,7 @@ def tile_of(size: Size) -> gemm.TileConfiguration | None:
 
 
 def launches(operation: Operation, place: str, tile: gemm.TileConfiguration | None) -> list[Launch]:
-    """What an operation launches beside products, on random tensors; products have left small
-    sums."""
+    """An operation's launches beside products, on random tensors."""
     real = Sampler(place).operation(operation) if place == "cpu" else on_meta(operation)
     with gemm.ended_by(tile if hasattr(operation, "prediction") else None):
         scratch = [

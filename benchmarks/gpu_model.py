@@ -55,8 +55,7 @@ class Work:
 
     @staticmethod
     def of(counted: Profile, entry: Launch, shared: float = 1.0) -> "Work":
-        """Of a launch on large tensors whose like was counted on small ones; `shared` launches
-        share its work."""
+        """Scale counts on small tensors to a launch on large ones; `shared` launches share it."""
         tensors = profile.operands_of(entry)
         work = growth(counted, tensors) / shared
         reads: dict[object, float] = {}
@@ -90,8 +89,7 @@ def growth(counted: Profile, tensors: list[torch.Tensor]) -> float:
 
 
 def scaled_bytes(traffic: Traffic, counted: int, real: int, work: float) -> float:
-    """Bytes of a tensor of `real` bytes that are touched, where one of `counted` bytes was touched
-    so."""
+    """Bytes touched of a tensor of `real` bytes, from counts on one of `counted` bytes."""
     touched = traffic.touched * SECTOR
     if not touched:
         return 0.0
@@ -400,8 +398,7 @@ class Clock:
 
 
 def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
-    """Cycles that a single multiprocessor needs at least to execute so many instructions of
-    warps."""
+    """The least cycles in which a multiprocessor executes instructions of warps."""
     units = dict.fromkeys(gpu.lanes, 0.0)
     for kind, count in instructions.items():
         executed = count * gpu.integers if kind == "integer" else count
@@ -413,8 +410,7 @@ def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
 
 
 def tile_rate(product: Multiplied, multiprocessors: int) -> float:
-    """Part of a large product's rate that one of this shape reaches, with tiles of the best
-    size."""
+    """Part of a large product's rate that this shape reaches with the best tile."""
 
     rates = (
         beside * filled(product, rows, columns, 1, multiprocessors)
@@ -437,8 +433,7 @@ def one_tile_rate(product: Multiplied, tile: TileConfiguration, multiprocessors:
 
 
 def filled(product: Multiplied, rows: int, columns: int, times: int, multiprocessors: int) -> float:
-    """Part of what whole waves of tiles could do that a product needs, each of whose tiles is made
-    `times` times."""
+    """Part of whole waves of tiles that a product fills; tiles are made `times` times."""
     tiles = times * math.ceil(product.m / rows) * math.ceil(product.n / columns)
     waves = math.ceil(tiles / multiprocessors)
     return times * product.m * product.n / (rows * columns) / (waves * multiprocessors)

@@ -161,8 +161,7 @@ def allowed(
 
 
 def work_of_step(shape: transformer.Shape, parameters: int) -> dict[str, list[tuple[float, float]]]:
-    """Part -> (multiplications and additions, bytes) of each of its operations in a step with an
-    int8 backward pass."""
+    """Part -> (multiplications and additions, bytes) of its operations in an int8 step."""
     found: dict[str, list[tuple[float, float]]] = {part: [] for part in (*PARTS, UPDATE, REST)}
     for times, program in programs_of_step(shape):
         for operation in program.operations:
@@ -218,8 +217,7 @@ def parts(seconds: Mapping[str, float], update: float, step: float) -> dict[str,
 
 
 def arithmetic(operation: Operation) -> float:
-    """Multiplications and additions of its products; in attention every query meets every key of
-    its sentence."""
+    """Multiplications and additions of its products; attention pairs all words of a sentence."""
     if operation.name in ATTENTION_PRODUCTS:
         heads = operation.heads
         pairs = heads.rows * heads.key_rows / heads.sentences
@@ -241,8 +239,7 @@ def real(operation: Operation) -> Operation:
 
 
 def peak(name: str) -> float:
-    """Multiplications and additions of int8 a second, on all threads, by one of
-    lsq.native.tiles.INSTRUCTIONS."""
+    """Multiplications and additions of int8 a second on all threads, by these instructions."""
     level = "x86-64-v3" if name == "avx_vnni" else "x86-64-v4"
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "libpeak.so")
@@ -263,8 +260,7 @@ def peak(name: str) -> float:
 
 
 def triad() -> float:
-    """Bytes a second of a = b + s c on large arrays, on all threads; what the processor reads of a
-    is not counted."""
+    """Bytes a second of a = b + s c on large arrays; reads of a are not counted."""
     a, b, c = torch.ones(3, TRIAD_BYTES // 3 // 4)
     return max(
         TRIAD_BYTES / common.seconds(lambda: torch.add(b, c, alpha=0.5, out=a))

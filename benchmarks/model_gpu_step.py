@@ -333,8 +333,7 @@ def kernel_rows(step: Step, gpu: Gpu) -> list[dict]:
 
 
 def counted_figures(profiles: list[tuple[int, Profile]]) -> dict:
-    """Sectors of a request and how many its bytes would fill, conflicts, lanes at work, of the
-    counted samples."""
+    """Sectors of requests, conflicts of banks and active lanes of the counted samples."""
 
     def of_tensors(figure: str) -> int:
         return sum(

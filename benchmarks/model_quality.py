@@ -75,8 +75,7 @@ class Task:
         raise NotImplementedError
 
     def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
-        """Of a model in eval mode, without gradients; `last`: after the last update, with what
-        takes long."""
+        """Scores of a model in eval mode; `last`: after the last update, with slow ones."""
         raise NotImplementedError
 
 
@@ -141,8 +140,7 @@ class Text(Task):
 
 
 class Llama(Text):
-    """Llama on the same: RMSNorm before blocks, SwiGLU, rotary positions; no dropout, so that masks
-    do not differ."""
+    """Llama on the same text: RMSNorm, SwiGLU, rotary positions; no dropout."""
 
     name = "llama"
 
@@ -164,8 +162,7 @@ class Llama(Text):
 
 
 class Digits(Task):
-    """ViT on scikit-learn's 1,797 digits of 8 x 8 points, in patches of 2 x 2; 500 of them are for
-    testing."""
+    """ViT on scikit-learn's 1,797 digits of 8 x 8 points, in patches of 2 x 2."""
 
     name, metric = "digits", "right"
     TEST = 500
@@ -444,8 +441,7 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def train(task: Task, side: Side, seed: int, say: str) -> dict:
-    """One training: scores at the end, losses of every update, what was validated on the way,
-    clips."""
+    """Train once: final scores, losses of every update, validations, clips."""
     torch.manual_seed(seed)
     size, model = task.size, task.model()
     report = side.convert(model)

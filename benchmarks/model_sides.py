@@ -42,8 +42,7 @@ class Recipe:
 
 
 def language_model_batch(length: int) -> Callable:
-    """Random words of sentences this long, or of the model's longest, which are their own
-    labels."""
+    """Sentences of random words, `length` or the model's longest; they are their own labels."""
 
     def batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
         words = torch.randint(
@@ -84,8 +83,7 @@ def gpt2(layers: int, quick: bool) -> nn.Module:
 
 
 def llama(layers: int, quick: bool) -> nn.Module:
-    """A Llama of GPT-2 small's size, 110 million weights with tied embeddings, and its language
-    modelling loss."""
+    """A Llama of GPT-2 small's size, 110 million weights with tied embeddings."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     size = {**QUICK, "vocab_size": 256} if quick else {**BASE, "vocab_size": 32000}
@@ -116,8 +114,7 @@ def vit(layers: int, quick: bool) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """torch.nn.TransformerEncoder that learns to give `labels` back, floats of the inputs'
-    shape."""
+    """torch.nn.TransformerEncoder that learns `labels`, floats of the shape of its inputs."""
 
     def __init__(self, layers: int, hidden: int, heads: int, feed_forward: int):
         super().__init__()
@@ -143,8 +140,7 @@ def encoder_batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Freeze a model and add LoRA adapters to all of its linear layers; raises ImportError without
-    peft."""
+    """Freeze a model and add LoRA adapters to its linear layers; ImportError without peft."""
     import peft
 
     targets = [
@@ -197,8 +193,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def with_linears(model: nn.Module) -> nn.Module:
-    """Every Conv1D in it replaced by a torch.nn.Linear, which is all that torchao and SDNQ
-    convert."""
+    """Replace every Conv1D by a torch.nn.Linear, for torchao and SDNQ."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if is_conv1d(child):
@@ -247,8 +242,7 @@ class Contiguous(torch.autograd.Function):
 
 
 def torchao(model: nn.Module) -> None:
-    """torchao's int8 mixed-precision training, in all layers but heads; it wants inputs and
-    gradients contiguous."""
+    """torchao's int8 mixed-precision training, in all layers but heads."""
     from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
     from torchao.quantization import quantize_
 
@@ -268,8 +262,7 @@ def torchao(model: nn.Module) -> None:
 
 
 def sdnq(model: nn.Module) -> None:
-    """SDNQ's int8 products on weights that stay floats, its nearest to the others; it keeps int8
-    inputs."""
+    """SDNQ's int8 products on float weights, its mode nearest to the others."""
     from sdnq.layers import SDNQLinear
     from sdnq.training import sdnq_training_post_load_quant
 
@@ -306,8 +299,7 @@ def sdnq_openvino(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_openvino() -> Iterator[None]:
-    """SDNQ takes PyTorch's products within this context, as it does where openvino is not
-    installed."""
+    """Within it SDNQ takes PyTorch's products, as without openvino."""
     from sdnq import kernel_wrappers
 
     found = kernel_wrappers.openvino_int_mm

@@ -112,8 +112,7 @@ class Call:
 
 
 def calls(wanted: Sequence[str], size: Size, dropout: float) -> Iterator[Call]:
-    """Every call of the named operations that does different work, in both backward modes; no
-    names: of all."""
+    """Calls of the named operations (none: all) that differ in their work, both backward modes."""
     seen = set()
     found = [
         Call(size=size, backward=mode, operation=operation)
@@ -179,9 +178,7 @@ def words(size: Size) -> programs.Vocabulary:
 
 
 def others(size: Size) -> Iterator[Operation]:
-    """Outside programs: Adam on the weight [F, H] of a feed-forward block, its clips and those of
-    what it reads and makes, and its gradient in messages.
-    """
+    """Operations outside programs: Adam, clips, and messages of gradients."""
     shape = size.feed_forward, size.hidden
     tensors = {name: _tensor(name, shape) for name in ("weight", "gradient", "first", "second")}
     tensors |= {
@@ -208,9 +205,7 @@ def others(size: Size) -> Iterator[Operation]:
 def messages(
     values: int, dtype: torch.dtype, bits: int = 8, stochastic: bool = False
 ) -> Iterator[Operation]:
-    """What a process does with a bucket of gradients: pack it, without and with its error, add up
-    one shard of every process's, unpack the sums.
-    """
+    """Operations of a worker on a bucket of gradients: pack (two ways), sum a shard, unpack."""
     layout = MessageLayout.for_values(values, PROCESSES, bits=bits)
     eight = MessageLayout.for_values(values, PROCESSES)
     one, key = MessageLayout.of_shard(layout.length), KEY if stochastic else None

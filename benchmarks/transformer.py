@@ -181,8 +181,7 @@ def _contiguous_gradient(module: torch.nn.Module, inputs: tuple, output: torch.T
 
 
 def call_projections(model: torch.nn.Module) -> None:
-    """Let fairseq's attention call its linear layers, instead of passing bare weights to torch,
-    past torchao."""
+    """Let fairseq's attention call its linear layers instead of passing weights to torch."""
     for module in model.modules():
         if hasattr(module, "_set_skip_embed_dim_check"):
             module._set_skip_embed_dim_check()
@@ -287,8 +286,7 @@ class Half(nn.Module):
 
 
 class Transformer(nn.Module):
-    """From tokens to the label-smoothed loss; one table of embeddings for source, target and
-    projection."""
+    """From tokens to the label-smoothed loss; source, target and projection share a table."""
 
     def __init__(self, shape: Shape):
         super().__init__()
