@@ -4,7 +4,6 @@ losses."""
 import dataclasses
 
 import bench_step
-import plain_transformer
 import pytest
 import transformer
 
@@ -27,7 +26,7 @@ def losses(side: transformer.Side, padded: bool) -> list[float]:
 def test_losses_without_padding_agree():
     theirs, ours = (
         transformer.Side(SHAPE, arguments=transformer.FAIRSEQ),
-        plain_transformer.Side(SHAPE, autocast=False),
+        transformer.PlainSide(SHAPE, autocast=False),
     )
     assert losses(ours, padded=False) == pytest.approx(losses(theirs, padded=False), rel=1e-4)
 
@@ -38,7 +37,7 @@ def test_losses_of_all_sides_agree():
     sides, missing = bench_step.build(SHAPE, None, quick=True)
     assert {"pytorch bfloat16 eager", "pytorch bfloat16 compiled"} <= sides.keys()
     assert all(name.startswith("torchao") for name in missing)
-    sides[FLOAT] = plain_transformer.Side(SHAPE, autocast=False)
+    sides[FLOAT] = transformer.PlainSide(SHAPE, autocast=False)
     expected = losses(sides.pop(bench_step.BASELINE), padded=True)
     assert expected[2] < 0.99 * expected[0]
     for name, side in sides.items():
@@ -49,4 +48,4 @@ def test_losses_of_all_sides_agree():
 def test_without_a_compiler_the_compiled_side_is_missing(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ImportError, match="needs a C.. compiler, and there is no no-such-compiler"):
-        plain_transformer.Side(SHAPE, backend="inductor")
+        transformer.PlainSide(SHAPE, backend="inductor")
