@@ -1,34 +1,35 @@
-"""A picture of a file of tuned products: how much faster they are, across shapes."""
+"""A picture of a file of tuned products: how much faster they are, by shape."""
 
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
+from lsq import extras
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.product_key import REQUESTS
+from lsq.gemm.product_key import MATMUL, REQUESTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MARKERS = "osD^vP"
 
 
 def draw(file: ConfigurationFile, path: Path) -> None:
-    """Draw the speed-up over the default, and over the product of floats, by operations of the
-    product.
+    """Draw the speed-up of each product over the default, and over the product of floats.
 
-    Args:
-        file: its entries are the points.
-        path: picture to write; its suffix chooses the format (.png, .svg, .pdf).
+    The suffix of `path` chooses the format (.png, .svg, .pdf).
 
     Raises:
-        ValueError: there is nothing to draw, or the format is unknown.
+        ValueError: the file has no entries, or the format is unknown.
         OSError: the picture cannot be written.
     """
     if not file.entries:
         raise ValueError("the file has no entries; there is nothing to draw")
+    extras.require("a picture", "study")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     _panel(above, file.entries, lambda entry: entry.gain, "as run untuned")
@@ -40,18 +41,17 @@ def draw(file: ConfigurationFile, path: Path) -> None:
     )
     below.set_xlabel("multiplications and additions of the product")
     validators = file.validators
-    more = f", threads: {validators.threads}" if validators.kind == "cpu" else ""
     figure.suptitle(
-        f"{validators.device}{more}, {validators.library} {validators.library_version}:"
+        f"{validators.device}, {validators.library} {validators.library_version}:"
         f" {len(file.entries)} products"
     )
     figure.savefig(path, dpi=150)
 
 
 def _panel(
-    axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
+    axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
 ) -> None:
-    for number, op in enumerate(REQUESTS):
+    for number, op in enumerate((*REQUESTS, MATMUL)):
         chosen = [entry for entry in entries if entry.key.op == op]
         if not chosen:
             continue
@@ -66,6 +66,8 @@ def _panel(
             markeredgewidth=0,
             label=f"{op}: {statistics.geometric_mean(gains):.2f} on average",
         )
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -40,7 +40,7 @@ class Program:
 
     @cached_property
     def prepared(self) -> dict:
-        """Prepared passes outside planned memory (lsq.run.fresh), kept as long as the program."""
+        """Prepared passes outside planned memory (lsq.run.frames), kept as long as the program."""
         return {}
 
     @cached_property

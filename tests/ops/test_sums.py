@@ -11,7 +11,7 @@ from lsq.ops.sums_cuda import leave_gradient_sums
 from lsq.program.parameters import Kind
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
-from lsq.run.reference import Reference
+from lsq.run.backends import Reference
 from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
 from tests.layers.shapes import config_of
 from tests.ops.compare import empty, gradient_to_round, on_reference, rounded

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.native import loader
-from lsq.run import backends
+from lsq.run import backends, cuda
 from lsq.run.backends import backend
 from tests.run.chains import chain, results
 
@@ -73,7 +73,7 @@ def test_activations_are_those_that_a_backend_has(monkeypatch):
         ValueError, match="activations are torch.float16; the backend 'emulated' has them in"
     ):
         backend("emulated", activations=torch.float16)
-    monkeypatch.setattr(backends, "gpu", lambda index: emulated.device)
+    monkeypatch.setattr(cuda, "gpu", lambda index: emulated.device)
     backends._on_gpu.cache_clear()
     assert (
         backend("cuda").activations
@@ -108,7 +108,7 @@ def test_a_copy_of_a_module_has_the_same_backend(name):
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    backends.cuda.gpu.cache_clear()
+    cuda.gpu.cache_clear()
     with pytest.raises(RuntimeError, match="GPU"):
         backend("cuda")
 

@@ -1,0 +1,172 @@
+"""The exact search of `plan`: which capacities to try, in which orders, and for how long.
+
+The search itself, depth first after Moffitt 2023 (MiniMalloc: A Lightweight Memory Allocator for
+Hardware-Accelerated Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. Its time
+depends on the order in which it tries buffers, with a heavy tail; so it restarts with other orders,
+each time with a larger budget.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lsq.memory.buffer import Buffer, fixed_offsets, lower_bound
+from lsq.memory.placement import Placement, place, table
+from lsq.native import loader
+from lsq.native.shared_library import LibraryError
+
+MOST_BUFFERS = 4096
+"""The search compares every pair of buffers; beyond so many, the smallest are set aside."""
+SMALL_SHARE = 2**14
+"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside, and placed afterwards where
+they fit."""
+FIRST_BUDGET = 4096
+"""Positions that the first round may try with each order; every further round may try twice as
+many."""
+NOISE = 0.4
+"""Lives and sizes are shortened at random by up to this share where orders are varied."""
+WAIT = 0.1
+"""Seconds between two looks at the clock and two calls of `progress`."""
+
+IMPOSSIBLE, FOUND, STOPPED = range(3)
+
+
+def improve(
+    buffers: Sequence[Buffer],
+    loads: Sequence[int],
+    placement: Placement,
+    target: int,
+    seconds: float,
+    progress: Callable[[int], None] | None = None,
+) -> Placement:
+    """Look for a better placement into one segment.
+
+    Args:
+        buffers: those of one pool, none of size 0.
+        loads: the largest live load during each life.
+        placement: the best known one; returned if no better one is found.
+        target: bytes that are good enough. Half of the time goes to them, half of what remains to
+            the middle between them and the best known peak, and so on.
+        seconds: time for all of it. KeyboardInterrupt ends it, too.
+        progress: called several times a second with the number of positions tried so far.
+
+    Raises:
+        LibraryError: the C++ host library is not built.
+    """
+    if not loader.available():
+        raise LibraryError(
+            'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++)'
+            ' and reinstall lsq, or use method "portfolio"'
+        )
+    deadline = time.perf_counter() + seconds
+    worker = _Worker(progress or (lambda tried: None))
+    wanted = capacity = lowest = max(target, lower_bound(buffers))
+    try:
+        while (
+            placement.used[0] > max(wanted, lowest) and (left := deadline - time.perf_counter()) > 0
+        ):
+            better = search(buffers, loads, capacity, time.perf_counter() + left / 2, worker)
+            if better is None:
+                lowest = capacity + 1
+            else:
+                placement = better
+            capacity = (lowest + placement.used[0] - 1) // 2
+    except KeyboardInterrupt:
+        pass
+    return placement
+
+
+class _OutOfTime(Exception):
+    pass
+
+
+class _Worker:
+    """Runs the C++ search in a thread, so that the deadline and Ctrl-C reach this one."""
+
+    def __init__(self, progress: Callable[[int], None]):
+        self.progress = progress
+        # the running search reads the stop flag and adds to the number of positions tried
+        self.control = torch.zeros(2, dtype=torch.int64, device="cpu")
+
+    def run(
+        self,
+        buffers: Sequence[Buffer],
+        order: Sequence[int],
+        capacity: int,
+        budget: int,
+        deadline: float,
+    ) -> tuple[int, list[int]]:
+        """(outcome, offsets) of one search; raises _OutOfTime if the deadline comes first."""
+        numbers = {"dtype": torch.int64, "device": "cpu"}
+        rows, indices = table(buffers, fixed_offsets(buffers)), torch.tensor(order, **numbers)
+        offsets, outcome = torch.zeros(len(buffers), **numbers), torch.zeros(1, **numbers)
+        self.control[0] = 0
+        arguments = (rows, indices, len(buffers), capacity, budget, self.control, offsets, outcome)
+        thread = threading.Thread(target=loader.call, args=("lsq_search_plan", *arguments))
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(max(0.0, min(WAIT, deadline - time.perf_counter())))
+                self.progress(int(self.control[1]))
+                if time.perf_counter() > deadline:
+                    break
+        finally:
+            self.control[0] = 1
+            thread.join()
+        if outcome.item() == STOPPED and time.perf_counter() > deadline:
+            raise _OutOfTime
+        return outcome.item(), offsets.tolist()
+
+
+def search(
+    buffers: Sequence[Buffer],
+    loads: Sequence[int],
+    capacity: int,
+    deadline: float,
+    worker: _Worker,
+) -> Placement | None:
+    """A placement of at most `capacity` bytes; None: there is none, or the deadline came first."""
+    smallest = capacity // SMALL_SHARE
+    if len(buffers) > MOST_BUFFERS:
+        sizes = sorted((buffer.size for buffer in buffers), reverse=True)
+        smallest = max(smallest, sizes[MOST_BUFFERS] + 1)
+    budget = FIRST_BUDGET
+    fixed = fixed_offsets(buffers)
+    generator = random.Random(0)
+    try:
+        while True:
+            for keys in _sorting_keys(buffers, loads, generator):
+                large = [i for i, each in enumerate(buffers) if each.size >= smallest or i in fixed]
+                order = sorted(range(len(large)), key=[keys[i] for i in large].__getitem__)
+                outcome, offsets = worker.run(
+                    [buffers[i] for i in large], order, capacity, budget, deadline
+                )
+                if outcome == IMPOSSIBLE:
+                    return None
+                if outcome == FOUND:
+                    # the others by best fit around those, the largest first
+                    by_size = sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
+                    known = dict(zip(large, offsets, strict=True))
+                    complete = place(buffers, by_size, fixed=known)
+                    if complete.used[0] <= capacity:
+                        return complete
+                    if len(buffers) <= MOST_BUFFERS:
+                        smallest //= 4
+            budget *= 2
+    except _OutOfTime:
+        return None
+
+
+def _sorting_keys(
+    buffers: Sequence[Buffer], loads: Sequence[int], generator: random.Random
+) -> Iterator[list[tuple]]:
+    """One round: load, life and area in three orders, as in MiniMalloc, then three at random."""
+    lives = [buffer.last - buffer.first + 1 for buffer in buffers]
+    areas = [life * buffer.size for life, buffer in zip(lives, buffers, strict=True)]
+    for columns in ((loads, lives, areas), (areas, lives, loads), (lives, areas, loads)):
+        yield [(-a, -b, -c) for a, b, c in zip(*columns, strict=True)]
+    for values in (lives, areas, lives):
+        yield [(-value * generator.uniform(1 - NOISE, 1),) for value in values]

@@ -1,0 +1,143 @@
+import itertools
+import random
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lsq.memory import exact
+from lsq.memory.buffer import Buffer
+from lsq.memory.planner import busiest_loads, plan
+from lsq.native import loader
+from tests.memory.instances import (
+    assert_separate,
+    buffers_of,
+    given_offsets,
+    guillotine,
+    small_instances,
+    smallest_peak,
+)
+
+pytestmark = pytest.mark.skipif(
+    not loader.available(), reason="the C++ host library is not built here"
+)
+QUICK = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def test_a_problem_that_greedy_orders_miss():
+    """Guillotine cuts: few ways of stacking leave nothing free."""
+    missed = 0
+    for seed, count in itertools.product(range(4), (20, 40, 80)):
+        buffers = guillotine(random.Random(seed), count)
+        made = plan(buffers, method="exact", time_limit=20)
+        assert_separate(buffers, made)
+        assert made.peak == made.lower_bound == 4096 and made.capacity_met
+        missed += plan(buffers).gap > 0
+    assert missed
+
+
+@given(small_instances(most=6, alignments=(1, 2, 4)))
+@QUICK
+def test_the_smallest_peak_is_found(buffers):
+    made = plan(buffers, method="exact", time_limit=20)
+    assert_separate(buffers, made)
+    assert made.peak == smallest_peak(buffers)
+
+
+@given(given_offsets())
+@QUICK
+def test_the_smallest_peak_around_given_offsets_is_found(buffers):
+    made = plan(buffers, method="exact", time_limit=20)
+    assert_separate(buffers, made)
+    assert made.lower_bound <= made.peak == smallest_peak(buffers) <= plan(buffers).peak
+
+
+def test_a_small_buffer_stays_at_its_offset(monkeypatch):
+    """Buffers that small are set aside, unless their offset is given."""
+    monkeypatch.setattr(exact, "SMALL_SHARE", 4)
+    cut = guillotine(random.Random(3), 20)
+    given = plan(cut, method="exact", time_limit=20).offsets
+    small = sorted(cut, key=lambda buffer: buffer.size)[:8]
+    buffers = [replace(one, offset=given[one.name] if one in small else None) for one in cut]
+    made = plan(buffers, method="exact", time_limit=20)
+    assert_separate(buffers, made)
+    assert made.peak == 4096
+
+
+@given(small_instances(most=7), st.integers(0, 2**32))
+@settings(max_examples=6, deadline=None, derandomize=True)
+def test_the_smallest_peak_of_seven(buffers, seed):
+    """Also with time reversed, sizes scaled, and other names."""
+    best = smallest_peak(buffers)
+    random.Random(seed).shuffle(buffers)
+    for changed, factor in (
+        (buffers, 1),
+        ([replace(buffer, first=-buffer.last, last=-buffer.first) for buffer in buffers], 1),
+        ([replace(buffer, size=5 * buffer.size) for buffer in buffers], 5),
+        ([replace(buffer, name=f"other {buffer.name}") for buffer in buffers], 1),
+    ):
+        made = plan(changed, method="exact", time_limit=20)
+        assert_separate(changed, made)
+        assert made.peak == factor * best
+
+
+def test_the_bound_cannot_always_be_met():
+    """Alignment leaves 3 bytes free: 13 is proved to be the best, in no time."""
+    start = time.perf_counter()
+    made = plan(buffers_of((5, 0, 1), (5, 1, 2), alignment=4), method="exact", time_limit=60)
+    assert (made.peak, made.lower_bound, made.capacity_met) == (13, 10, False)
+    assert time.perf_counter() - start < 10
+
+
+def test_a_capacity_is_enough():
+    buffers = guillotine(random.Random(3), 30)
+    greedy = plan(buffers).peak
+    assert plan(buffers, method="exact", capacity=greedy).peak == greedy
+    made = plan(buffers, method="exact", capacity=(greedy + 4096) // 2, time_limit=20)
+    assert made.capacity_met and made.peak <= (greedy + 4096) // 2
+    assert plan(buffers, method="exact", capacity=4000, time_limit=0.2).capacity_met is False
+
+
+def test_small_buffers_are_set_aside():
+    """Two buffers leave a gap of one byte in 40,000, which the search does not look at."""
+    buffers = [
+        *buffers_of((20000, 0, 3), (19999, 2, 5), (20000, 4, 7)),
+        Buffer(name="tiny", size=1, first=2, last=3),
+    ]
+    buffers[3] = replace(buffers[3], alignment=1)
+    loads, deadline = busiest_loads(buffers), time.perf_counter() + 5
+    placement = exact.search(buffers, loads, 40000, deadline, exact._Worker(print))
+    assert placement.used == [40000]
+
+
+def test_the_time_limit_is_kept():
+    buffers = guillotine(random.Random(11), 400)
+    tried = []
+    start = time.perf_counter()
+    made = plan(buffers, method="exact", time_limit=0.5, progress=tried.append)
+    assert time.perf_counter() - start < 5
+    assert_separate(buffers, made)
+    assert tried == sorted(tried) and tried[-1] > 0
+
+
+def test_an_interrupted_search_gives_the_best_plan_known():
+    buffers = guillotine(random.Random(11), 400)
+    known = plan(buffers)
+    assert known.gap > 0
+    made = plan(
+        buffers,
+        method="exact",
+        time_limit=60,
+        progress=lambda tried: signal.raise_signal(signal.SIGINT),
+    )
+    assert_separate(buffers, made)
+    assert made.offsets == known.offsets and made.capacity_met is False
+
+
+def test_without_a_library_there_is_no_search(monkeypatch):
+    monkeypatch.setattr(loader, "library", lambda: None)
+    with pytest.raises(RuntimeError, match=r"install g\+\+"):
+        plan(buffers_of((1, 0, 0)), method="exact")
