@@ -44,8 +44,8 @@ from lsq.native.launch import Kernel, Launch
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.gradient_layout import BITS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
-from lsq.ops.grouped_product import FEW_ROWS as FEW_ROWS_OF_GROUPS
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct
+from lsq.ops.grouped_product_cuda import FEW_ROWS as FEW_ROWS_OF_GROUPS
 from lsq.ops.next_words import NextWords
 from lsq.ops.project import Project
 from lsq.ops.representatives import OPERATIONS

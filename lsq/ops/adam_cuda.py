@@ -30,11 +30,7 @@ def check_cuda(op: Adam) -> None:
 def launch_adam_steps(op: AdamSteps):
     for step in op.steps:
         step.check_cuda()
-    found = {
-        "lsq_adam": op.plain,
-        "lsq_adam_codes": op.coded,
-        "lsq_adam_poison": op.shared,
-    }
+    found = {"lsq_adam": op.plain, "lsq_adam_codes": op.coded, "lsq_adam_poison": op.shared}
     return [_of_table(f"{name}_table", table) for name, table in found.items() if len(table.tiles)]
 
 

@@ -4,12 +4,7 @@ import torch
 
 from lsq.native.geometry import THREADS, VECTOR, row_defines, warp_blocks
 from lsq.native.launch import check, float_define, launch
-from lsq.ops.fake_quantize import (
-    MULTIPLIED,
-    FakeQuantize,
-    FakeQuantizeGradient,
-    RoundAtRandom,
-)
+from lsq.ops.fake_quantize import MULTIPLIED, FakeQuantize, FakeQuantizeGradient, RoundAtRandom
 from lsq.ops.launches import zero
 from lsq.ops.sums import PartialSums
 from lsq.ops.sums_cuda import finish, parts_of
@@ -63,13 +58,7 @@ def scratch_of_fake_quantize_gradient(op: FakeQuantizeGradient):
 @launches.register(FakeQuantizeGradient)
 def launch_fake_quantize_gradient(op: FakeQuantizeGradient, partial):
     end = op.nonlinearity
-    floats = (
-        op.gradient,
-        op.out,
-        op.added,
-        op.dx,
-        None if end is None else end.before,
-    )
+    floats = (op.gradient, op.out, op.added, op.dx, None if end is None else end.before)
     slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
     entry = launch(
         "fake_quantize_gradient.cu",
@@ -81,13 +70,7 @@ def launch_fake_quantize_gradient(op: FakeQuantizeGradient, partial):
         **float_define(*floats),
         **row_defines(op.columns),
     )
-    return [
-        entry,
-        *finish(
-            PartialSums.of(partial, op.columns, (op.sum,), op.dclip),
-            leaves=False,
-        ),
-    ]
+    return [entry, *finish(PartialSums.of(partial, op.columns, (op.sum,), op.dclip), leaves=False)]
 
 
 @launches.register(RoundAtRandom)

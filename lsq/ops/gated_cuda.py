@@ -22,14 +22,7 @@ def launch_gated(op: Gated):
     if op.rounded is not None and op.rounded.by_row:
         grid, line = geometry.strided(op.rows, MANY_BLOCKS), 4 * op.columns
         return [
-            launch(
-                "gated.cu",
-                "lsq_gated_rows",
-                op,
-                grid=grid,
-                shared=line,
-                **_defines(op, op.out),
-            )
+            launch("gated.cu", "lsq_gated_rows", op, grid=grid, shared=line, **_defines(op, op.out))
         ]
     return [
         launch(
@@ -92,8 +85,4 @@ def _defines(op: Gated | GatedGradient, *floats: torch.Tensor | None) -> dict[st
     """-D of its kernel, which has activations of the one dtype of `floats`."""
     found = [one for one in (op.gate.floats, op.up.floats, *floats) if one is not None]
     defines = float_define(*found) if found else {"FLOAT": FLOATS[torch.float32]}
-    return {
-        "ACTIVATION": int(op.activation),
-        "CODED": int(op.gate.coded is not None),
-        **defines,
-    }
+    return {"ACTIVATION": int(op.activation), "CODED": int(op.gate.coded is not None), **defines}

@@ -54,10 +54,7 @@ def scratch_of_project_input_gradient(op: ProjectInputGradient):
         return [*partial, *([transposed] if op.weight.transposed is None else []), *sums]
     dtype = _product_dtype(op)
     product = [] if _in_place(op) else [(shape, torch.float32)]
-    operands = [
-        *converted_scratch(op.weight.matrix, dtype),
-        *converted_scratch(op.floats, dtype),
-    ]
+    operands = [*converted_scratch(op.weight.matrix, dtype), *converted_scratch(op.floats, dtype)]
     return [*partial, *product, *operands]
 
 
@@ -103,12 +100,7 @@ def _float_entries(op: ProjectInputGradient, partial, scratch):
     weights, weight = converted(op.weight.matrix, op.weight.scale, _product_dtype(op), scratch)
     gradients, gradient = converted(op.floats, None, _product_dtype(op), scratch)
     multiply = Product(a=gradient, b=weight, out=product, transpose_b=not op.weight.turned)
-    return [
-        *weights,
-        *gradients,
-        *([multiply] if op.rows else []),
-        _end(op, product, partial),
-    ]
+    return [*weights, *gradients, *([multiply] if op.rows else []), _end(op, product, partial)]
 
 
 def _end(op: ProjectInputGradient, product, partial):
@@ -136,10 +128,7 @@ def _product_dtype(op: ProjectInputGradient) -> torch.dtype:
 
 def _in_place(op: ProjectInputGradient) -> bool:
     """Whether the product of floats on a GPU can be written where its end goes."""
-    return op.dx is not None and op.dx.dtype in (
-        torch.float32,
-        _product_dtype(op),
-    )
+    return op.dx is not None and op.dx.dtype in (torch.float32, _product_dtype(op))
 
 
 def end_defines(op: ProjectInputGradient) -> dict[str, int]:
@@ -162,10 +151,7 @@ def tile_parts(tile: TileConfiguration, rows: int, columns: int) -> Spec:
 
 
 def input_gradient_product(
-    op: ProjectInputGradient,
-    tile: TileConfiguration,
-    weight: torch.Tensor,
-    partial: torch.Tensor,
+    op: ProjectInputGradient, tile: TileConfiguration, weight: torch.Tensor, partial: torch.Tensor
 ) -> Launch:
     """The one launch that does what the operation does, but for finishing its sums.
 

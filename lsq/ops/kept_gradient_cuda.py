@@ -30,7 +30,4 @@ def scratch_of_kept_weight_gradient(op: KeptWeightGradient):
 @launches.register(KeptWeightGradient)
 def launch_kept_weight_gradient(op: KeptWeightGradient, before, ordered, partial):
     copied = [] if op.others is op.dweight else [float_operand(op.others, None, op.dweight)]
-    return [
-        *copied,
-        *scatter_launches(op, before, ordered, partial, tables=1, KEPT=1, FLOAT=0),
-    ]
+    return [*copied, *scatter_launches(op, before, ordered, partial, tables=1, KEPT=1, FLOAT=0)]

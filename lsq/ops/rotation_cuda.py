@@ -61,10 +61,7 @@ def launch_rotate_gradient(op: RotateGradient, *scratch):
             **float_define(op.gradient, op.x, op.dx.floats),
             **_defines(op.rotation, op.columns),
         ),
-        *finish(
-            op.dx.partial(partial, op.columns, None),
-            leaves=op.dx.parts is not None,
-        ),
+        *finish(op.dx.partial(partial, op.columns, None), leaves=op.dx.parts is not None),
         *([] if op.norms is None else _finish_norms(op, of_norms, total)),
     ]
 

@@ -50,10 +50,7 @@ def launch_round_weight(op: RoundWeight):
 @launches.register(UnpackWeight)
 def launch_unpack_weight(op: UnpackWeight):
     name, groups = op.weight.format.name, op.rows * -(-op.columns // GROUP)
-    check_columns(
-        16,
-        **{"the width of a weight": op.columns, "its padded number of rows": op.rows},
-    )
+    check_columns(16, **{"the width of a weight": op.columns, "its padded number of rows": op.rows})
     return [launch(f"{name}.cu", f"lsq_unpack_{name}", op, grid=max(1, -(-groups // THREADS)))]
 
 
@@ -102,15 +99,7 @@ def _pass(op: RoundGradient, parts, rounds: bool, sums: bool):
 @launches.register(Add)
 def launch_add(op: Add):
     grid = max(1, -(-op.count // (VECTOR * THREADS)))
-    return [
-        launch(
-            "elementwise.cu",
-            "lsq_add",
-            op,
-            grid=grid,
-            **float_define(op.a, op.b, op.out),
-        )
-    ]
+    return [launch("elementwise.cu", "lsq_add", op, grid=grid, **float_define(op.a, op.b, op.out))]
 
 
 def _round_in_out(op: RoundWeight) -> list[Launch]:

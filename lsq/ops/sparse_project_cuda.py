@@ -15,8 +15,7 @@ ROWS, THREADS = 32, 128
 def launch_sparse_project(op: SparseProject):
     inner, end = op.weight.inner, op.nonlinearity or Nonlinearity()
     check_columns(
-        OUTPUTS,
-        **{"the inner width of an int8 product": inner, "its outer width": op.columns},
+        OUTPUTS, **{"the inner width of an int8 product": inner, "its outer width": op.columns}
     )
     blocks = max(1, -(-op.rows // ROWS))
     check(

@@ -40,17 +40,11 @@ def scratch_of_vocabulary_loss(op: VocabularyLoss):
 def launch_vocabulary_loss(op: VocabularyLoss, losses, nlls, *scratch):
     given = op.prediction
     if given.x.coded is None:
-        check(
-            op.bound is None,
-            "the gradient of float logits is not rounded: leave its bound out",
-        )
+        check(op.bound is None, "the gradient of float logits is not rounded: leave its bound out")
         entries = _blocks(given, scratch, "lsq_vocabulary_loss", op, losses, nlls)
     else:
         entries = loss_of_tiles(op, tile_of(op.prediction, PRODUCT), *scratch, losses, nlls)
-    return [
-        *entries,
-        launch("vocabulary_sums.cu", "lsq_sum_losses", op, losses, nlls, grid=2),
-    ]
+    return [*entries, launch("vocabulary_sums.cu", "lsq_sum_losses", op, losses, nlls, grid=2)]
 
 
 @scratch_of.register(VocabularyLossGradient)

@@ -64,9 +64,7 @@ def leave_sums_of_project_weight_gradient(op: ProjectWeightGradient, tensor):
     if op.dclip is None or _leaves_no_sums(op):
         return []
     found = PartialSums.of_clips(
-        tensor(op.dclip.name + ".parts", *_clip_sums(op)),
-        op.clips,
-        op.dclip,
+        tensor(op.dclip.name + ".parts", *_clip_sums(op)), op.clips, op.dclip
     )
     op.parts, op.dclip = found.parts, None
     return [found]
@@ -95,10 +93,7 @@ def scratch_of_project_weight_gradient(op: ProjectWeightGradient):
             *made,
         ]
     dtype = _product_dtype(op)
-    operands = [
-        *converted_scratch(op.x.tensor, dtype),
-        *converted_scratch(op.floats, dtype),
-    ]
+    operands = [*converted_scratch(op.x.tensor, dtype), *converted_scratch(op.floats, dtype)]
     return [*sums, (product, torch.float32), *operands]
 
 
@@ -116,10 +111,7 @@ def launch_project_weight_gradient(op: ProjectWeightGradient, *scratch):
         return entries
     return [
         *entries,
-        *finish(
-            PartialSums.of_clips(sums, op.clips, op.dclip),
-            leaves=op.parts is not None,
-        ),
+        *finish(PartialSums.of_clips(sums, op.clips, op.dclip), leaves=op.parts is not None),
     ]
 
 
@@ -164,16 +156,9 @@ def _int8_entries(op: ProjectWeightGradient, sums, gradient, x, largest, scale, 
     ]
     if tile is not None:
         parts = made[0] if made else None
-        return [
-            *operands,
-            weight_gradient_product(op, tile, (gradient, x, scale), sums, parts),
-        ]
+        return [*operands, weight_gradient_product(op, tile, (gradient, x, scale), sums, parts)]
     pair = (x, gradient) if op.weight.in_out else (gradient, x)
-    return [
-        *operands,
-        *int8_products(*pair, *made, op=GEMM),
-        _end(op, made[-1], scale, sums),
-    ]
+    return [*operands, *int8_products(*pair, *made, op=GEMM), _end(op, made[-1], scale, sums)]
 
 
 def _end(op: ProjectWeightGradient, product, column_scale, sums):

@@ -99,13 +99,7 @@ def test_the_context_is_rounded(width, heads):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"others": OTHERS},
-        {"width": 5, "heads": 3},
-        {"coded": False},
-        {"heads": 4, "group": 2},
-    ],
+    [{}, {"others": OTHERS}, {"width": 5, "heads": 3}, {"coded": False}, {"heads": 4, "group": 2}],
 )
 @pytest.mark.parametrize("to_rounded", [False, True])
 def test_ends_of_gradients(options, to_rounded):

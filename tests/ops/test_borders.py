@@ -110,10 +110,7 @@ def test_a_weight_in_out_has_the_codes_of_its_transpose(inputs, outputs, padded,
             )
         )
 
-    found, expected = (
-        rounded(values=values.t().contiguous(), in_out=True),
-        rounded(values=values),
-    )
+    found, expected = (rounded(values=values.t().contiguous(), in_out=True), rounded(values=values))
     assert torch.equal(found.weight.codes, expected.weight.codes)
     assert torch.equal(found.weight.scale.nan_to_num(9), expected.weight.scale.nan_to_num(9))
 

@@ -141,12 +141,7 @@ def test_floats(kind, rows, columns):
 @pytest.mark.parametrize("coded, to_codes", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(
     "rows, columns, dropout, learned_step",
-    [
-        (0, 16, 0.0, False),
-        (1, 16, 0.0, False),
-        (41, 48, 0.3, True),
-        (341, 88, 0.1, False),
-    ],
+    [(0, 16, 0.0, False), (1, 16, 0.0, False), (41, 48, 0.3, True), (341, 88, 0.1, False)],
 )
 def test_gradients_are_the_references(kind, coded, to_codes, rows, columns, dropout, learned_step):
     compare(

@@ -37,11 +37,7 @@ def test_floats(dtype, kind, rows):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "rows, columns, dropout, learned_step",
-    [
-        (0, 16, 0.0, False),
-        (41, 48, 0.3, True),
-        (7, 1040, 0.1, False),
-    ],
+    [(0, 16, 0.0, False), (41, 48, 0.3, True), (7, 1040, 0.1, False)],
 )
 def test_rounded_gradients_are_exact(kind, rows, columns, dropout, learned_step):
     compare_cuda(

@@ -37,10 +37,7 @@ def rounded_rest(loss, dloss: float = 2.0):
 def input_gradient(loss) -> KeptInputGradient:
     given = loss.prediction
     return KeptInputGradient(
-        prediction=given,
-        kept=loss.kept,
-        dloss=DLOSS,
-        dx=empty(*given.x.tensor.shape),
+        prediction=given, kept=loss.kept, dloss=DLOSS, dx=empty(*given.x.tensor.shape)
     )
 
 

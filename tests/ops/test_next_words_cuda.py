@@ -99,12 +99,7 @@ def test_of_equal_words_the_lower_number_comes_first(best, spread):
 
 
 @pytest.mark.parametrize(
-    "inner",
-    [
-        16,
-        80,
-        *(pytest.param(more, marks=pytest.mark.thorough) for more in (512, 1040)),
-    ],
+    "inner", [16, 80, *(pytest.param(more, marks=pytest.mark.thorough) for more in (512, 1040))]
 )
 def test_any_inner_width(inner):
     operation = example(7, 333, 6, 2, every=True, inner=inner)

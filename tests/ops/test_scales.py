@@ -18,10 +18,7 @@ def scales(clips) -> StartScales:
 
 def test_a_scale_is_the_clip_by_the_largest_code():
     found = on_reference(scales([127.0, 2.54]))
-    assert [one.scale.item() for one in found.scales] == [
-        1.0,
-        torch.tensor(2.54).div(127).item(),
-    ]
+    assert [one.scale.item() for one in found.scales] == [1.0, torch.tensor(2.54).div(127).item()]
 
 
 def test_all_roundings_of_a_pass_are_started_together():

@@ -150,11 +150,7 @@ def test_sums_that_are_left_in_parts_come_to_the_same():
     b = builder()
     names = {
         name: b.tensor(name, shape)
-        for name, shape in (
-            ("floats", (ROWS, COLUMNS)),
-            ("sum", (COLUMNS,)),
-            ("clip", (1,)),
-        )
+        for name, shape in (("floats", (ROWS, COLUMNS)), ("sum", (COLUMNS,)), ("clip", (1,)))
     }
     virtual = SummedGradient(**names)
     (left,) = leave_gradient_sums(virtual, b.tensor, ROWS, COLUMNS, coded)

@@ -51,9 +51,8 @@ from tests.ops.test_kept_gradient import input_gradient
 from tests.ops.test_kept_gradient import losses as losses_of_others
 from tests.ops.test_kept_gradient import weight_gradient as kept_weight_gradient
 from tests.ops.test_project import rounded_project
-from tests.ops.test_residual_norm import norm, norm_gradient
+from tests.ops.test_residual_norm import norm, norm_gradient, rms
 from tests.ops.test_residual_norm_cuda import compare_gradients
-from tests.ops.test_rms_norm import rms, rms_gradient
 from tests.ops.test_rotation import gradient_of as gradient_of_rotation
 from tests.ops.test_rotation import rotate
 from tests.ops.test_rounding import weight_of
@@ -125,14 +124,14 @@ def norms():
         z = torch.randn(rows, columns)
         for given in (z, *nan_in_each_turn(z)):
             compare_cuda(norm(given, rounds=True, error=True))
-        compare_cuda(norm(z, torch.randn(rows, columns), normed=False, dropout=0.1))
+        compare_cuda(norm(z, torch.randn(rows, columns), kind=None, dropout=0.1))
         compare_gradients(torch.float32, rows, columns, rounds=True)
     compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
     for rows, columns in (FEW, WIDE, (5, 2064)):
         z, update = torch.randn(rows, columns), torch.randn(rows, columns)
         for given in (z, *nan_in_each_turn(z)):
             compare_cuda(rms(given, rounds=True, error=True))
-        compare_cuda(rms_gradient(on_cpu(rms(z, update, dropout=0.1)), rounds=True))
+        compare_cuda(norm_gradient(on_cpu(rms(z, update, dropout=0.1)), rounds=True))
 
 
 def losses():
@@ -326,8 +325,7 @@ CASES = {
         test_vocabulary_loss_product_cuda.turns,
     ),
     **dict.fromkeys(
-        ("rounding_weight_in_out.cu", "weight_gradient_in_out.cu"),
-        test_weight_in_out_cuda.turns,
+        ("rounding_weight_in_out.cu", "weight_gradient_in_out.cu"), test_weight_in_out_cuda.turns
     ),
     "weight_gradient.cu": weight_gradients,
     "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,

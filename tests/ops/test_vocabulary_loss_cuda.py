@@ -157,10 +157,7 @@ def test_what_kernels_cannot_take_is_refused():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize(
     "source, defines",
-    [
-        ("vocabulary_loss.cu", (("FLOAT", 1), ("ROW_THREADS", 512))),
-        ("vocabulary_sums.cu", ()),
-    ],
+    [("vocabulary_loss.cu", (("FLOAT", 1), ("ROW_THREADS", 512))), ("vocabulary_sums.cu", ())],
 )
 def test_kernels_compile_without_spills(target, source, defines):
     found = compiler.compile_kernels(source, defines, target).resources
