@@ -26,7 +26,7 @@ from tqdm import tqdm
 import lsq
 from lsq.config import QuantConfig
 from lsq.files import write_text
-from lsq.layers.statistics import quantized_tensors
+from lsq.observe import quantized_tensors
 from lsq.text.numbers import write_numbers
 
 SIZES = {

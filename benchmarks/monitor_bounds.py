@@ -24,7 +24,7 @@ from tqdm import tqdm
 import lsq
 from lsq.config import QuantConfig
 from lsq.observe import Bounds, Reading
-from lsq.observe.reading import QUANTITIES
+from lsq.observe.noise import QUANTITIES
 
 NO_BOUNDS = Bounds(**dict.fromkeys(QUANTITIES, float("-inf")))
 LAST_STEPS = 50

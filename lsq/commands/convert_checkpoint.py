@@ -13,11 +13,8 @@ from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
 
 CHANGEABLE = (*FIELDS, "gradient_format", "weight_init", "activation_init")
-"""Fields of QuantConfig.
-
-Some say nothing about what clips mean: what gradients are rounded to, which must go with the other
-    formats, and how clips are measured, which they are not where they were fixed.
-"""
+"""Fields of QuantConfig: what clips mean, what gradients are rounded to, which must fit the other
+formats, and how clips are measured that were fixed."""
 DESCRIPTION = """
 Make a checkpoint that was trained in one number format into one of another, to train on with or to
 translate with. Clips of weights are measured anew for it. Those of activations stay; where their
@@ -27,14 +24,14 @@ format changes, the next pass measures them. The checkpoint itself is not change
 
 def parser() -> ArgumentParser:
     """The command line of `lsq convert-checkpoint`."""
-    made = ArgumentParser(
+    parser = ArgumentParser(
         prog="lsq convert-checkpoint",
         description=DESCRIPTION,
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
-    one_line_errors(made)
-    made.add_argument(
+    one_line_errors(parser)
+    parser.add_argument(
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
@@ -42,17 +39,17 @@ def parser() -> ArgumentParser:
         " transformers with"
         " lsq.safetensors in it",
     )
-    made.add_argument(
+    parser.add_argument(
         "--output", type=Path, required=True, metavar="PATH", help="the file or folder to write"
     )
-    made.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     texts = documentation(QuantConfig)
     for field in fields(QuantConfig):
         if field.name in CHANGEABLE:
-            made.add_argument(
+            parser.add_argument(
                 option(field.name), type=field.type, help=texts[field.name].replace("%", "%%")
             )
-    return made
+    return parser
 
 
 def run(arguments: list[str]) -> int:
@@ -72,12 +69,9 @@ def run(arguments: list[str]) -> int:
     QuantConfig(**changes)  # refuses what is not allowed before anything is read
     check_output(given)
     with interruption.raised(), locked_file(given.output, "choose another --output"):
-        said = (
-            convert_folder(given, changes)
-            if given.checkpoint.is_dir()
-            else convert_file(given, changes)
-        )
-    print(f"{given.output}: {said}")
+        convert = convert_folder if given.checkpoint.is_dir() else convert_file
+        outcome = convert(given.checkpoint, given.output, changes)
+    print(f"{given.output}: {outcome}")
     return 0
 
 
@@ -106,39 +100,19 @@ def check_output(given: Namespace) -> None:
         )
 
 
-def convert_file(given: Namespace, changes: dict[str, Any]) -> str:
-    """Convert a checkpoint of fairseq.
-
-    Returns:
-        What was done, to be shown.
-    """
+def convert_file(checkpoint: Path, output: Path, changes: dict[str, Any]) -> str:
+    """Convert a checkpoint of fairseq, and say what was done."""
     import torch
 
     from lsq.fairseq.other_format import converted
 
-    found = converted(given.checkpoint, changes)
-    files.write(given.output, lambda file: torch.save(found.state, file))
-    return f"{told(found.weights, found.activations_due)}; {found.optimizer}"
+    result = converted(checkpoint, changes)
+    files.write(output, lambda file: torch.save(result.state, file))
+    return f"{result.measured}; {result.optimizer}"
 
 
-def convert_folder(given: Namespace, changes: dict[str, Any]) -> str:
-    """Convert a folder of transformers.
+def convert_folder(folder: Path, output: Path, changes: dict[str, Any]) -> str:
+    """Convert a folder of transformers, and say what was done."""
+    from lsq.models import huggingface
 
-    Returns:
-        What was done, to be shown.
-    """
-    from lsq.models.huggingface.other_format import convert_folder
-
-    return told(*convert_folder(given.checkpoint, given.output, changes))
-
-
-def told(weights: int, activations_due: bool) -> str:
-    """What became of clips."""
-    due = "are measured in the next pass, a training's: nothing is translated before"
-    activations = due if activations_due else "are kept"
-    measured = (
-        f"clips of {weights} weights are measured anew"
-        if weights
-        else "no weight has a clip in this format"
-    )
-    return f"{measured}, those of activations {activations}"
+    return str(huggingface.convert_folder(folder, output, changes))

@@ -15,8 +15,9 @@ from lsq import quant
 from lsq.config import QuantConfig
 from lsq.fairseq import calibration
 from lsq.fairseq.parameter_names import rename
-from lsq.layers import clip_format, quantized_tensors, weight_masks
+from lsq.layers import clip_format, weight_masks
 from lsq.models.sparsity import wants_sparsity
+from lsq.observe import quantized_tensors
 
 _SAME = (
     "activation_fn",

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from lsq import files
 from lsq.fairseq import checkpoint
 from lsq.fairseq.parameter_names import restore
-from lsq.layers import ProgramModule, quantized_tensors
+from lsq.layers import ProgramModule
+from lsq.observe import quantized_tensors
 from lsq.serving.decode.model import model_of
 
 VERSION = 3.0

@@ -9,7 +9,6 @@ from lsq.layers.language_model import TransformerLanguageModel
 from lsq.layers.linear import QuantizedLinear
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
-from lsq.layers.statistics import TensorStatistics, observe, quantized_tensors
 from lsq.layers.vocabulary import VocabularyProjection
 
 __all__ = [
@@ -19,13 +18,10 @@ __all__ = [
     "Packing",
     "ProgramModule",
     "QuantizedLinear",
-    "TensorStatistics",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
     "TransformerLanguageModel",
     "VocabularyProjection",
-    "observe",
     "pack_time_major",
-    "quantized_tensors",
     "unpack_time_major",
 ]

@@ -11,7 +11,7 @@ from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
 from lsq.layers.weight_codes import encoded
-from lsq.models.convert import check_bare
+from lsq.models.conversion import check_bare
 from lsq.program.parameters import Kind
 from lsq.quant import WeightFormat
 from lsq.run import upkeep

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lsq.fairseq.signals import TrainingSignals
-from lsq.layers import quantized_tensors
-from tests.layers.test_signals import HEALTHY
+from lsq.observe import Signals, quantized_tensors
+from tests.observe.test_signals import HEALTHY
 
 FACTOR = 0.25
 """What the optimizer will multiply gradients by."""
@@ -23,7 +22,7 @@ def step(build, batch):
     def step(model: str = "", **options):
         task, model = build(model)
         sample = batch(task)
-        signals = TrainingSignals(model, **options)
+        signals = Signals(model, step="update", option="--lsq-{}-init {}", **options)
 
         def one(update: int) -> None:
             model.zero_grad()
@@ -42,7 +41,7 @@ def test_first_and_every_interval_are_collected(step):
     collected = []
     for update in range(1, 8):
         one(update)
-        collected.append(signals.last_update)
+        collected.append(signals.last_step)
     assert collected == [1, 1, 3, 3, 3, 6, 6]
 
 
@@ -70,7 +69,7 @@ def test_warned_once_for_each_tensor(step, caplog):
     signals, one = step("--lsq-activation-init fixed --lsq-activation-clip 0.01", interval=1)
     for update in (1, 2):
         one(update)
-    warned = [record.message for record in caplog.records if record.name == "lsq.fairseq.signals"]
+    warned = [record.message for record in caplog.records if record.name == "lsq.observe.signals"]
     activations = {
         name for name, statistics in signals.last.items() if statistics.kind == "activation"
     }
@@ -112,11 +111,11 @@ def test_tensorboard_holds_four_figures_of_every_tensor(step, tmp_path):
 
 
 def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
-    signals = TrainingSignals(build("")[1], interval=1)
+    signals = Signals(build("")[1], interval=1, step="update")
     for layer, (clip, share) in enumerate([(1.5, 0.02), (2.5, 0.04)]):
         statistics = replace(HEALTHY, clip=clip, clipped_share=share, largest_code=100 + layer)
         signals.last[f"encoder.layers.{layer}.self_attn.context"] = statistics
-    signals.last_update = 40
+    signals.last_step = 40
     long = "encoder.layers.*." + 50 * "x"
     signals.last[long] = HEALTHY
     title, heading, row, longest, warned = signals.summary().splitlines()
@@ -134,7 +133,7 @@ def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
 
 
 def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("lsq.layers.signals.LEAST_INTERVAL", 2)
+    monkeypatch.setattr("lsq.observe.signals.LEAST_INTERVAL", 2)
     caplog.set_level(logging.INFO)
     train(
         tmp_path / "save", f"--max-update 3 --log-interval 2 --tensorboard-logdir {tmp_path}/board"

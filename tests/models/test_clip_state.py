@@ -7,7 +7,7 @@ from torch.optim import swa_utils
 
 import lsq
 from lsq.config import QuantConfig
-from lsq.models.clip_state import clip_names, clip_state, keep_apart, load_clip_state
+from lsq.models.clips import clip_names, clip_state, keep_apart, load_clip_state
 from lsq.models.sparsity import sparsify
 
 

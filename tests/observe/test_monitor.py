@@ -16,7 +16,7 @@ from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.layers.memory import plan_memory
 from lsq.models import float_state_dict
 from lsq.observe import Bounds, Reading
-from lsq.observe.reading import QUANTITIES
+from lsq.observe.noise import QUANTITIES
 from tests.observe.models import batch, gated_model, loss_of
 
 ALL_BELOW = Bounds(**dict.fromkeys(QUANTITIES, math.inf))

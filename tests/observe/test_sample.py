@@ -15,8 +15,7 @@ from lsq.layers import (
     TransformerEncoderLayer,
     VocabularyProjection,
 )
-from lsq.observe.reading import QUANTITIES
-from lsq.observe.sample import Sample
+from lsq.observe.noise import QUANTITIES, Sample
 from lsq.run.executor import Execution
 
 SHAPE = {"hidden": 32, "heads": 2, "feed_forward": 48}

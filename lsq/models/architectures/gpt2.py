@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, Others
+from lsq.models.fused_layer import FusedLayer, SideInputs
 from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain
 
 
@@ -60,7 +60,9 @@ class GPT2Layer(FusedLayer):
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attn]
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
         return self.float_class.forward(self, x, attention_mask=mask)
 
     def forward(

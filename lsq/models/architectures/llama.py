@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig, Rotary
-from lsq.models.fused_layer import FusedLayer, Others, cache_of
+from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
 from lsq.models.reading import activation_of, biases, plain_linears, reads, the_same
 
 
@@ -91,9 +91,11 @@ class LlamaLayer(FusedLayer):
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.self_attn]
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
         return self.float_class.forward(
-            self, x, attention_mask=mask, position_embeddings=others.rotation
+            self, x, attention_mask=mask, position_embeddings=side.rotation
         )
 
     def forward(

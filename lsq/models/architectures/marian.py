@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, Others, cache_of
+from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
 from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears, the_same
 
 ENCODER = {
@@ -110,8 +110,10 @@ class DecoderLayer(EncoderLayer):
         True,
     )
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
-        return self.float_class.forward(self, x, mask, others.memory.states)
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
+        return self.float_class.forward(self, x, mask, side.states)
 
     def forward(
         self,
@@ -122,14 +124,14 @@ class DecoderLayer(EncoderLayer):
         use_cache: bool | None = True,
         **options,
     ) -> torch.Tensor:
-        packing, memory = (
+        packing, encoder_out = (
             self.packing(hidden_states, attention_mask, options, cache_of(options)),
             None,
         )
         if packing is not None and encoder_hidden_states is not None:
-            memory = self.memory(encoder_hidden_states, encoder_attention_mask)
-        if memory is not None:
-            return self.fused(hidden_states, packing, memory=memory)
+            encoder_out = self.encoder_output(encoder_hidden_states, encoder_attention_mask)
+        if encoder_out is not None:
+            return self.fused(hidden_states, packing, encoder_out=encoder_out)
         return self.own_pass(
             hidden_states,
             attention_mask,

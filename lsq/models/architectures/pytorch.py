@@ -6,7 +6,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lsq.config import LayerConfig, QuantConfig
 from lsq.models.batch import HIDDEN, causal, remembered
-from lsq.models.fused_layer import FusedLayer, Others
+from lsq.models.fused_layer import FusedLayer, SideInputs
 from lsq.models.reading import (
     activation_of,
     biases,
@@ -118,7 +118,9 @@ class EncoderLayer(FusedLayer):
             return y[0]
         return y if self.self_attn.batch_first else y.transpose(0, 1)
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
         mask = None if mask is None else mask[0, 0]
         return self._sentences(self.float_class.forward(self, self._as_given(x, x), mask))
 

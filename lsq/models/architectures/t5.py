@@ -16,7 +16,7 @@ from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.models.fused_layer import EncoderOutput, FusedLayer, Others, cache_of
+from lsq.models.fused_layer import EncoderOutput, FusedLayer, SideInputs, cache_of
 from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, the_same
 
 SELF_ATTENTION = {
@@ -121,9 +121,11 @@ class EncoderBlock(FusedLayer):
             *([layer.layer[1].EncDecAttention] if layer.is_decoder else []),
         ]
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
-        states = others.memory and others.memory.states
-        return self.float_class.forward(self, x, mask, others.pairs, states)[0]
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
+        states = side.states
+        return self.float_class.forward(self, x, mask, side.pairs, states)[0]
 
     def forward(
         self,
@@ -135,16 +137,16 @@ class EncoderBlock(FusedLayer):
         encoder_decoder_position_bias: torch.Tensor | None = None,
         **options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        packing, memory = (
+        packing, encoder_out = (
             self.packing(hidden_states, attention_mask, options, cache_of(options)),
             None,
         )
         if packing is not None and self.CROSS and encoder_hidden_states is not None:
-            memory = self.memory(encoder_hidden_states, encoder_attention_mask)
+            encoder_out = self.encoder_output(encoder_hidden_states, encoder_attention_mask)
         biased = (
             position_bias is not None or self.layer[0].SelfAttention.has_relative_attention_bias
         )
-        if packing is None or not biased or (memory is None) is self.CROSS:
+        if packing is None or not biased or (encoder_out is None) is self.CROSS:
             return self.own_pass(
                 hidden_states,
                 attention_mask,
@@ -155,7 +157,7 @@ class EncoderBlock(FusedLayer):
                 **options,
             )
         return *self._biased(
-            hidden_states, packing, memory, position_bias
+            hidden_states, packing, encoder_out, position_bias
         ), encoder_decoder_position_bias
 
     @beside_the_graph
@@ -163,7 +165,7 @@ class EncoderBlock(FusedLayer):
         self,
         x: torch.Tensor,
         packing: Packing,
-        memory: EncoderOutput | None,
+        encoder_out: EncoderOutput | None,
         pairs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`fused` with biases of pairs [1, N, T, T], given or made here -> (its result, the
@@ -176,7 +178,7 @@ class EncoderBlock(FusedLayer):
         table = getattr(pairs, TABLE, None)
         if table is None:
             table = _table_of(pairs, self.config.relative_bias, self.causal)
-        return self.fused(x, packing, memory=memory, bias=table, pairs=pairs), pairs
+        return self.fused(x, packing, encoder_out=encoder_out, bias=table, pairs=pairs), pairs
 
 
 class DecoderBlock(EncoderBlock):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lsq
-from lsq.models.architectures.known import LAYERS
+from lsq.models.architectures import LAYERS
 from tests.layers.shapes import decibels
 from tests.models.architectures.checks import (
     FLOAT,

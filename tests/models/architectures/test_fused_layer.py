@@ -20,7 +20,6 @@ from lsq.layers.memory import plan_memory, release_memory
 from lsq.layers.module import ProgramModule
 from lsq.models import float_state_dict
 from lsq.models.fused_layer import FusedLayer
-from lsq.models.rounded_weights import rounded_weights
 from tests.layers.shapes import decibels
 from tests.models.architectures.checks import WORDS, fused, made, right_padded, transformers, words
 from tests.models.architectures.test_llama import MAKERS, SHAPE
@@ -258,12 +257,12 @@ def test_threads_that_decode_with_one_model(model):
     entered, leave = threading.Event(), threading.Event()
 
     def decode():
-        with rounded_weights(layer):
+        with layer.rounded.within(layer):
             entered.set()
             leave.wait()
 
     other = threading.Thread(target=decode)
-    with rounded_weights(layer):
+    with layer.rounded.within(layer):
         other.start()
         entered.wait(0.2)
     leave.set()
@@ -278,7 +277,7 @@ def test_weights_changed_unseen_are_rounded_again(model):
     layer = next(one for one in model.eval().modules() if isinstance(one, FusedLayer))
 
     def rounded():
-        with torch.no_grad(), rounded_weights(layer):
+        with torch.no_grad(), layer.rounded.within(layer):
             return layer.self_attn.o_proj.weight.clone(), layer.self_attn.o_proj.weight.data_ptr()
 
     first, place = rounded()

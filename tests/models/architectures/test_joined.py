@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from lsq.models.joined import Joined, lie_together
+from lsq.models.fused_weights import Joined, lie_together
 
 
 def parts(*rows: int, width: int = 3) -> list[nn.Parameter]:

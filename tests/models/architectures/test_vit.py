@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lsq.models.architectures.known import LAYERS
+from lsq.models.architectures import LAYERS
 from tests.models.architectures.checks import (
     FLOAT,
     assert_same_alone,

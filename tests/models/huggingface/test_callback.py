@@ -9,11 +9,11 @@ import torch
 import lsq
 from lsq.config import QuantConfig
 from lsq.dist import GradientConfig
-from lsq.layers import quantized_tensors
 from lsq.models.huggingface import load_clips
 
 # isort: skip  (imports transformers, and so after the line above)
-from lsq.models.huggingface.callback import LsqCallback
+from lsq.models.trainer import LsqCallback
+from lsq.observe import quantized_tensors
 from lsq.optim import Adam
 from tests.models.huggingface.trainings import (
     MAKERS,

@@ -13,7 +13,7 @@ from lsq.dist import GradientConfig, compress_gradients
 from lsq.models.huggingface import average_clips
 
 # isort: skip  (imports transformers, and so after the line above)
-from lsq.models.huggingface.callback import LsqCallback
+from lsq.models.trainer import LsqCallback
 from tests.dist.processes import run
 from tests.models.huggingface.trainings import converted, data, losses, trainer
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.models.huggingface.trainings import converted, data, losses, transformers
 
-from lsq.models.huggingface.callback import LsqCallback  # isort: skip (imports transformers)
+from lsq.models.trainer import LsqCallback  # isort: skip (imports transformers)
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

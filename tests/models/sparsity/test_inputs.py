@@ -5,7 +5,7 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
-from lsq.models.sparsity.inputs import mean_squares
+from lsq.observe import mean_squares
 from tests.layers.shapes import HIDDEN, config_of
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lsq.layers import TensorStatistics
-from lsq.layers.signals import complaint, interval_of
+from lsq.observe import TensorStatistics
+from lsq.observe.signals import complaint, interval_of
 
 HEALTHY = TensorStatistics(
     kind="activation", clip=2.0, clipped_share=0.01, zero_share=0.1, largest_code=127, bits=8

@@ -1,21 +1,43 @@
-"""Models whose weights are sparse, while they train: masks are chosen, and what is pruned is drawn
-to zero."""
+"""2:4 sparsity: of four neighbouring inputs of a weight's row, two count; see docs/sparsity.md.
 
-from collections.abc import Callable, Iterator
+Masks are chosen while a model trains, and pruned values are drawn to zero (`sparsify`). Sparse
+matrices are stored as the values that are kept and their indices (`pack`), as NVIDIA's mma.sp takes
+them: 2 bits each, the smaller index of a group first, from the lowest bits of a byte on. Shapes: M
+rows of an activation, N rows and K columns of a weight.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from lsq.config import require_model
 from lsq.layers import ProgramModule
 from lsq.layers.weight_masks import WeightMasks, check_whole
-from lsq.models.clip_state import keep_apart
-from lsq.models.selection import Skip, skipping
-from lsq.models.sparsity.inputs import mean_squares
-from lsq.models.sparsity.pattern import choose
-from lsq.quant.pruning import Pruning, check_width
+from lsq.models.clips import keep_apart
+from lsq.models.skip import Skip, skipping
+from lsq.observe.statistics import mean_squares, program_modules
+from lsq.quant.pruning import GROUP, KEPT, Pruning, check_width
+
+__all__ = [
+    "Packed",
+    "Pruning",
+    "Sparsity",
+    "check_width",
+    "choose",
+    "is_sparse",
+    "pack",
+    "product",
+    "sparsify",
+    "sparsity_of",
+    "unpack",
+    "wants_sparsity",
+]
+PRODUCT_SIZE = 2**24
+"""Elements that `product` gathers at once, of all rows of x for some rows of the weight."""
 
 
 def sparsify(
@@ -25,8 +47,7 @@ def sparsify(
     skip: Skip = (),
     run: Callable[[], object] | None = None,
 ) -> "Sparsity":
-    """Let the weights of all products in `model` be 2:4 sparse, but for projections onto a
-    vocabulary.
+    """Make the weights of all products in `model` 2:4 sparse, except projections onto a vocabulary.
 
     Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep
     their names, shapes and all their values; beside each lies its mask, a buffer "<weight>_kept" of
@@ -42,7 +63,7 @@ def sparsify(
             DistributedDataParallel all processes need the same batch.
 
     Returns:
-        What goes on with it: call `follow(optimizer)`.
+        What chooses the masks from now on: call `follow(optimizer)`.
 
     Raises:
         TypeError: `model` is no torch.nn.Module.
@@ -50,7 +71,6 @@ def sparsify(
             meta device or a shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is
             not needed, or leaves a weight out.
     """
-    require_model(model)
     pruning = Pruning() if pruning is None else pruning
     if (run is None) == (pruning.measure == "output"):
         raise ValueError(
@@ -74,17 +94,15 @@ def sparsify(
 
 
 def wants_sparsity(model: nn.Module) -> bool:
-    """Whether layers of `model` were made with QuantConfig(sparsity=...), and have their masks
-    still."""
+    """Whether layers of `model` were made with QuantConfig(sparsity=...), and still have masks."""
     return any(
         module.quant.sparsity and module.weight_masks is not None
-        for _, (module, _) in _weights(model)
+        for module, _ in _weights(model).values()
     )
 
 
 def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
-    """The Sparsity of a model whose layers were made with QuantConfig(sparsity=...): what goes on
-    with their masks.
+    """Return the Sparsity of a model whose layers were made with QuantConfig(sparsity=...).
 
     Args:
         model: before or after DistributedDataParallel; with its state dict, where a training goes
@@ -92,12 +110,16 @@ def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
         updates: that it was trained for, in this training.
 
     Returns:
-        What goes on with it: call `follow(optimizer)`.
+        What chooses the masks from now on: call `follow(optimizer)`.
 
     Raises:
         ValueError: there is none, its layers want different things, or weights are shards of FSDP2.
     """
-    weights = {path: found for path, found in _weights(model) if found[0].weight_masks is not None}
+    weights = {
+        path: (module, name)
+        for path, (module, name) in _weights(model).items()
+        if module.weight_masks is not None
+    }
     asked = {module.quant.sparsity for module, _ in weights.values()}
     if len(asked) != 1 or "" in asked:
         listed = ", ".join(map(repr, sorted(asked)))
@@ -111,9 +133,9 @@ def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
         )
     for module, name in weights.values():
         check_whole(module, name)
-    found = Sparsity(model, Pruning.read(asked.pop()), weights)
-    found.begin(updates)
-    return found
+    sparsity = Sparsity(model, Pruning.read(asked.pop()), weights)
+    sparsity.begin(updates)
+    return sparsity
 
 
 class Sparsity:
@@ -141,11 +163,9 @@ class Sparsity:
             f" {self.pruning})"
         )
 
-    # Over a training
-
     def begin(self, updates: int = 0) -> None:
-        """Let masks be as they are after so many updates: those that there are, of a checkpoint, or
-        else new ones."""
+        """Go on after so many updates, with the masks of a checkpoint if there are any, or else new
+        ones."""
         self.updates = updates
         modules = self._modules()
         for module in modules:
@@ -156,12 +176,10 @@ class Sparsity:
             self.choose()
 
     def follow(self, optimizer: Optimizer) -> None:
-        """From now on every step of `optimizer`, lsq's or another, is an update: `step` is called
-        after it.
+        """Call `draw` before and `step` after every step of `optimizer`, lsq's or another.
 
-        Before it, what is pruned is drawn to zero. Optimizers without step hooks need both calls:
-        `draw` and `step`; so do several optimizers, once before all of their steps and once after
-        them.
+        Call both yourself with optimizers that have no step hooks, and with several optimizers,
+        once before all of their steps and once after them.
 
         Raises:
             ValueError: it follows one already, and would count updates twice.
@@ -222,43 +240,40 @@ class Sparsity:
             module.weight_masks.put(module, name, mask)
 
     def measure(self, run: Callable[[], object]) -> None:
-        """Measure what inputs are, for measure="output": the masks chosen next go by that.
+        """Measure mean squares of inputs, for measure="output": the masks chosen next go by them.
 
         Raises:
             ValueError: a weight was not used.
         """
-        found = mean_squares({module for module, _ in self.weights.values()}, run)
+        squares = mean_squares(self._modules(), run)
         missing = [
-            path for path, (module, name) in self.weights.items() if name not in found[module]
+            path for path, (module, name) in self.weights.items() if name not in squares[module]
         ]
         if missing:
             raise ValueError(
                 f"{missing[0]} was not used in this batch, and {len(missing) - 1} others; skip them"
             )
-        shared: dict[
-            tuple[int, ...], torch.Tensor
-        ] = {}  # a parameter of several layers has one mask
+        # a parameter of several layers has one mask
         owners = {
             path: tuple(map(id, module.sources(name)))
             for path, (module, name) in self.weights.items()
         }
+        shared: dict[tuple[int, ...], torch.Tensor] = {}
         for path, (module, name) in self.weights.items():
-            shared[owners[path]] = shared.get(owners[path], 0) + found[module][name]
+            shared[owners[path]] = shared.get(owners[path], 0) + squares[module][name]
         self._squares = {path: shared[owner] for path, owner in owners.items()}
 
     @property
     def changed(self) -> float:
-        """Share of values that the last choice kept and the one before did not, or the other way
-        round; 0 to 1.
+        """Share of values whose masks the last choice changed, 0 to 1.
 
-        Hu et al. 2024 (arXiv:2404.01847) tell by this flip rate whether `decay` is large enough: it
-        has to rise, and fall again while the model learns.
+        Hu et al. 2024 (arXiv:2404.01847) judge by this flip rate whether `decay` is large enough:
+        it has to rise, and fall again while the model learns.
         """
         return torch.stack(self._changed).mean().item() if self._changed else 0.0
 
     def finish(self) -> None:
-        """Write what masks leave into the weights, and forget the masks: an ordinary model, whose
-        weights have zeros.
+        """Write zeros into the weights and remove the masks.
 
         Where masks do not count now, weights stay as they are.
         """
@@ -269,7 +284,7 @@ class Sparsity:
         self.weights = {}
 
     def write_zeros(self) -> None:
-        """Write what masks leave into the weights, and keep the masks."""
+        """Write zeros into the weights, and keep the masks."""
         for module in self._modules():
             if module.weight_masks.active:
                 module.weight_masks.write_zeros(module)
@@ -281,8 +296,6 @@ class Sparsity:
         self._hooks = []
         for module in self._modules():
             module.weight_masks.followed = False
-
-    # State
 
     def state_dict(self) -> dict[str, Any]:
         """Updates, and mean squares of inputs by path. Masks are in the state dict of the model."""
@@ -309,7 +322,7 @@ class Sparsity:
         return {module for module, _ in self.weights.values()}
 
     def _make_dense(self) -> None:
-        """Let zeros be where weights are pruned, and all weights count."""
+        """Write zeros where weights are pruned, and let all weights count."""
         self.write_zeros()
         for module in self._modules():
             if module.weight_masks.active:
@@ -322,30 +335,26 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]
     Raises:
         ValueError: there are none, or a pattern in `skip` fits nothing.
     """
-    found = dict(_weights(model))
-    skips = skipping(skip, {path: module for path, (module, _) in found.items()})
-    chosen = {
-        path: (module, name) for path, (module, name) in found.items() if not skips(module, path)
-    }
+    weights = _weights(model)
+    skips = skipping(skip, weights)
+    chosen = {path: place for path, place in weights.items() if not skips(place[0], path)}
     if not chosen:
-        ours = any(isinstance(module, ProgramModule) for module in model.modules())
-        reason = (
-            f"skip leaves none of {len(found)}: skip less"
-            if found
-            else "its layers of lsq are projections onto a vocabulary, which stay dense"
-            if ours
-            else "none of its layers is lsq's: call lsq.convert(model) first"
-        )
+        if weights:
+            reason = f"skip leaves none of {len(weights)}: skip less"
+        elif program_modules(model):
+            reason = "its layers of lsq are projections onto a vocabulary, which stay dense"
+        else:
+            reason = "none of its layers is lsq's: call lsq.convert(model) first"
         raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")
     return chosen
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, tuple[ProgramModule, str]]]:
-    require_model(model)
-    for prefix, module in model.named_modules():
-        if isinstance(module, ProgramModule):
-            for name in module.prunable():
-                yield f"{prefix}.{name}" if prefix else name, (module, name)
+def _weights(model: nn.Module) -> dict[str, tuple[ProgramModule, str]]:
+    return {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in program_modules(model).items()
+        for name in module.prunable()
+    }
 
 
 def _check(path: str, module: ProgramModule, name: str) -> None:
@@ -363,3 +372,113 @@ def _check(path: str, module: ProgramModule, name: str) -> None:
             "for it) before it is sparsified again"
         )
     check_width(path, values.shape[0 if module.declared[name].in_out else 1])
+
+
+def choose(scores: torch.Tensor) -> torch.Tensor:
+    """The mask bool [N, K] that keeps the two largest of each group of float or int scores [N, K].
+
+    Of equal scores the first are kept. NaN counts as the largest, so that it stays visible.
+
+    Raises:
+        ValueError: K is no multiple of 4.
+    """
+    check_width("a matrix of scores", scores.shape[1])
+    scores = (
+        scores.nan_to_num(nan=math.inf, posinf=math.inf) if scores.is_floating_point() else scores
+    )
+    four = scores.unflatten(1, (-1, GROUP)).unbind(2)
+    wins = [torch.zeros_like(one, dtype=torch.int8) for one in four]
+    for first in range(GROUP):
+        for later in range(first + 1, GROUP):
+            won = four[first] >= four[later]
+            wins[first] += won
+            wins[later] += ~won
+    return torch.stack([count >= GROUP - KEPT for count in wins], dim=2).flatten(1)
+
+
+def is_sparse(matrix: torch.Tensor) -> bool:
+    """Whether each group of four in [N, K] holds two values at most that are not 0, and K is a
+    multiple of 4."""
+    return matrix.shape[1] % GROUP == 0 and bool(
+        ((matrix.unflatten(1, (-1, GROUP)) != 0).sum(2) <= KEPT).all()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A matrix [N, K] of which each group of four in a row holds two values at most. int8 codes
+    take 5/8 of a byte."""
+
+    values: torch.Tensor
+    """[N, K / 2], any dtype: two of each group in their order, zeros where a group has fewer."""
+    indices: torch.Tensor
+    """uint8 [N, ceil(K / 8)]: those of two groups in a byte, of the first one in the lower half."""
+
+    def columns(self) -> torch.Tensor:
+        """int64 [N, K / 2]: the column of each value."""
+        groups = self.values.shape[1] // KEPT
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=self.indices.device)
+        places = (self.indices[:, :, None] >> shifts & 3).flatten(1)[:, : groups * KEPT]
+        return places + torch.arange(groups, device=places.device).repeat_interleave(KEPT) * GROUP
+
+
+def pack(matrix: torch.Tensor) -> Packed:
+    """Store a matrix [N, K] of any dtype that is sparse already; `unpack` gives the same back.
+
+    Raises:
+        ValueError: K is no multiple of 4, or a group holds more than two values other than 0.
+    """
+    mask = choose(matrix.double().abs())  # int8 has no 128
+    left = ((matrix != 0) & ~mask).nonzero()
+    if len(left):
+        row, column = left[0].tolist()
+        first = column - column % GROUP
+        raise ValueError(
+            f"row {row} holds {matrix[row, first : first + GROUP].tolist()} in columns {first} to"
+            f" {first + 3}; 2:4 "
+            "sparsity stores two of four: multiply the matrix by a mask of"
+            " lsq.models.sparsity.choose"
+            " first"
+        )
+    rows, columns = matrix.shape
+    places = mask.view(-1, GROUP).nonzero()[:, 1].to(torch.uint8).view(rows, columns // GROUP, KEPT)
+    halves = places[:, :, 0] | places[:, :, 1] << 2
+    low, high = (
+        torch.nn.functional.pad(halves, (0, halves.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
+    )
+    return Packed(values=matrix[mask].view(rows, columns // GROUP * KEPT), indices=low | high << 4)
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The matrix [N, K] again."""
+    rows, kept = packed.values.shape
+    return packed.values.new_zeros(rows, kept // KEPT * GROUP).scatter_(
+        1, packed.columns(), packed.values
+    )
+
+
+def product(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Reference of the sparse product: int8 x [M, K] times the transpose of int8 weight [N, K] ->
+    int32 [M, N].
+
+    Each sum is of K / 2 products: those of the inputs that the indices name.
+
+    Raises:
+        ValueError: x has another dtype or width.
+    """
+    columns = weight.values.shape[1] // KEPT * GROUP
+    if (
+        x.dtype != torch.int8
+        or weight.values.dtype != torch.int8
+        or x.dim() != 2
+        or x.shape[1] != columns
+    ):
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)} and the weight {weight.values.dtype} of {columns}"
+            " columns; the sparse "
+            f"product is of int8, x must be [M, {columns}]"
+        )
+    several = max(1, PRODUCT_SIZE // max(1, len(x) * weight.values.shape[1]))
+    parts = zip(weight.columns().split(several), weight.values.int().split(several), strict=True)
+    sums = [torch.einsum("mnk,nk->mn", x.int()[:, places], values) for places, values in parts]
+    return torch.cat(sums, dim=1) if sums else x.new_zeros((len(x), 0), dtype=torch.int32)

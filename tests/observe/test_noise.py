@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.observe.reading import LEAST, MOST, Bounds, Reading, decibels
+from lsq.observe.noise import LEAST, MOST, Bounds, Reading, decibels
 
 
 def test_decibels_of_even_noise():

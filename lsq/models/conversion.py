@@ -11,21 +11,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig, require_model
 from lsq.layers.coded_weight import CodedWeight, decode_all
-from lsq.layers.head import head_class
+from lsq.layers.format_patterns import check_patterns
 from lsq.layers.in_place import InPlace
-from lsq.layers.linear import QuantizedLinear, in_out_of
-from lsq.layers.places import check_patterns
-from lsq.models import clip_optimizer
-from lsq.models.clip_state import clip_names, keep_apart
-from lsq.models.fusion import fusions, name_classes, of_transformers, told
-from lsq.models.report import Report
-from lsq.models.selection import Skip, choose, stacks_of
+from lsq.models.clips import clip_names, keep_apart, warn_without_clips
+from lsq.models.fused_layer import FusedLayer
+from lsq.models.report import Layer, Report, Whole
+from lsq.models.selection import Skip, conversions, stacks_of
 from lsq.run import shards
 
 Model = TypeVar("Model", bound=nn.Module)
 MINIMUM_WIDTH = 64
 """Narrower products are over before anything is gained, such as those of LoRA's adapters and of
 small heads."""
+FUSED = "Fused"
+"""How names of classes of fused layers begin."""
+UNDIVIDED = "_no_split_modules"
+"""The attribute by which models of transformers name the classes that accelerate and others wrap
+one by one."""
 
 
 def convert(
@@ -40,13 +42,13 @@ def convert(
 ) -> Report:
     """Let the linear layers of `model` multiply in int8, forward and backward.
 
-    It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too,
-    with the same parameters, hooks and places in the model; so does the Conv1D of transformers'
-    GPT-2. Whole layers of transformers and PyTorch whose class lsq.models.architectures knows
-    become one program each. A projection onto a vocabulary without a bias runs together with the
-    cross-entropy of what it gives (see lsq.layers.logits). New are the clips, which are measured in
-    the first
-    pass: weights may be loaded before or afterwards, and the model may be on the meta device.
+    `convert` changes the class of layers in place; parameters, their names, hooks and positions in
+    the model stay. A torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too; so
+    does the Conv1D of transformers' GPT-2. Whole layers of transformers and PyTorch whose class
+    lsq.models.architectures knows become one program each. A projection onto a vocabulary without a
+    bias runs together with the cross-entropy of its logits (see lsq.layers.logits). Clips are added
+    and measured in the first pass: weights may be loaded before or afterwards, and the model may be
+    on the meta device.
 
     Args:
         model: any. Convert it before its optimizer is made, which shall train the clips, before
@@ -83,47 +85,40 @@ def convert(
             "the model is on the meta device, where weights have no masks; load or initialise it"
             " first"
         )
-    choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied, heads=fused)
-    whole = (
-        fusions(model, quant, choose(model, quant, skip, minimum_width=1, tied=tied))
-        if fused
-        else []
-    )
+    layers = conversions(model, quant, skip, minimum_width=minimum_width, tied=tied, fused=fused)
+    whole = tuple(one.entry for one in layers if isinstance(one.entry, Whole))
+    unknown = fused and not whole and _is_of_transformers(model)
     report = Report(
-        layers=told(choices, whole),
+        layers=tuple(one.entry for one in layers if isinstance(one.entry, Layer)),
         numbers=quant.told,
-        whole=tuple(one.whole for one in whole),
+        whole=whole,
         stacks=stacks_of(model, minimum_width),
-        unknown=type(model).__name__ if fused and not whole and of_transformers(model) else None,
+        unknown=type(model).__name__ if unknown else None,
     )
     if not report.converted and (quant.quantized or not whole):
         fault = "has no linear layer to convert"
         if any(isinstance(module, InPlace) for module in model.modules()):
             fault = "is converted already; to convert it anew, call lsq.revert(model) first"
         raise ValueError(f"{type(model).__name__} {fault}. {report}")
-    fused_layers = [fusion for fusion in whole if fusion.whole.reason is None]
     with _all_or_nothing(model):
-        for fusion in fused_layers:
-            _swap(fusion.module, fusion.kind, quant, fusion.whole.name)
-        for choice, layer in zip(choices, report.layers, strict=True):
-            if layer.reason is None and layer.within is None:
-                kind = head_class() if layer.head else _linear_class(type(choice.module))
-                _swap(choice.module, kind, quant, layer.name)
-        name_classes(model)
+        for one in layers:
+            if one.kind is not None:
+                one.module.__class__ = one.kind
+                one.module.take_place(quant, one.entry.name)
+        _name_classes(model)
         keep_apart(model)
         check_patterns(model, quant)
-        for fusion in fused_layers:
-            fusion.module.compared = not check
-            fusion.module.join()  # moves parameters, so nothing fails after it
+        for module in (one.module for one in layers if isinstance(one.module, FusedLayer)):
+            module.compared = not check
+            module.join()  # moves parameters, so nothing fails after it
     if quant.learned:
-        clip_optimizer.watch(model)
+        warn_without_clips(model)
     return report
 
 
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Give every module of `model` its class and attributes back if what is done meanwhile
-    fails."""
+    """Give every module of `model` its class and attributes back after an exception."""
     before = [
         (
             module,
@@ -150,30 +145,37 @@ def _content(value: object) -> dict | set | None:
     return copy.copy(value) if isinstance(value, dict | set) else None
 
 
-def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:
-    return QuantizedLinear if float_class is nn.Linear else in_out_of(float_class)
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether a module in it is of transformers, and none is lsq's already."""
+    modules = list(model.modules())
+    return any(
+        type(module).__module__.startswith("transformers.models.") for module in modules
+    ) and not any(isinstance(module, InPlace) for module in modules)
 
 
-def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig, path: str) -> None:
-    """By its class alone: whoever holds the layer or its parameters holds them still."""
-    before, attributes = type(module), dict(vars(module))
-    module.__class__ = kind
-    try:
-        module.take_place(quant, path)
-    except ValueError:
-        module.__class__ = before
-        vars(module).clear()
-        vars(module).update(attributes)
-        raise
+def _name_classes(model: nn.Module) -> None:
+    """Name the classes of layers that there are now in UNDIVIDED: fused ones, beside the others or
+    instead of them."""
+    for module in model.modules():
+        listed = getattr(module, UNDIVIDED, None)
+        if not listed:
+            continue
+        plain = {name.removeprefix(FUSED) for name in listed}
+        kinds = {type(part) for part in module.modules()}
+        fused = {
+            kind.__name__
+            for kind in kinds
+            if issubclass(kind, InPlace) and kind.float_class.__name__ in plain
+        }
+        left = {name for name in plain if FUSED + name not in fused}
+        left |= {kind.__name__ for kind in kinds} & plain
+        setattr(module, UNDIVIDED, type(listed)(sorted(fused | left)))
 
 
 def revert(model: Model) -> Model:
-    """Make the layers of `convert` what they were, with the weights that they have now; the clips
-    are gone.
+    """Make the layers of `convert` what they were, with the weights that they have now, in place.
 
-    Weights that are codes alone (lsq.freeze) become floats, one after the other.
-
-    Works in place.
+    Clips are removed. Weights that are codes alone (lsq.freeze) become floats, one after the other.
 
     Returns:
         The model.
@@ -182,19 +184,19 @@ def revert(model: Model) -> Model:
         ValueError: the model is wrapped, or a layer has got a forward of its own since.
     """
     check_bare(model, "revert")
-    found = [module for module in model.modules() if isinstance(module, InPlace)]
-    for module in found:
+    converted = [module for module in model.modules() if isinstance(module, InPlace)]
+    for module in converted:
         if "forward" in vars(module):
             raise ValueError(
                 "a converted layer has a forward of its own; remove the hooks that have put it in,"
                 " first"
             )
     keep_apart(model, apart=False)
-    for module in found:
+    for module in converted:
         module.give_place()
     for module in model.modules():
         decode_all(module)
-    name_classes(model)
+    _name_classes(model)
     return model
 
 
@@ -211,15 +213,16 @@ def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def check_bare(model: nn.Module, what: str) -> None:
+def check_bare(model: nn.Module, task: str) -> None:
+    """Refuse a model in a wrapper, or that is no module at all; `task` is "convert", say."""
     require_model(model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | nn.DataParallel):
             where, kind = f"{name!r} is" if name else "the model is", type(module).__name__
             raise ValueError(
-                f"{where} wrapped in {kind}; {what} what is inside, before it is wrapped"
+                f"{where} wrapped in {kind}; {task} what is inside, before it is wrapped"
             )
         if any(map(shards.is_shard, module.parameters(recurse=False))):
             raise ValueError(
-                f"parameters of {name!r} are shards of FSDP2; {what} the model before fully_shard"
+                f"parameters of {name!r} are shards of FSDP2; {task} the model before fully_shard"
             )

@@ -1,10 +1,9 @@
-"""What lsq adds to a training by transformers' Trainer: signals, warnings, planned memory, int8
-gradients, a monitor, sparse weights, clips in checkpoints.
+"""lsq in a training by transformers' Trainer: signals, warnings, planned memory, int8 gradients, a
+monitor, sparse weights, clips in checkpoints.
 
 Trainer's checkpoints hold the weights as any program reads them. The clips lie beside them in
-lsq.safetensors, and in
-the state that Trainer keeps of its callbacks: that comes back by itself, whatever folder a training
-    goes on from.
+lsq.safetensors, and in the state that Trainer keeps of its callbacks, which comes back from any
+folder.
 """
 
 import base64
@@ -23,22 +22,28 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-import lsq
 from lsq.config import require_choice
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients
-from lsq.layers import ProgramModule, TensorStatistics, observe
+from lsq.layers import ProgramModule
 from lsq.layers.decoded_tensors import told
-from lsq.layers.memory import MODES, release_memory
-from lsq.layers.signals import complaint, interval_of
-from lsq.models.clip_state import clip_names, clip_state, keep_apart, load_clip_state
-from lsq.models.huggingface.clip_files import load_clips, save_clips
-from lsq.models.huggingface.memory import plan_batch
-from lsq.models.huggingface.noise import arguments_of_monitor, noise, plain
+from lsq.layers.memory import MODES, plan_memory, release_memory
+from lsq.models.clips import (
+    clip_names,
+    clip_state,
+    keep_apart,
+    load_clip_state,
+    load_clips,
+    save_clips,
+)
 from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
-from lsq.observe import Monitor
+from lsq.native import loader
+from lsq.observe import Bounds, Monitor, Signals
+from lsq.observe.signals import interval_of
 from lsq.run import shards
 
 logger = logging.getLogger(__name__)
+MONITOR = ("every", "rows", "bounds", "patience", "fall_back", "group")
+"""Arguments of lsq.monitor that LsqCallback takes."""
 
 
 class LsqCallback(TrainerCallback, ExportableState):
@@ -74,26 +79,24 @@ class LsqCallback(TrainerCallback, ExportableState):
         self.gradients = (
             GradientConfig(**gradients) if isinstance(gradients, Mapping) else gradients
         )
-        self.watching = None if monitor is None else arguments_of_monitor(monitor)
+        self.monitor_options = None if monitor is None else _monitor_options(monitor)
         self.model: nn.Module | None = None
         self.monitor: Monitor | None = None
         """From the beginning of the training on, where `monitor` is given."""
-        self.last: dict[str, TensorStatistics] = {}
-        """The signals that were collected last, by tensor."""
+        self.signals: Signals | None = None
+        """From the beginning of the training on, in the first process."""
         self.lost: tuple[str, ...] | list[str] = ()
-        """Options of the callback that this one was restored from and that its state cannot hold.
-        """
+        """Options of the callback that this one was restored from, which its state cannot hold."""
         self.clips: str | None = None
-        """In the state of a callback: see there."""
+        """Set from the state of a callback; see `state`."""
         self.looks: dict[str, Any] | None = None
-        """The same."""
+        """Set from the state of a callback; see `state`."""
         self.sparsity: Sparsity | None = None
-        """What chooses masks of weights during a training, where QuantConfig(sparsity=...) wants
+        """Chooses masks of weights during a training, where QuantConfig(sparsity=...) wants
         some."""
-        self._last_step = -1
+        self._logged_step = 0
         self._looked = False
         """Whether the monitor has readings that are not logged yet."""
-        self._warned: set[str] = set()
         self._observing, self._installed = ExitStack(), ExitStack()
         self.compression: GradientCompression | None = None
         """Once workers exchange gradients as `gradients` says."""
@@ -110,9 +113,11 @@ class LsqCallback(TrainerCallback, ExportableState):
             "monitor": None,
         }
         lost = [] if self.largest_batch is None else ["largest_batch"]
-        if self.watching is not None:
-            options["monitor"] = plain(self.watching)
-            lost += ["group of monitor"] if self.watching.get("group") else []
+        if self.monitor_options is not None:
+            options["monitor"] = kept = {**self.monitor_options}
+            lost += ["group of monitor"] if kept.pop("group", None) else []
+            if kept.get("bounds"):
+                kept["bounds"] = asdict(kept["bounds"])
         attributes = {
             "lost": lost,
             "clips": None if self.model is None else _encoded(self.model),
@@ -155,29 +160,29 @@ class LsqCallback(TrainerCallback, ExportableState):
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
         self._watch(state)
+        self.signals, self._logged_step = None, 0
+        if state.is_world_process_zero:
+            self.signals = Signals(model, interval=interval_of(int(state.logging_steps)))
         if state.is_world_process_zero and (decoded := told(model)) is not None:
             logger.info(decoded)
         if wants_sparsity(model):
             self.sparsity = sparsity_of(model, updates=state.global_step)
             self._installed.callback(self.sparsity.leave)
         if self.largest_batch is not None:
-            plan_batch(trainer, self.largest_batch, self.memory)
+            _plan_batch(trainer, self.largest_batch, self.memory)
             self._installed.callback(release_memory, model)
 
     def on_step_begin(self, args, state, control, **others) -> None:
-        step = state.global_step + 1
-        due = step == 1 or step % interval_of(int(state.logging_steps)) == 0
-        if due and state.is_world_process_zero:
-            self._last_step = step
-            self.last = self._observing.enter_context(observe(self.model))
+        if self.signals is not None:
+            self._observing.enter_context(self.signals.observing(state.global_step + 1))
 
     def on_substep_end(self, args, state, control, **others) -> None:
         self._observing.close()
 
     def on_pre_optimizer_step(self, args, state, control, **others) -> None:
         self._observing.close()
-        if self._last_step == state.global_step + 1:
-            self._warn(self._last_step)
+        if self.signals is not None:
+            self.signals.record(state.global_step + 1)
         if self.sparsity is not None:
             self.sparsity.draw()
 
@@ -193,19 +198,22 @@ class LsqCallback(TrainerCallback, ExportableState):
         self.monitor.step()
         self._looked |= self.monitor.readings is not readings
         if self.largest_batch is not None and len(self.monitor.fallen) > fallen:
-            plan_batch(_trainer_around(), self.largest_batch, self.memory)
+            _plan_batch(_trainer_around(), self.largest_batch, self.memory)
 
     def on_log(self, args, state, control, *, logs: dict[str, Any] | None = None, **others) -> None:
         """Put the signals beside the loss, once."""
-        if logs is not None and "loss" in logs and 0 < self._last_step <= state.global_step:
-            logs |= self.signals()
-            state.log_history[-1] |= self.signals()
-            self._last_step = -1
-        if logs is not None and "loss" in logs and self._looked:
-            found = noise(self.monitor, every_module=self.every_tensor)
-            logs |= found
-            state.log_history[-1] |= found
+        if logs is None or "loss" not in logs:
+            return
+        figures = {}
+        collected = 0 if self.signals is None else self.signals.last_step
+        if self._logged_step < collected <= state.global_step:
+            figures |= self.signals.figures(every_tensor=self.every_tensor)
+            self._logged_step = collected
+        if self._looked:
+            figures |= self.monitor.figures(every_module=self.every_tensor)
             self._looked = False
+        logs |= figures
+        state.log_history[-1] |= figures
 
     def on_save(self, args, state, control, **others) -> None:
         """Write lsq.safetensors into the checkpoint that was written."""
@@ -228,8 +236,6 @@ class LsqCallback(TrainerCallback, ExportableState):
         if self.sparsity is not None:  # so that whatever saves the model saves its zeros
             self.sparsity.write_zeros()
 
-    # Parts of them
-
     def _resume(self, state) -> None:
         name = type(self).__name__
         clips = state.stateful_callbacks.get(name, {}).get("attributes", {}).get("clips")
@@ -238,15 +244,19 @@ class LsqCallback(TrainerCallback, ExportableState):
             return
         if clips is not None:
             load_clip_state(self.model, load(base64.b64decode(clips)))
-        elif not all(one.schedule.begun for one in _modules(self.model)):
+        elif not all(
+            module.schedule.begun
+            for module in self.model.modules()
+            if isinstance(module, ProgramModule)
+        ):
             logger.warning(
                 "this checkpoint was written without LsqCallback: clips are measured again"
             )
 
     def _watch(self, state) -> None:
-        if self.watching is None:
+        if self.monitor_options is None:
             return
-        self.monitor = lsq.monitor(self.model, **self.watching)
+        self.monitor = Monitor(self.model, **self.monitor_options)
         self._installed.callback(self.monitor.close)
         looks = (
             state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("looks")
@@ -283,35 +293,6 @@ class LsqCallback(TrainerCallback, ExportableState):
                     "error feedback starts from zero: checkpoints of Trainer do not hold it"
                 )
 
-    def _warn(self, step: int) -> None:
-        for name, statistics in self.last.items():
-            text = complaint(statistics)
-            if text and name not in self._warned:
-                self._warned.add(name)
-                logger.warning("%s, step %d: %s", name, step, text)
-
-    def signals(self) -> dict[str, float]:
-        """What is logged of the last collection: means of clips, the largest shares of clipped
-        values and of zeros."""
-        found = {}
-        for kind in ("weight", "activation"):
-            ours = [one for one in self.last.values() if one.kind == kind]
-            if ours:
-                found[f"lsq/{kind}_clip"] = sum(one.clip for one in ours) / len(ours)
-                found[f"lsq/{kind}_clipped_share"] = max(one.clipped_share for one in ours)
-                found[f"lsq/{kind}_zero_share"] = max(one.zero_share for one in ours)
-        if self.every_tensor:
-            for name, one in self.last.items():
-                found |= {
-                    f"lsq/{what}/{name}": getattr(one, what)
-                    for what in ("clip", "clipped_share", "zero_share")
-                }
-        return found
-
-
-def _modules(model: nn.Module) -> list[ProgramModule]:
-    return [one for one in model.modules() if isinstance(one, ProgramModule)]
-
 
 def _sharded(model: nn.Module) -> bool:
     """Whether FSDP2 has its parameters, and its checkpoints the clips."""
@@ -333,3 +314,43 @@ def _trainer_around() -> Trainer:
             "LsqCallback is for transformers' Trainer, but something else has called it"
         )
     return frame.f_locals["self"]
+
+
+def _monitor_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments of lsq.monitor, and make Bounds of plain values, as checkpoints hold them.
+
+    Raises:
+        ValueError: a name is none of MONITOR, or a bound is no number.
+    """
+    strange = sorted(options.keys() - MONITOR)
+    if strange:
+        raise ValueError(
+            f"monitor has {', '.join(map(repr, strange))}; allowed: {', '.join(MONITOR)}"
+        )
+    bounds = options.get("bounds")
+    return {**options} | ({"bounds": Bounds(**bounds)} if isinstance(bounds, Mapping) else {})
+
+
+def _plan_batch(trainer: Trainer, batch: Mapping[str, torch.Tensor], mode: str) -> None:
+    """Plan the memory of lsq's layers for a trainer's step on `batch`, and log what stays outside
+    of it.
+
+    Raises:
+        ValueError: such a step cannot be planned; see lsq.layers.memory.plan_memory.
+    """
+    model, inputs = trainer.model, trainer._prepare_inputs(dict(batch))
+    training = model.training
+
+    def step() -> torch.Tensor:
+        with trainer.compute_loss_context_manager():
+            return trainer.compute_loss(model, inputs)
+
+    try:
+        memory = plan_memory(model.train(), step, mode=mode)
+    finally:
+        model.train(training)
+    if memory is None:
+        reason = "memory='naive'" if mode == "naive" else loader.description()
+        logger.info("memory is not planned: %s", reason)
+    else:
+        logger.info("memory (%s): %s", mode, memory)

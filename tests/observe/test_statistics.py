@@ -15,9 +15,8 @@ from lsq.layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     VocabularyProjection,
-    observe,
-    quantized_tensors,
 )
+from lsq.observe import observe, quantized_tensors
 from lsq.run.cuda import CUDA, emulated_device
 from tests.layers.oracle import recorded
 from tests.layers.shapes import HIDDEN, config_of
