@@ -10,24 +10,33 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lsq"
 
 ALLOWED = {
     "extras": set(),
-    "csrc": {"extras"},
     "files": set(),
-    "lock": set(),
+    "native": {"extras"},
+    "emulator": {"native"},
     "quant": set(),
     "config": {"quant"},
-    "memory": {"csrc"},
-    "planner": {"csrc", "files", "memory"},
-    "program": {"config", "csrc", "quant", "memory"},
-    "gemm": {"csrc", "files"},
-    "ops": {"csrc", "quant", "program", "gemm"},
-    "tune": {"config", "csrc", "quant", "program", "gemm", "ops", "lock"},
-    "backends": {"csrc", "program", "gemm"},
-    "dist": {"config", "quant", "program", "ops", "backends"},
-    "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends", "dist"},
-    "architectures": {"backends", "config", "layers", "program", "quant"},
-    "conversion": {"config", "architectures", "layers", "program", "quant"},
-    "sparsity": {"config", "conversion", "layers", "ops", "program", "quant"},
-    "optim": {"csrc", "program", "ops", "backends"},
+    "memory": {"native"},
+    "planner": {"files", "memory", "native"},
+    "program": {"config", "native", "quant"},
+    "gemm": {"files", "native", "program"},
+    "ops": {"config", "gemm", "native", "program", "quant"},
+    "run": {"emulator", "gemm", "memory", "native", "program"},
+    "dist": {"config", "ops", "quant", "run"},
+    "optim": {"native", "ops", "program", "run"},
+    "layers": {"config", "dist", "gemm", "native", "ops", "program", "quant", "run"},
+    "observe": {"config", "dist", "layers", "ops", "program", "quant", "run"},
+    "models": {
+        "config",
+        "dist",
+        "files",
+        "layers",
+        "native",
+        "observe",
+        "ops",
+        "program",
+        "quant",
+        "run",
+    },
     "text": {"config", "files"},
 }
 """What each folder or module may import of lsq.
@@ -35,9 +44,9 @@ ALLOWED = {
 One that is not listed here may import anything of lsq.
 """
 
-FAIRSEQ_USERS = {"fairseq", "user_dir", "cli", "commands", "text"}
+FAIRSEQ_USERS = {"fairseq", "commands", "text"}
 FOREIGN = {"ctypes", "cuda", "cupy"}
-"""Packages that reach into other languages; csrc alone may import them."""
+"""Packages that reach into other languages; native and the emulator alone may import them."""
 COLLECTIVES = {
     "all_gather",
     "all_gather_coalesced",
@@ -134,8 +143,8 @@ def violations(path: str, source: str) -> list[str]:
             found.append(
                 f"{path}:{line}: only {', '.join(sorted(FAIRSEQ_USERS))} may import fairseq"
             )
-        if root in FOREIGN and area != "csrc":
-            found.append(f"{path}:{line}: only csrc may import {root}")
+        if root in FOREIGN and area not in ("native", "emulator"):
+            found.append(f"{path}:{line}: only native may import {root}")
     uses = dotted_uses(tree, dict(given for _, given, _ in imported))
     for name, line in [*((name, line) for name, _, line in imported), *uses]:
         origin, _, last = name.rpartition(".")
@@ -192,31 +201,31 @@ def test_rules_hold():
     [
         ("config.py", "import lsq.program"),
         ("quant/rounding.py", "import lsq.config"),
-        ("csrc/loader.py", "from lsq.config import QuantConfig"),
-        ("csrc/loader.py", "from ..config import QuantConfig"),
+        ("native/loader.py", "from lsq.config import QuantConfig"),
+        ("native/loader.py", "from ..config import QuantConfig"),
         ("quant.py", "from lsq import ops"),
         ("quant.py", "from .layers import Embedding"),
         ("ops/linear.py", "from lsq.layers.linear import QuantizedLinear"),
-        ("ops/__init__.py", "from ..backends import backend"),
+        ("ops/__init__.py", "from ..run import backends"),
         ("program/builder.py", "from lsq.ops import rounding"),
         ("program/program.py", "from lsq.gemm import lookup"),
         ("dist/codec.py", "from lsq.native import loader"),
-        ("backends/cuda.py", "import lsq.ops.rounding"),
+        ("run/cuda.py", "import lsq.ops.rounding"),
         ("memory/planner.py", "def late():\n    from lsq import quant"),
         ("memory/planner.py", "from lsq.planner import exact"),
-        ("program/step.py", "from lsq.planner.planner import plan"),
+        ("run/step.py", "from lsq.planner.planner import plan"),
         ("layers/linear.py", "from lsq.memory import planner"),
-        ("layers/linear.py", "from lsq import doctor"),
+        ("layers/linear.py", "from lsq import study"),
         ("layers/linear.py", "import fairseq.modules"),
         ("text/corpus.py", "from lsq.commands import stages"),
-        ("doctor.py", "from fairseq import utils"),
+        ("study/table.py", "from fairseq import utils"),
         ("ops/linear.py", "import ctypes"),
         ("gemm/cublaslt.py", "from cuda.bindings import nvrtc"),
         ("gemm/cublaslt.py", "import cupy"),
         ("layers/linear.py", "import torch\ntorch.distributed.all_reduce(x)"),
         ("fairseq/task.py", "import torch.distributed as dist\ndist.broadcast(x, 0)"),
         ("commands/train.py", "from torch import distributed\ndistributed.barrier()"),
-        ("cli.py", "from torch.distributed import all_gather as collect"),
+        ("commands/cli.py", "from torch.distributed import all_gather as collect"),
         ("quant/rounding.py", "import torch\ntorch._foreach_clone(x)"),
         ("quant/rounding.py", "from torch import _foreach_clone as clone"),
     ],
@@ -233,11 +242,14 @@ def test_planted_violation_is_found(path, source):
             "ops/linear.py",
             "from lsq.program import operation\nfrom . import rounding\nfrom ..gemm import product",
         ),
-        ("csrc/loader.py", "import ctypes"),
-        ("csrc/compiler.py", "from cuda.bindings import nvrtc"),
+        ("native/loader.py", "import ctypes"),
+        ("native/compiler.py", "from cuda.bindings import nvrtc"),
         ("dist/hooks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("fairseq/task.py", "import fairseq\nfrom lsq.layers import Embedding"),
-        ("cli.py", "import torch.distributed\ntorch.distributed.init_process_group('gloo')"),
+        (
+            "commands/cli.py",
+            "import torch.distributed\ntorch.distributed.init_process_group('gloo')",
+        ),
         ("ops/linear.py", "import torch\ntorch._int_mm(x, y)\ntorch.__config__.show()"),
         (
             "ops/linear.py",

@@ -12,7 +12,7 @@ CODE = """
 import contextlib, io, json, sys
 missing, lines = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(missing))  # an import of what is None there finds nothing
-from lsq import cli
+from lsq.commands import cli
 found = []
 for words in lines:
     out, err = io.StringIO(), io.StringIO()

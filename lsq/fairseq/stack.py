@@ -9,7 +9,7 @@ from torch import nn
 
 from lsq.config import LayerConfig
 from lsq.layers import Embedding, programs
-from lsq.layers.blocks import Sentences
+from lsq.layers.blocks import PackedSequences
 from lsq.layers.format_patterns import config_at
 from lsq.layers.stack import Stack
 
@@ -43,7 +43,7 @@ def configs_of(
     config: LayerConfig, layers: int, side: str, *, memory: bool = False
 ) -> list[LayerConfig]:
     """Those of so many layers of one side, each at its place; `memory`: they attend to one, too."""
-    one = Sentences(rows=1, count=1)
+    one = PackedSequences(rows=1, count=1)
     layer, sizes = (
         (programs.decoder_layer, (one, one)) if memory else (programs.encoder_layer, (one,))
     )

@@ -58,7 +58,8 @@ def test_names_of_files_need_not_be_text(tmp_path):
     with open(name, "wb") as file:
         file.write(b"id,lower,upper,size\na,0,1,2\n")
     code = (
-        "import sys; from lsq import cli; sys.exit(cli.main(sys.argv[1:]) or print(sys.argv[-1]))"
+        "import sys; from lsq.commands import cli; sys.exit(cli.main(sys.argv[1:]) or"
+        " print(sys.argv[-1]))"
     )
     given = [sys.executable, "-c", code, "plan", "--output", name[:-3] + b"json", name]
     done = subprocess.run(given, capture_output=True, check=True)

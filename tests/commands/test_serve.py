@@ -67,8 +67,8 @@ def test_an_exported_model_is_served_without_what_takes_long_to_import(tmp_path)
     code = f"""
 import sys
 from lsq.commands import serve, translate
-from lsq.serve import application, server
-from lsq.serve.limits import Limits
+from lsq.serving.serve import application, server
+from lsq.serving.serve.limits import Limits
 translator = translate.translator_of(serve.parser().parse_args(["--model", {str(path)!r}]))
 service = application.Service(translator, translator.options, Limits())
 server.server_of(service.application(), Limits(), print)

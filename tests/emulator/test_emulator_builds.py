@@ -92,7 +92,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_several_processes_build_at_once(source, tmp_path):
-    code = f"from lsq.native import emulator\nemulator.DRIVER_SOURCES = {SHORT}\n"
+    code = f"from lsq import emulator\nemulator.DRIVER_SOURCES = {SHORT}\n"
     code += f"print(emulator.compile_kernels({str(source)!r}, (('VALUE', 1),)))"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     children = [

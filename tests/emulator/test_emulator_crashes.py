@@ -62,7 +62,7 @@ def test_a_crash_in_any_thread_of_the_process():
 def test_crashes_outside_of_kernels_end_the_process_as_before():
     code = """if True:
         import faulthandler, signal
-        from tests.csrc.emulated import *
+        from tests.emulator.emulated import *
         faulthandler.enable()
         try:
             Module("faulty.cu").launch("crash", 3, 64, memory(192), 0)

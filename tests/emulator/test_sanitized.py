@@ -45,7 +45,7 @@ def repeated(files):
 def test_a_fault_that_ends_the_process_is_named(tmp_path):
     test = tmp_path / "test_a_fault_on_cuda.py"
     test.write_text("""\
-from tests.csrc.emulated import Module, memory
+from tests.emulator.emulated import Module, memory
 def test_on_cuda():
     Module("faulty.cu", sanitize=True).launch("write_beyond", 1, 64, memory(64), 1)
 """)

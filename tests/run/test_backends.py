@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.native import loader
-from lsq.run import backends
+from lsq.run import backends, cuda
 from lsq.run.backends import backend
 from tests.run.chains import chain, results
 
@@ -108,7 +108,7 @@ def test_a_copy_of_a_module_has_the_same_backend(name):
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    backends.cuda.gpu.cache_clear()
+    cuda.gpu.cache_clear()
     with pytest.raises(RuntimeError, match="GPU"):
         backend("cuda")
 

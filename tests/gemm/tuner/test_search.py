@@ -191,7 +191,7 @@ def test_a_second_tuner_is_refused(path):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from tests.tune.test_search import FakeBackend, TIMES, KEYS, run
+from tests.gemm.tuner.test_search import FakeBackend, TIMES, KEYS, run
 def wait(asked):
     if asked == KEYS[1]:
         print("tuning", flush=True)
