@@ -32,7 +32,6 @@ ALLOWED = {
         "layers",
         "native",
         "observe",
-        "ops",
         "program",
         "quant",
         "run",

@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import nn
 
-import lsq
 from lsq import files
 from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.weight_masks import SUFFIX
 from lsq.models.clips import NAME, average_clips, clip_names, clip_state, load_clips, save_clips
+from lsq.models.conversion import convert, revert
 from lsq.models.other_format import CLIP, Measured, formats_of, load_other_format, refuse_same
 from lsq.quant.pruning import Pruning
 
@@ -147,7 +147,7 @@ def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) 
     refused: ValueError | None = None
     for options in CONVERT_OPTIONS:
         try:
-            lsq.convert(model, quant, **options)
+            convert(model, quant, **options)
         except ValueError as error:  # formats may fit other layers than whole ones
             refused = refused or error
             continue
@@ -155,7 +155,7 @@ def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) 
         clips = {name for name in clip_names(model) | state.keys() if name.endswith(CLIP)}
         if not (clip_names(model) ^ state.keys()) - formats_of(model).keys() - clips:
             return model
-        lsq.revert(model)
+        revert(model)
     raise refused or ValueError(
         f"{folder / NAME} has clips of other layers than lsq.convert makes by itself; in Python,"
         " convert the model with your options and"

@@ -18,9 +18,9 @@ from lsq.models.frozen import SAVED
 from lsq.models.fused_layer import FusedLayer
 from lsq.observe import observe
 from lsq.optim import Adam
-from tests.models.architectures.checks import made, right_padded
 from tests.models.architectures.test_gpt2 import gpt2
 from tests.models.architectures.test_llama import MAKERS
+from tests.models.checks import made, right_padded
 
 peft = pytest.importorskip("peft")
 

@@ -6,7 +6,7 @@ import torch
 import lsq
 from lsq.models.architectures import LAYERS
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import (
+from tests.models.checks import (
     FLOAT,
     PADDING,
     WORDS,

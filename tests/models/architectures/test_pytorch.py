@@ -9,7 +9,7 @@ from torch import nn
 
 import lsq
 from lsq.layers.in_place import InPlace
-from tests.models.architectures.checks import FLOAT
+from tests.models.checks import FLOAT
 
 HIDDEN, HEADS, TIME, SENTENCES = 48, 3, 11, 5
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsq.models.architectures import LAYERS
-from tests.models.architectures.checks import (
+from tests.models.checks import (
     FLOAT,
     assert_same_alone,
     assert_same_in_float,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.models.huggingface.trainings import converted, data, losses, transformers
+from tests.models.trainings import converted, data, losses, transformers
 
 from lsq.models.trainer import LsqCallback  # isort: skip (imports transformers)
 

@@ -11,9 +11,9 @@ from torch import nn
 import lsq
 from lsq.models.sparsity import sparsify
 from lsq.optim import Adam
-from tests.models.architectures.checks import made, right_padded, words
 from tests.models.architectures.test_gpt2 import gpt2
 from tests.models.architectures.test_llama import MAKERS
+from tests.models.checks import made, right_padded, words
 
 BATCH = right_padded((11, 6))
 

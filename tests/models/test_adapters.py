@@ -13,7 +13,6 @@ from lsq.config import QuantConfig
 from lsq.models.exact import is_lora
 from lsq.models.fused_layer import FusedLayer
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import FLOAT, made, right_padded, without_dropout
 from tests.models.architectures.test_bert import model as bert_model
 from tests.models.architectures.test_gpt2 import gpt2
 from tests.models.architectures.test_llama import MAKERS
@@ -21,6 +20,7 @@ from tests.models.architectures.test_marian import MAKERS as PAIRS
 from tests.models.architectures.test_pytorch import encoder, sentences
 from tests.models.architectures.test_t5 import MAKERS as BLOCKS
 from tests.models.architectures.test_vit import images, vit
+from tests.models.checks import FLOAT, made, right_padded, without_dropout
 from tests.sampling import in_turn
 
 peft = pytest.importorskip("peft")

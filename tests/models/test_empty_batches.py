@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.models.architectures import test_llama, test_marian, test_t5
-from tests.models.architectures.checks import fused, made, right_padded, transformers, words
 from tests.models.architectures.test_bert import model as bert
 from tests.models.architectures.test_vit import images, vit
+from tests.models.checks import fused, made, right_padded, transformers, words
 
 MAKERS = {
     "llama": test_llama.MAKERS["llama"],

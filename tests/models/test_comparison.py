@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import lsq
-from tests.models.architectures.checks import FLOAT, fused, made, right_padded
-from tests.models.architectures.test_exact import OTHERS, result
 from tests.models.architectures.test_marian import MAKERS as MARIAN
 from tests.models.architectures.test_t5 import MAKERS as T5
+from tests.models.checks import FLOAT, fused, made, right_padded
+from tests.models.test_exact import OTHERS, result
 
 IDS = right_padded((11, 6))["input_ids"]
 FILE = "lsq.models.comparison"

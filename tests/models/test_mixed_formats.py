@@ -7,7 +7,7 @@ import lsq
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import PADDING, WORDS, made, right_padded, transformers
+from tests.models.checks import PADDING, WORDS, made, right_padded, transformers
 
 SHAPE = {
     "vocab_size": WORDS,

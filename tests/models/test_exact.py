@@ -12,7 +12,8 @@ from torch import nn
 
 import lsq
 from lsq.config import QuantConfig
-from tests.models.architectures.checks import (
+from tests.models.architectures.test_llama import MAKERS, SHAPE
+from tests.models.checks import (
     FLOAT,
     WORDS,
     fused,
@@ -21,7 +22,6 @@ from tests.models.architectures.checks import (
     transformers,
     words,
 )
-from tests.models.architectures.test_llama import MAKERS, SHAPE
 
 llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 bert = pytest.importorskip("transformers.models.bert.modeling_bert")
@@ -155,23 +155,17 @@ BEFORE = {
     "it has a feed_forward_chunk of its own": each(
         "encoder.layer.1", lambda one: setattr(one, "feed_forward_chunk", lambda x: x * 0.5), "bert"
     ),
-    "its mlp is a tests.models.architectures.test_exact.Halved": each(".mlp", becomes(Halved)),
-    "its input_layernorm is a tests.models.architectures.test_exact.Shifted": each(
+    "its mlp is a tests.models.test_exact.Halved": each(".mlp", becomes(Halved)),
+    "its input_layernorm is a tests.models.test_exact.Shifted": each(
         "input_layernorm", becomes(Shifted)
     ),
-    "its mlp is a tests.models.architectures.test_exact.Parallel": each(".mlp", adapted),
-    "its input_layernorm is a tests.models.architectures.test_exact.Wrapper": each(
+    "its mlp is a tests.models.test_exact.Parallel": each(".mlp", adapted),
+    "its input_layernorm is a tests.models.test_exact.Wrapper": each(
         "s.1", wrapped("input_layernorm")
     ),
-    "its self_attn is a tests.models.architectures.test_exact.Wrapper": each(
-        "s.1", wrapped("self_attn")
-    ),
-    "its ln_1 is a tests.models.architectures.test_exact.Wrapper": each(
-        "h.0", wrapped("ln_1"), "gpt2"
-    ),
-    "its mlp is a tests.models.architectures.test_exact.Wrapper": each(
-        "h.0", wrapped("mlp"), "gpt2"
-    ),
+    "its self_attn is a tests.models.test_exact.Wrapper": each("s.1", wrapped("self_attn")),
+    "its ln_1 is a tests.models.test_exact.Wrapper": each("h.0", wrapped("ln_1"), "gpt2"),
+    "its mlp is a tests.models.test_exact.Wrapper": each("h.0", wrapped("mlp"), "gpt2"),
     "its self_attn is a torch.nn.modules.linear.Identity": each(
         "s.1",
         lambda one: (
@@ -208,7 +202,7 @@ def test_a_layer_that_was_changed_before_is_not_fused(reason):
         (
             llama.LlamaMLP,
             "forward",
-            "its mlp has a LlamaMLP.forward that tests.models.architectures.test_exact defines",
+            "its mlp has a LlamaMLP.forward that tests.models.test_exact defines",
         ),
         (llama.LlamaRMSNorm, "forward", "its input_layernorm has a LlamaRMSNorm.forward that"),
         (llama.LlamaDecoderLayer, "forward", "it has a LlamaDecoderLayer.forward that"),
@@ -216,7 +210,7 @@ def test_a_layer_that_was_changed_before_is_not_fused(reason):
         (
             llama,
             "apply_rotary_pos_emb",
-            "forward that calls a apply_rotary_pos_emb of tests.models.architectures.test_exact",
+            "forward that calls a apply_rotary_pos_emb of tests.models.test_exact",
         ),
         (llama, "eager_attention_forward", "that calls a eager_attention_forward of tests"),
     ],

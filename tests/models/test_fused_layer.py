@@ -21,8 +21,8 @@ from lsq.layers.module import ProgramModule
 from lsq.models import float_state_dict
 from lsq.models.fused_layer import FusedLayer
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import WORDS, fused, made, right_padded, transformers, words
 from tests.models.architectures.test_llama import MAKERS, SHAPE
+from tests.models.checks import WORDS, fused, made, right_padded, transformers, words
 
 BATCH = right_padded((11, 6))
 

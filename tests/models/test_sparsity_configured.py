@@ -14,7 +14,7 @@ from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.models.sparsity import Pruning, choose, sparsify, sparsity_of, wants_sparsity
 from lsq.optim import Adam
 from tests.models import models
-from tests.models.sparsity.test_sparsify import INPUTS, OUTPUTS, batch, layer, train
+from tests.models.test_sparsity import INPUTS, OUTPUTS, batch, layer, train
 
 QUANT = {"backward": "float", "calibration_passes": 0}
 SPARSE = QuantConfig(**QUANT, sparsity="2:4,every=2,decay=0.2")

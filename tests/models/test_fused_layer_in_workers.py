@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
 from tests.dist.processes import run
-from tests.models.architectures.checks import fused, made, right_padded
 from tests.models.architectures.test_llama import MAKERS
+from tests.models.checks import fused, made, right_padded
 from tests.models.test_workers import alike, assert_shards_go_on, saved_and_loaded, whole
 
 QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)

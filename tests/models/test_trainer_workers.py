@@ -15,7 +15,7 @@ from lsq.models.huggingface import average_clips
 # isort: skip  (imports transformers, and so after the line above)
 from lsq.models.trainer import LsqCallback
 from tests.dist.processes import run
-from tests.models.huggingface.trainings import converted, data, losses, trainer
+from tests.models.trainings import converted, data, losses, trainer
 
 from accelerate import Accelerator  # isort: skip
 
