@@ -1,6 +1,6 @@
 """`lsq convert-checkpoint`: a checkpoint of one number format as one of another."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -60,43 +60,40 @@ def run(arguments: list[str]) -> int:
         OSError: it cannot be written.
         Interrupted: SIGTERM or SIGHUP.
     """
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     changes = {
-        name: getattr(given, name) for name in CHANGEABLE if getattr(given, name) is not None
+        name: getattr(options, name) for name in CHANGEABLE if getattr(options, name) is not None
     }
     if not changes:
         raise ValueError(f"say what shall be another: {', '.join(map(option, CHANGEABLE))}")
     QuantConfig(**changes)  # refuses what is not allowed before anything is read
-    check_output(given)
-    with interruption.raised(), locked_file(given.output, "choose another --output"):
-        convert = convert_folder if given.checkpoint.is_dir() else convert_file
-        outcome = convert(given.checkpoint, given.output, changes)
-    print(f"{given.output}: {outcome}")
+    check_output(options.checkpoint, options.output, options.overwrite)
+    with interruption.raised(), locked_file(options.output, "choose another --output"):
+        convert = convert_folder if options.checkpoint.is_dir() else convert_file
+        outcome = convert(options.checkpoint, options.output, changes)
+    print(f"{options.output}: {outcome}")
     return 0
 
 
-def check_output(given: Namespace) -> None:
+def check_output(checkpoint: Path, output: Path, overwrite: bool) -> None:
     """Make sure that --output may be written.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it may not, or what is converted is a folder around a checkpoint; with what to
-            do.
+        ValueError: it may not, or the checkpoint is a folder around one; says what to do.
     """
-    output = given.output
-    if not given.checkpoint.exists():
-        raise FileNotFoundError(2, "is not there", str(given.checkpoint))
-    trained = given.checkpoint / "model" / "checkpoint_best.pt"
+    if not checkpoint.exists():
+        raise FileNotFoundError(2, "is not there", str(checkpoint))
+    trained = checkpoint / "model" / "checkpoint_best.pt"
     if trained.is_file():
         raise ValueError(
-            f"{given.checkpoint} is the folder of a training; give its checkpoint, {trained}"
+            f"{checkpoint} is the folder of a training; give its checkpoint, {trained}"
         )
-    if is_part_of(given.checkpoint, [output]) or is_part_of(output, [given.checkpoint]):
+    if is_part_of(checkpoint, [output]) or is_part_of(output, [checkpoint]):
         raise ValueError(f"--output {output} is what is converted, or part of it; choose another")
-    if replaces(output, given.overwrite) and output.is_dir() != given.checkpoint.is_dir():
+    if replaces(output, overwrite) and output.is_dir() != checkpoint.is_dir():
         raise ValueError(
-            f"--output {output} is there, and of another kind than {given.checkpoint}; choose"
-            " another"
+            f"--output {output} is there, and of another kind than {checkpoint}; choose another"
         )
 
 

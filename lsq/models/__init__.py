@@ -1,5 +1,5 @@
-"""Models of others in int8: `convert` turns their linear layers and known whole layers into lsq's,
-`revert` turns them back."""
+"""Other people's models in int8: `convert` changes their linear layers and known whole layers to
+lsq's, `revert` changes them back."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

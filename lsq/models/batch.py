@@ -29,9 +29,9 @@ def packing_of(
     """Return how the tokens that `mask` leaves are packed.
 
     Args:
-        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of what is there; or
-            of which query sees which key [B or 1, 1, T or 1, T], bool or with 0 where it does, or a
-            BlockMask of FlexAttention.
+        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of tokens that are no
+            padding; or of which query sees which key [B or 1, 1, T or 1, T], bool or with 0 where
+            it does, or a BlockMask of FlexAttention.
         shape: (B, T).
         seen: present bool [B, T] -> bool [B, T, T], what the layer lets queries see.
         options: of Packing.
@@ -39,8 +39,19 @@ def packing_of(
     Returns:
         None where queries see something else than `seen` says, as in packed sequences.
     """
-    key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
-    return remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
+
+    def present_in(mask: torch.Tensor) -> torch.Tensor | None:
+        if mask.dim() == 2:
+            return (mask != 0).expand(shape)
+        sees = _sees(mask, shape[0])
+        if sees is None:
+            return None
+        sees = sees.expand(shape[0], shape[1], shape[1])
+        present = sees.any(dim=1)
+        there = present[:, :, None]
+        return present if torch.equal(sees & there, seen(present) & there) else None
+
+    return _remembered_packing("packing", mask, shape, seen, options, present_in)
 
 
 def encoder_packing_of(
@@ -49,16 +60,42 @@ def encoder_packing_of(
     """Return how the tokens of an encoder's output that `mask` lets a decoder see are packed.
 
     Args:
-        mask: None; bool or 0 and 1 [B, S] of what is there; or of which query sees which key [B or
-            1, 1, T or 1, S], bool or with 0 where it does, or a BlockMask of FlexAttention.
+        mask: as of `packing_of`, of T queries and S keys.
         shape: (B, S).
         options: of Packing.
 
     Returns:
-        None where queries of a sentence see different keys, or none.
+        None where queries of a sequence see different keys, or none.
     """
-    key = shape, *((name, id(value)) for name, value in sorted(options.items()))
-    return remembered("encoder", (mask,), key, lambda: _encoder_packing_of(mask, shape, options))
+
+    def present_in(mask: torch.Tensor) -> torch.Tensor | None:
+        sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
+        if sees is None:
+            return None
+        present = sees[:, 0]
+        same = torch.equal(sees, present[:, None].expand_as(sees))
+        return present if same and present.any(dim=1).all() else None
+
+    return _remembered_packing("encoder", mask, shape, None, options, present_in)
+
+
+def _remembered_packing(
+    kind: str,
+    mask: torch.Tensor | None,
+    shape: tuple[int, int],
+    seen: Callable | None,
+    options: dict,
+    present_in: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Packing | None:
+    def make() -> Packing | None:
+        present = None if mask is None else present_in(_dense(mask))
+        if present is None and mask is not None:
+            return None
+        padding = None if present is None or present.all() else ~present
+        return Packing(padding, shape=shape, **options)
+
+    key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
+    return remembered(kind, (mask,), key, make)
 
 
 def rotation_of(
@@ -72,41 +109,6 @@ def rotation_of(
     versions = [None if one.is_inference() else one._version for one in (cosine, sine)]
     objects = cosine, sine, packing
     return remembered("rotation", objects, versions, lambda: _rotation_of(*objects), exact=False)
-
-
-def _packing_of(
-    mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict
-) -> Packing | None:
-    if mask is None:
-        return Packing(shape=shape, **options)
-    mask = _dense(mask)
-    batch, time = shape
-    if mask.dim() == 2:
-        present = (mask != 0).expand(shape)
-    else:
-        sees = _sees(mask, batch)
-        if sees is None:
-            return None
-        sees = sees.expand(batch, time, time)
-        present = sees.any(dim=1)
-        if not torch.equal(sees & present[:, :, None], seen(present) & present[:, :, None]):
-            return None
-    return Packing(None if present.all() else ~present, shape=shape, **options)
-
-
-def _encoder_packing_of(
-    mask: torch.Tensor | None, shape: tuple[int, int], options: dict
-) -> Packing | None:
-    if mask is None:
-        return Packing(shape=shape, **options)
-    mask = _dense(mask)
-    sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
-    if sees is None:
-        return None
-    present = sees[:, 0]
-    if not present.any(dim=1).all() or not torch.equal(sees, present[:, None].expand_as(sees)):
-        return None
-    return Packing(None if present.all() else ~present, shape=shape, **options)
 
 
 def _dense(mask: object) -> torch.Tensor:

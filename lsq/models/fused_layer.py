@@ -82,7 +82,7 @@ It is of the process since a cache is an object of transformers, which has no ro
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderOutput:
-    """What a decoder's layers attend to."""
+    """An encoder's output, to which a decoder's layers attend."""
 
     states: torch.Tensor
     """[B, S, H]"""
@@ -91,7 +91,7 @@ class EncoderOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SideInputs:
-    """What a layer reads beside its input."""
+    """Inputs of a layer beside its hidden states."""
 
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rotary embeddings: cosine, sine [B or 1, T, D]."""
@@ -181,7 +181,7 @@ class FusedLayer(InPlace):
 
     @property
     def attention_kind(self) -> str:
-        """What computes attention in the layer's own code, as transformers calls it."""
+        """The implementation of attention in the layer's own code, as transformers names it."""
         return self.attentions(self)[0].config._attn_implementation or "eager"
 
     @classmethod
@@ -216,7 +216,8 @@ class FusedLayer(InPlace):
             one.requires_grad for name, one in self.named_parameters() if not is_adapter(name)
         )
         self._take_adapters(adapted(self, self.SOURCES))
-        self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
+        self.kinds = {path: type(module) for path, module in named_inside(self)}
+        self.departed, self.compared = None, False
         one = PackedSequences(rows=1, count=1)
         build = partial(self.program, one, source=one if self.CROSS else None)
         self.config = config_at(self.config, path, build, self.state_names)
@@ -287,7 +288,8 @@ class FusedLayer(InPlace):
             return self._parameters[self.state_name(name)]
         parts = self.sources(name)
         if name in self.adapted.blocks:
-            return block_matrix(parts, self.adapted.blocks[name], self.adapted.rows[name])
+            rows, blocks = self.adapted.blocks[name]
+            return block_matrix(parts, blocks, rows)
         if len(parts) == 1:
             return parts[0]
         coded = CodedWeight.joined(parts)
@@ -424,16 +426,16 @@ class FusedLayer(InPlace):
 
     def _departure(self) -> str | None:
         """Why the layer's own code must run."""
-        modules = [module for _, module in named_inside(self)]
-        if [type(module) for module in modules] != list(self.kinds.values()):
-            self._refuse()
-        for module in modules:
+        modules = list(named_inside(self))
+        if [type(module) for _, module in modules] != list(self.kinds.values()):
+            self._refuse({path: type(module) for path, module in modules})
+        for path, module in modules:
             change = patched_now(type(module), type(module).forward) or altered(module)
             if change:
-                return f"its {_path(self, module)} has {change}"
+                return f"its {path} has {change}"
             if module.training is not self.training:
                 mode, other = ("training", "eval") if module.training else ("eval", "training")
-                return f"its {_path(self, module)} is in {mode} mode, and the layer in {other} mode"
+                return f"its {path} is in {mode} mode, and the layer in {other} mode"
         kind = self.float_class
         change = patched_now(kind, kind.forward) or own_methods(self, kind) or hooked_everywhere()
         if change:
@@ -448,12 +450,7 @@ class FusedLayer(InPlace):
             return str(error)
         return None
 
-    def _kinds(self) -> Iterator[tuple[str, type[nn.Module]]]:
-        """Paths and classes of the modules inside, in their order."""
-        return ((path, type(module)) for path, module in named_inside(self))
-
-    def _refuse(self) -> None:
-        now = dict(self._kinds())
+    def _refuse(self, now: Mapping[str, type[nn.Module]]) -> None:
         path = next(
             path for path in (*self.kinds, *now) if now.get(path) is not self.kinds.get(path)
         )
@@ -634,10 +631,6 @@ class FusedLayer(InPlace):
             )
         with self.rounded.within(self, rows=x.shape[:-1].numel()):
             return self.float_class.forward(self, x, *arguments, **options)
-
-
-def _path(layer: nn.Module, module: nn.Module) -> str:
-    return next(path for path, one in layer.named_modules() if one is module)
 
 
 def _attention_is_recorded() -> bool:

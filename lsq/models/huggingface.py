@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from importlib import import_module, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,10 +25,7 @@ from lsq.models.conversion import convert, revert
 from lsq.models.other_format import CLIP, Measured, formats_of, load_other_format, refuse_same
 from lsq.quant.pruning import Pruning
 
-if TYPE_CHECKING:
-    from lsq.models.trainer import LsqCallback
-
-__all__ = ["LsqCallback", "average_clips", "convert_folder", "load_clips", "save_clips"]
+__all__ = ["average_clips", "convert_folder", "load_clips", "save_clips"]
 OF_TRAINING = (
     "trainer_state.json",
     "training_args.bin",
@@ -43,15 +40,17 @@ CONVERT_OPTIONS = ({}, {"fused": False}, {"tied": True}, {"fused": False, "tied"
 
 
 def __getattr__(name: str) -> object:
-    """LsqCallback needs transformers, and is imported when it is used first."""
+    """LsqCallback is imported when it is used first, since it needs transformers."""
     if name == "LsqCallback":
         return import_module("lsq.models.trainer").LsqCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _keep_broken_torchaudio_out() -> None:
-    """transformers imports torchaudio wherever it is installed, and fails with it where it does not
-    fit PyTorch."""
+def keep_broken_torchaudio_out() -> None:
+    """Let transformers do without a torchaudio that does not fit PyTorch.
+
+    It imports torchaudio wherever that is installed, and would fail with it.
+    """
     loaded = {"transformers", "torchaudio"} & sys.modules.keys()
     if not loaded and util.find_spec("transformers") and util.find_spec("torchaudio"):
         try:
@@ -66,7 +65,7 @@ def _keep_broken_torchaudio_out() -> None:
             )
 
 
-_keep_broken_torchaudio_out()
+keep_broken_torchaudio_out()
 
 
 def convert_folder(folder: Path, output: Path, changes: Mapping[str, Any]) -> Measured:

@@ -337,7 +337,7 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]
     """
     weights = _weights(model)
     skips = skipping(skip, weights)
-    chosen = {path: place for path, place in weights.items() if not skips(place[0], path)}
+    chosen = {path: weight for path, weight in weights.items() if not skips(weight[0], path)}
     if not chosen:
         if weights:
             reason = f"skip leaves none of {len(weights)}: skip less"
@@ -418,8 +418,11 @@ class Packed:
         """int64 [N, K / 2]: the column of each value."""
         groups = self.values.shape[1] // KEPT
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=self.indices.device)
-        places = (self.indices[:, :, None] >> shifts & 3).flatten(1)[:, : groups * KEPT]
-        return places + torch.arange(groups, device=places.device).repeat_interleave(KEPT) * GROUP
+        positions = (self.indices[:, :, None] >> shifts & 3).flatten(1)[:, : groups * KEPT]
+        return (
+            positions
+            + torch.arange(groups, device=positions.device).repeat_interleave(KEPT) * GROUP
+        )
 
 
 def pack(matrix: torch.Tensor) -> Packed:
@@ -441,8 +444,10 @@ def pack(matrix: torch.Tensor) -> Packed:
             " first"
         )
     rows, columns = matrix.shape
-    places = mask.view(-1, GROUP).nonzero()[:, 1].to(torch.uint8).view(rows, columns // GROUP, KEPT)
-    halves = places[:, :, 0] | places[:, :, 1] << 2
+    positions = (
+        mask.view(-1, GROUP).nonzero()[:, 1].to(torch.uint8).view(rows, columns // GROUP, KEPT)
+    )
+    halves = positions[:, :, 0] | positions[:, :, 1] << 2
     low, high = (
         torch.nn.functional.pad(halves, (0, halves.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
     )
@@ -480,5 +485,7 @@ def product(x: torch.Tensor, weight: Packed) -> torch.Tensor:
         )
     several = max(1, PRODUCT_SIZE // max(1, len(x) * weight.values.shape[1]))
     parts = zip(weight.columns().split(several), weight.values.int().split(several), strict=True)
-    sums = [torch.einsum("mnk,nk->mn", x.int()[:, places], values) for places, values in parts]
+    sums = [
+        torch.einsum("mnk,nk->mn", x.int()[:, positions], values) for positions, values in parts
+    ]
     return torch.cat(sums, dim=1) if sums else x.new_zeros((len(x), 0), dtype=torch.int32)

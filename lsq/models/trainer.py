@@ -19,14 +19,13 @@ import torch
 from safetensors.torch import load, save
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
 
 from lsq.config import require_choice
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.layers import ProgramModule
 from lsq.layers.decoded_tensors import told
 from lsq.layers.memory import MODES, plan_memory, release_memory
+from lsq.models import huggingface
 from lsq.models.clips import (
     clip_names,
     clip_state,
@@ -40,6 +39,10 @@ from lsq.native import loader
 from lsq.observe import Bounds, Monitor, Signals
 from lsq.observe.signals import interval_of
 from lsq.run import shards
+
+huggingface.keep_broken_torchaudio_out()
+from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
 
 logger = logging.getLogger(__name__)
 MONITOR = ("every", "rows", "bounds", "patience", "fall_back", "group")
@@ -127,7 +130,7 @@ class LsqCallback(TrainerCallback, ExportableState):
 
     # Events
 
-    def on_train_begin(self, args, state, control, *, model: nn.Module, **others) -> None:
+    def on_train_begin(self, args, state, control, *, model: nn.Module, **options) -> None:
         """Take part in a training that begins or goes on.
 
         Raises:
@@ -172,25 +175,25 @@ class LsqCallback(TrainerCallback, ExportableState):
             _plan_batch(trainer, self.largest_batch, self.memory)
             self._installed.callback(release_memory, model)
 
-    def on_step_begin(self, args, state, control, **others) -> None:
+    def on_step_begin(self, args, state, control, **options) -> None:
         if self.signals is not None:
             self._observing.enter_context(self.signals.observing(state.global_step + 1))
 
-    def on_substep_end(self, args, state, control, **others) -> None:
+    def on_substep_end(self, args, state, control, **options) -> None:
         self._observing.close()
 
-    def on_pre_optimizer_step(self, args, state, control, **others) -> None:
+    def on_pre_optimizer_step(self, args, state, control, **options) -> None:
         self._observing.close()
         if self.signals is not None:
             self.signals.record(state.global_step + 1)
         if self.sparsity is not None:
             self.sparsity.draw()
 
-    def on_optimizer_step(self, args, state, control, **others) -> None:
+    def on_optimizer_step(self, args, state, control, **options) -> None:
         if self.sparsity is not None:
             self.sparsity.step()
 
-    def on_step_end(self, args, state, control, **others) -> None:
+    def on_step_end(self, args, state, control, **options) -> None:
         """Count a step of the monitor."""
         if self.monitor is None:
             return
@@ -200,7 +203,9 @@ class LsqCallback(TrainerCallback, ExportableState):
         if self.largest_batch is not None and len(self.monitor.fallen) > fallen:
             _plan_batch(_trainer_around(), self.largest_batch, self.memory)
 
-    def on_log(self, args, state, control, *, logs: dict[str, Any] | None = None, **others) -> None:
+    def on_log(
+        self, args, state, control, *, logs: dict[str, Any] | None = None, **options
+    ) -> None:
         """Put the signals beside the loss, once."""
         if logs is None or "loss" not in logs:
             return
@@ -215,13 +220,13 @@ class LsqCallback(TrainerCallback, ExportableState):
         logs |= figures
         state.log_history[-1] |= figures
 
-    def on_save(self, args, state, control, **others) -> None:
+    def on_save(self, args, state, control, **options) -> None:
         """Write lsq.safetensors into the checkpoint that was written."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if args.should_save and folder.is_dir() and not _sharded(self.model):
             save_clips(self.model, folder)
 
-    def on_train_end(self, args, state, control, *, model: nn.Module, **others) -> None:
+    def on_train_end(self, args, state, control, *, model: nn.Module, **options) -> None:
         self._observing.close()
         self._installed.close()
         best = state.best_model_checkpoint
@@ -304,8 +309,7 @@ def _encoded(model: nn.Module) -> str | None:
 
 
 def _trainer_around() -> Trainer:
-    """The Trainer that has called: its callbacks are not told which it is, and need what it wraps
-    the model in."""
+    """Find the Trainer that has called on the stack, since it does not pass itself to callbacks."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back

@@ -91,7 +91,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What a program of m rows needs: a copy of what will be gone when its gradients are known."""
+    """A program of m rows and its tensors; those that gradients come too late for are copies."""
 
     program: Program
     backend: Backend
@@ -205,7 +205,7 @@ def _smaller(
 
 
 def _part(tensor: Tensor, virtual: VirtualTensor, index: Tensor | None) -> Tensor:
-    """What the smaller program takes of a tensor of the batch."""
+    """Take the rows and columns of the smaller program from a tensor of the batch."""
     if tensor.shape[:1] != virtual.shape[:1]:
         tensor = tensor[: virtual.shape[0]] if index is None else tensor[index]
     return tensor[:, : virtual.shape[1]] if len(virtual.shape) == 2 else tensor

@@ -92,7 +92,7 @@ def mean_squares(
     squares = {module: _Squares() for module in modules}
     with observing(squares, squares.__getitem__):
         run()
-    return {module: found.means() for module, found in squares.items()}
+    return {module: observer.means() for module, observer in squares.items()}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lsq.models.batch import causal, everything, memory_packing_of, packing_of
+from lsq.models.batch import causal, encoder_packing_of, everything, packing_of
 
 PRESENT = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]])
 SEES = PRESENT.bool()[:, None, None].expand(2, 1, 3, 4)
@@ -20,28 +20,28 @@ def test_masks_of_a_memory():
         SEES[:, :, :1],
         torch.zeros(SEES.shape).masked_fill(~SEES, -1e9),
     ):
-        packing = memory_packing_of(mask, (2, 4))
+        packing = encoder_packing_of(mask, (2, 4))
         assert packing.cu_seqlens.tolist() == [0, 3, 4]
         assert torch.equal(packing.pack(states), states[PRESENT.bool()])
     for mask in (None, torch.ones(2, 4), torch.zeros(1, 1, 3, 4)):
-        assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 4, 8]
+        assert encoder_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 4, 8]
 
 
 def test_masks_that_no_memory_is_packed_by():
     each = SEES.clone()
     each[0, 0, 1, 0] = False
-    assert memory_packing_of(each, (2, 4)) is None
+    assert encoder_packing_of(each, (2, 4)) is None
     nothing = PRESENT.clone()
     nothing[1] = 0
-    assert memory_packing_of(nothing, (2, 4)) is None
+    assert encoder_packing_of(nothing, (2, 4)) is None
 
 
 def test_the_same_mask_is_looked_at_once():
     mask = PRESENT.clone()
-    found = memory_packing_of(mask, (2, 4))
-    assert memory_packing_of(mask, (2, 4)) is found
+    found = encoder_packing_of(mask, (2, 4))
+    assert encoder_packing_of(mask, (2, 4)) is found
     mask[1] = 1
-    assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 3, 7]
+    assert encoder_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 3, 7]
 
 
 def test_a_mask_that_has_gone_is_not_that_of_a_pass_without_one():
@@ -64,22 +64,22 @@ def test_a_mask_that_has_gone_is_not_that_of_a_pass_without_one():
 def test_a_mask_that_others_have_written_to_is_looked_at_again(write, inference):
     with torch.inference_mode(inference):
         mask = PRESENT.clone()
-        assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 3, 4]
+        assert encoder_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 3, 4]
         write(mask)
-        assert memory_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 4, 8]
+        assert encoder_packing_of(mask, (2, 4)).cu_seqlens.tolist() == [0, 4, 8]
 
 
 def test_what_inference_mode_has_made_is_of_use_in_training():
     for mask in (None, PRESENT.clone()):
         with torch.inference_mode():
-            packing = memory_packing_of(mask, (2, 4))
-        assert memory_packing_of(mask, (2, 4)) is packing
+            packing = encoder_packing_of(mask, (2, 4))
+        assert encoder_packing_of(mask, (2, 4)) is packing
         assert not packing.cu_seqlens.is_inference()
 
 
 def test_masks_that_hide_in_part_or_from_some_heads():
     zeros, present = torch.zeros(2, 1, 1, 4), PRESENT.bool()[:, None, None]
-    assert memory_packing_of(zeros.masked_fill(~present, -2.0), (2, 4)) is None
+    assert encoder_packing_of(zeros.masked_fill(~present, -2.0), (2, 4)) is None
     assert packing_of(zeros.masked_fill(~present, -2.0), (2, 4), everything) is None
     assert packing_of(zeros.masked_fill(~present, -1e4), (2, 4), everything) is not None
     heads = torch.ones(2, 3, 4, 4, dtype=torch.bool)
@@ -107,7 +107,7 @@ def test_block_masks():
     assert packing_of(window, (3, 150), partial(causal, 9)).rows == 450
     assert packing_of(window, (3, 150), partial(causal, None)) is None
     memory = block_mask(lambda b, h, q, k: k < LENGTHS[b], blocks=(3, 1, 5, 150))
-    assert memory_packing_of(memory, (3, 150)).cu_seqlens.tolist() == [0, 150, 280, 287]
+    assert encoder_packing_of(memory, (3, 150)).cu_seqlens.tolist() == [0, 150, 280, 287]
 
 
 def test_block_masks_hide_the_blocks_that_they_leave_out():

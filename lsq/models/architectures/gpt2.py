@@ -5,7 +5,7 @@ from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
 from lsq.models.fused_layer import FusedLayer, SideInputs
-from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain
+from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain, sources
 
 
 class GPT2Layer(FusedLayer):
@@ -14,20 +14,16 @@ class GPT2Layer(FusedLayer):
 
     causal = True
     PARTS = {"attn": "Attention", "mlp": "MLP"}
-    SOURCES = {
-        "self_attn_layer_norm.weight": ("ln_1.weight",),
-        "self_attn_layer_norm.bias": ("ln_1.bias",),
-        "self_attn.qkv_weight": ("attn.c_attn.weight",),
-        "self_attn.qkv_bias": ("attn.c_attn.bias",),
-        "self_attn.out_weight": ("attn.c_proj.weight",),
-        "self_attn.out_bias": ("attn.c_proj.bias",),
-        "final_layer_norm.weight": ("ln_2.weight",),
-        "final_layer_norm.bias": ("ln_2.bias",),
-        "feed_forward.fc1_weight": ("mlp.c_fc.weight",),
-        "feed_forward.fc1_bias": ("mlp.c_fc.bias",),
-        "feed_forward.fc2_weight": ("mlp.c_proj.weight",),
-        "feed_forward.fc2_bias": ("mlp.c_proj.bias",),
-    }
+    SOURCES = sources(
+        {
+            "self_attn_layer_norm": "ln_1",
+            "self_attn.qkv": "attn.c_attn",
+            "self_attn.out": "attn.c_proj",
+            "final_layer_norm": "ln_2",
+            "feed_forward.fc1": "mlp.c_fc",
+            "feed_forward.fc2": "mlp.c_proj",
+        }
+    )
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:

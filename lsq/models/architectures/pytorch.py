@@ -14,6 +14,7 @@ from lsq.models.reading import (
     layer_norm_epsilon,
     plain,
     plain_linears,
+    sources,
 )
 
 
@@ -29,16 +30,15 @@ class EncoderLayer(FusedLayer):
     SOURCES = {
         "self_attn.qkv_weight": ("self_attn.in_proj_weight",),
         "self_attn.qkv_bias": ("self_attn.in_proj_bias",),
-        "self_attn.out_weight": ("self_attn.out_proj.weight",),
-        "self_attn.out_bias": ("self_attn.out_proj.bias",),
-        "self_attn_layer_norm.weight": ("norm1.weight",),
-        "self_attn_layer_norm.bias": ("norm1.bias",),
-        "feed_forward.fc1_weight": ("linear1.weight",),
-        "feed_forward.fc1_bias": ("linear1.bias",),
-        "feed_forward.fc2_weight": ("linear2.weight",),
-        "feed_forward.fc2_bias": ("linear2.bias",),
-        "final_layer_norm.weight": ("norm2.weight",),
-        "final_layer_norm.bias": ("norm2.bias",),
+        **sources(
+            {
+                "self_attn.out": "self_attn.out_proj",
+                "self_attn_layer_norm": "norm1",
+                "feed_forward.fc1": "linear1",
+                "feed_forward.fc2": "linear2",
+                "final_layer_norm": "norm2",
+            }
+        ),
     }
 
     @staticmethod

@@ -5,7 +5,7 @@ from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
 from lsq.models.fused_layer import FusedLayer
-from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears
+from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears, sources
 
 
 class ViTLayer(FusedLayer):
@@ -13,28 +13,16 @@ class ViTLayer(FusedLayer):
 
     causal = False
     PARTS = {"attention": "Attention", "mlp": "MLP"}
-    SOURCES = {
-        "self_attn_layer_norm.weight": ("layernorm_before.weight",),
-        "self_attn_layer_norm.bias": ("layernorm_before.bias",),
-        "self_attn.qkv_weight": (
-            "attention.q_proj.weight",
-            "attention.k_proj.weight",
-            "attention.v_proj.weight",
-        ),
-        "self_attn.qkv_bias": (
-            "attention.q_proj.bias",
-            "attention.k_proj.bias",
-            "attention.v_proj.bias",
-        ),
-        "self_attn.out_weight": ("attention.o_proj.weight",),
-        "self_attn.out_bias": ("attention.o_proj.bias",),
-        "final_layer_norm.weight": ("layernorm_after.weight",),
-        "final_layer_norm.bias": ("layernorm_after.bias",),
-        "feed_forward.fc1_weight": ("mlp.fc1.weight",),
-        "feed_forward.fc1_bias": ("mlp.fc1.bias",),
-        "feed_forward.fc2_weight": ("mlp.fc2.weight",),
-        "feed_forward.fc2_bias": ("mlp.fc2.bias",),
-    }
+    SOURCES = sources(
+        {
+            "self_attn_layer_norm": "layernorm_before",
+            "self_attn.qkv": [f"attention.{part}_proj" for part in "qkv"],
+            "self_attn.out": "attention.o_proj",
+            "final_layer_norm": "layernorm_after",
+            "feed_forward.fc1": "mlp.fc1",
+            "feed_forward.fc2": "mlp.fc2",
+        }
+    )
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:

@@ -88,7 +88,7 @@ def test_dropout_is_read_from_the_layer():
     without_dropout(mine)
     assert torch.equal(mine(ids).last_hidden_state, mine(ids).last_hidden_state)
     layer.output.dropout.p = 0.5
-    with pytest.warns(UserWarning, match="its dropouts of residuals are different: 0.0, 0.5"):
+    with pytest.warns(UserWarning, match="it has different dropouts of residuals: 0.0, 0.5"):
         assert not torch.equal(mine(ids).last_hidden_state, mine(ids).last_hidden_state)
 
 
