@@ -13,10 +13,10 @@ from pathlib import Path
 
 import common
 
+from lsq.memory.buffer import Buffer
+from lsq.memory.files import read_buffers
+from lsq.memory.planner import METHODS, plan
 from lsq.native import loader
-from lsq.planner.buffer import Buffer
-from lsq.planner.files import read_buffers
-from lsq.planner.planner import METHODS, plan
 
 BASELINE = "greedy_by_size"
 

@@ -1,26 +1,115 @@
-"""The command that installs an extra of lsq's, as messages print it."""
+"""The extras of lsq in pyproject.toml: their packages, and errors that say how to install them."""
 
 import json
 import shlex
-from importlib import metadata
+from dataclasses import dataclass
+from importlib import metadata, util
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 DISTRIBUTION = "lsq-int8"
 """The name under which lsq is installed. It is not published; `lsq` on PyPI is somebody else's."""
-OF_MODULES = {
-    **dict.fromkeys(("fairseq", "fairseq_cli", "omegaconf", "hydra"), "fairseq"),
-    **dict.fromkeys(("transformers", "accelerate"), "huggingface"),
-    **dict.fromkeys(("uvicorn", "starlette", "prometheus_client"), "serve"),
-    "ctranslate2": "ctranslate2",
-    **dict.fromkeys(("cuda", "nvidia"), "cuda13"),
+REQUIRED = ("torch", "numpy", "safetensors", "filelock", "tqdm")
+"""Packages that lsq always needs."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An optional group of packages."""
+
+    purpose: str
+    packages: dict[str, str]
+    """Name of a package -> the module by which it is known to be there."""
+    others: tuple[str, ...] = ()
+    """Further modules that these packages bring along."""
+
+    @property
+    def modules(self) -> set[str]:
+        return {*self.packages.values(), *self.others}
+
+
+EXTRAS = {
+    "huggingface": Extra(
+        "models of Hugging Face", {"transformers": "transformers", "accelerate": "accelerate"}
+    ),
+    "fairseq": Extra(
+        "training in fairseq", {"fairseq-fixed": "fairseq"}, ("fairseq_cli", "omegaconf", "hydra")
+    ),
+    "text": Extra(
+        "vocabularies, number names and BLEU",
+        {name: name for name in ("sacrebleu", "sentencepiece", "num2words")},
+    ),
+    "serve": Extra(
+        "translations over HTTP, `lsq serve`",
+        {
+            "uvicorn": "uvicorn",
+            "starlette": "starlette",
+            "prometheus-client": "prometheus_client",
+        },
+    ),
+    "study": Extra(
+        "tables, pictures and TensorBoard",
+        {name: name for name in ("matplotlib", "tabulate", "tensorboard")},
+    ),
+    "ctranslate2": Extra("`lsq export --to ctranslate2`", {"ctranslate2": "ctranslate2"}),
+    "cuda13": Extra(
+        "kernels on a GPU",
+        {
+            "cuda-bindings": "cuda.bindings",
+            "nvidia-cuda-nvrtc": "nvidia.cu13",
+            "nvidia-cublas": "nvidia.cu13",
+        },
+        ("cuda", "nvidia"),
+    ),
 }
-"""Modules -> the extra of lsq (pyproject.toml) that installs them; others are packages of the same
-name."""
+"""All but `dev`, which is for tests of lsq."""
 
 
-def command(extra: str) -> str:
-    """The line that adds `extra` to what was installed: a checkout, one that is editable, or a
+class MissingPackage(ModuleNotFoundError):
+    """Packages of extras are not installed; the message says which, and how to install them."""
+
+
+def require(user: str, *extras: str) -> None:
+    """Make sure that the packages of these extras are installed.
+
+    Args:
+        user: what needs them, for the message.
+
+    Raises:
+        MissingPackage: at least one is not.
+    """
+    missing, lacking = [], []
+    for extra in extras:
+        absent = [name for name, module in EXTRAS[extra].packages.items() if not _is_there(module)]
+        missing += absent
+        lacking += [extra] if absent else []
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise MissingPackage(
+            f"{user} needs {', '.join(missing)}, which {verb} not installed: {command(*lacking)}"
+        )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is not there
+        return False
+
+
+def explanation(module: str) -> str:
+    """Name the package that an import of `module` needs, and how to install it."""
+    root = module.partition(".")[0]
+    for name, extra in EXTRAS.items():
+        if root in extra.modules:
+            by_module = {known: package for package, known in extra.packages.items()}
+            package = by_module.get(root, next(iter(extra.packages)))
+            return f"{package}, which is not installed: {command(name)}"
+    return f"{root}, which is not installed: pip install {root}"
+
+
+def command(*extras: str) -> str:
+    """The line that adds extras to what was installed: a checkout, one that is editable, or a
     wheel.
 
     Without a record of that it names the current folder, which is to be the checkout then.
@@ -29,19 +118,11 @@ def command(extra: str) -> str:
     editable = origin.get("dir_info", {}).get("editable", False)
     path = url2pathname(urlsplit(origin["url"]).path) if origin else "."
     options = "--no-build-isolation --editable " if editable else ""
-    return f"pip install {options}{shlex.quote(f'{path}[{extra}]')}"
-
-
-def missing(module: str) -> str:
-    """Say which package `module` is of, that it is not installed, and what installs it."""
-    extra = OF_MODULES.get(module)
-    needed = "fairseq" if extra == "fairseq" else module
-    remedy = command(extra) if extra else f"pip install {module}"
-    return f"{needed}, which is not installed: {remedy}"
+    return f"pip install {options}{shlex.quote(path + '[' + ','.join(extras) + ']')}"
 
 
 def _origin() -> dict:
-    """What pip has written down of where lsq came from (PEP 610); empty where it has not.
+    """What pip recorded about where lsq came from (PEP 610); empty without such a record.
 
     A checkout that is on the path has metadata of its own, without a record.
     """

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -9,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lsq import extras
+from lsq import commands, extras
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = set(PROJECT["optional-dependencies"])
+OPTIONAL = PROJECT["optional-dependencies"]
 PLACES = ("lsq", "tests", "docs", "benchmarks", "examples", "recipes", ".ci")
 TEXTS = {".py", ".md", ".toml", ".sh", ".txt", ".html", ".cpp", ".h", ".cu", ".cuh", ""}
 
@@ -57,14 +58,54 @@ def test_without_an_installation_it_is_for_the_checkout(monkeypatch):
     assert extras.command("serve") == "pip install '.[serve]'"
 
 
-def test_the_name_is_the_projects():
+def packages(lines: list[str]) -> list[str]:
+    return [re.match(r"[\w-]+", line)[0] for line in lines]
+
+
+def test_packages_are_those_of_pyproject():
     assert PROJECT["name"] == extras.DISTRIBUTION
-    [itself] = [
-        one
-        for one in PROJECT["optional-dependencies"]["dev"]
-        if one.startswith(extras.DISTRIBUTION)
-    ]
-    assert set(re.findall(r"\w+", itself.removeprefix(extras.DISTRIBUTION))) <= EXTRAS
+    assert packages(PROJECT["dependencies"]) == list(extras.REQUIRED)
+    itself, *others = OPTIONAL["dev"]
+    assert {name: packages(lines) for name, lines in OPTIONAL.items() if name != "dev"} == {
+        name: list(extra.packages) for name, extra in extras.EXTRAS.items()
+    }
+    included = set(itself.removeprefix(extras.DISTRIBUTION).strip("[]").split(","))
+    assert included <= set(OPTIONAL)
+    left_out = {name for extra in OPTIONAL.keys() - included - {"dev"} for name in OPTIONAL[extra]}
+    assert set(packages(left_out)) - set(packages(others)) == {"nvidia-cublas"}
+
+
+def test_require_names_all_that_is_missing(monkeypatch):
+    extras.require("nothing", *extras.EXTRAS.keys() - {"cuda13"})
+    for module in ("sacrebleu", "num2words", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(extras.MissingPackage) as raised:
+        extras.require("lsq numbers", "fairseq", "text", "study")
+    assert str(raised.value) == (
+        "lsq numbers needs sacrebleu, num2words, matplotlib, which are not installed: "
+        + extras.command("text", "study")
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("fairseq_cli.train", "fairseq-fixed", "fairseq"),
+        ("omegaconf", "fairseq-fixed", "fairseq"),
+        ("hydra.core", "fairseq-fixed", "fairseq"),
+        ("uvicorn", "uvicorn", "serve"),
+        ("prometheus_client", "prometheus-client", "serve"),
+        ("transformers", "transformers", "huggingface"),
+        ("tensorboard.compat", "tensorboard", "study"),
+        ("num2words", "num2words", "text"),
+        ("ctranslate2", "ctranslate2", "ctranslate2"),
+        ("nvidia.cu13", "cuda-bindings", "cuda13"),
+        ("peft.utils", "peft", None),
+    ],
+)
+def test_a_failed_import_is_explained(module, package, extra):
+    remedy = extras.command(extra) if extra else f"pip install {package}"
+    assert extras.explanation(module) == f"{package}, which is not installed: {remedy}"
 
 
 def test_nothing_installs_the_package_that_has_lsqs_name_on_pypi():
@@ -76,13 +117,15 @@ def test_nothing_installs_the_package_that_has_lsqs_name_on_pypi():
     assert not found
 
 
-def test_messages_name_extras_that_exist():
+def test_calls_name_extras_that_exist():
     code = "".join(text for path, text in texts().items() if path.is_relative_to(ROOT / "lsq"))
-    named = re.findall(r"extras\.command\('(\w+)'\)", code)
-    assert named and len(named) == code.count("extras.command(")
-    assert {*named, *extras.OF_MODULES.values()} <= EXTRAS
+    named = re.findall(r"extras\.(?:command|require)\(([^)]*)\)", code)
+    names = [name for arguments in named for name in re.findall(r"['\"](\w+)['\"]", arguments)]
+    assert {"cuda13", "study", "text", "ctranslate2"} <= set(names) <= set(extras.EXTRAS)
+    assert {name for needed in commands.EXTRAS.values() for name in needed} <= set(extras.EXTRAS)
+    assert commands.EXTRAS.keys() <= commands.COMMANDS.keys()
 
 
 def test_pages_name_extras_that_exist():
     named = re.findall(r"pip install (?:-\S+ )*['\"]\.\[([\w,]+)\]", "".join(texts().values()))
-    assert named and {name for names in named for name in names.split(",")} <= EXTRAS
+    assert named and {name for names in named for name in names.split(",")} <= set(OPTIONAL)

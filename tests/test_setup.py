@@ -174,8 +174,8 @@ def test_levels_round_alike(build):
 @needs_compiler
 def test_a_wheel_fits_every_python_and_has_all_libraries_and_sources(build, tmp_path):
     """Of the libraries that lie in the checkout, which are current; nothing is compiled."""
-    libraries = [f"lsq/csrc/{name}.so" for name in build.LIBRARIES]
-    (tmp_path / "lib/lsq/csrc").mkdir(parents=True)
+    libraries = [f"lsq/native/{name}.so" for name in build.LIBRARIES]
+    (tmp_path / "lib/lsq/native").mkdir(parents=True)
     for library in libraries:
         shutil.copy(library, tmp_path / "lib" / library)
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", tmp_path]

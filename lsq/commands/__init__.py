@@ -18,7 +18,16 @@ COMMANDS = {
     "configs": "files of tuned products: list, show, verify, export",
     "user-dir": "print the folder for fairseq's --user-dir",
 }
-"""Name -> help.
-
-Its module, with _ for -, is imported only when it is used: fairseq takes seconds to import.
-"""
+"""Name -> help. The module, with _ for -, is imported when the command runs: fairseq takes seconds
+to import."""
+EXTRAS = {
+    "train": ("fairseq",),
+    "generate": ("fairseq",),
+    "train-text": ("fairseq", "text", "study"),
+    "numbers": ("fairseq", "text", "study"),
+    "compare": ("fairseq", "text", "study"),
+    "formats": ("study",),
+    "sensitivity": ("study",),
+    "serve": ("serve",),
+}
+"""Name -> the extras of lsq without which nothing of the command works."""

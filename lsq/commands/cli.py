@@ -13,7 +13,7 @@ import traceback
 
 import lsq
 from lsq import extras
-from lsq.commands import COMMANDS, inputs, logs
+from lsq.commands import COMMANDS, EXTRAS, inputs, logs
 from lsq.commands.interruption import name_of
 from lsq.commands.options import HELP, near, shortened
 
@@ -103,6 +103,8 @@ def _run(arguments: list[str] | None) -> int:
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be text
     logs.configure()
     try:
+        if not HELP & set(given.arguments):
+            extras.require("this command", *EXTRAS.get(given.command, ()))
         inputs.check(given.command, given.arguments)
         return importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}").run(
             given.arguments
@@ -151,9 +153,11 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         cause = error.__context__
         detail = f" ({_line(cause)})" if type(error) is Exception and cause is not None else ""
         return 2, f"error: {message}{detail}"
-    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if missing not in ("", "lsq"):
-        return 2, f"error: this needs {extras.missing(missing)}"
+    if isinstance(error, extras.MissingPackage):
+        return 2, f"error: {message}"
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if missing.partition(".")[0] not in ("", "lsq"):
+        return 2, f"error: this needs {extras.explanation(missing)}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from matplotlib.figure import Figure
-
 from lsq.commands import stages, text_run, train_text
 from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, LossCurve, read_losses
@@ -308,6 +306,8 @@ def draw(
 ) -> None:
     """Draw the differences of training losses over updates: a pale line for each seed, a strong one
     for the mean."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     of_windows = list(differences.values())[: len(windows)]

@@ -1,25 +1,331 @@
-"""`lsq doctor`: what this machine can do, and what to install for more."""
+"""`lsq doctor`: what this machine can do, which int8 path runs here, and what to install for more.
 
+`lsq doctor --emulate` runs every CUDA operation in the emulator and compares it with its reference.
+That takes a C++ compiler and no GPU. It shows that kernels, the launcher and the calls of products
+compute what they should; it cannot show how fast a GPU is, or that its driver works.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
 import sys
-from argparse import ArgumentParser
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
 
+import torch
 from tqdm import tqdm
 
-from lsq.commands import emulation
-from lsq.commands import machine as doctor
-from lsq.commands.options import one_line_errors
-from lsq.run.backends import backend
+import lsq
+from lsq import gemm
+from lsq.commands.options import command_parser
+from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary
+from lsq.extras import EXTRAS, REQUIRED
+from lsq.layers import programs
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.native import loader, processor, runtime, tiles
+from lsq.native.shared_library import LibraryError
+from lsq.ops.rounding import RoundWeight
+from lsq.ops.sums import FinishSums, PartialSums
+from lsq.program.operation import Operation
+from lsq.program.program import Program
+from lsq.program.samples import border_tensors
+from lsq.program.tensor import VirtualTensor
+from lsq.run.backends import backend, gpu_fault
+
+FLOAT_LIMIT = 1e-4
+"""Largest difference of floats in the emulator, relative to the largest magnitude."""
+CODE_LIMIT = 2e-3
+"""Largest share of codes that may differ by one in the emulator: float sums in another order round
+to the neighbouring code."""
+INT8_FEATURES = {
+    "AVX-VNNI",
+    "AVX-512 VNNI",
+    "AMX int8",
+    "Arm dot product",
+    "Arm int8 matrix multiply",
+}
+"""The features that multiply int8 faster than floats; without any, int8 works but is hardly faster.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductCheck:
+    """One int8 product, compared with exact arithmetic and timed against float32."""
+
+    exact: bool
+    """Whether every int32 sum equals exact arithmetic, on codes so large that float32 sums would
+    round."""
+    shape: tuple[int, int, int]
+    """(M, N, K): [M, K] times [N, K] transposed."""
+    int8_milliseconds: float
+    """Median time of the int8 product."""
+    float32_milliseconds: float
+    """Median time of the float32 product of the same shape."""
+
+    @property
+    def speedup(self) -> float:
+        return self.float32_milliseconds / self.int8_milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `lsq doctor` found."""
+
+    version: str
+    python: str
+    system: str
+    cpu: str
+    cores: int
+    """Logical cores that this process may use."""
+    threads: int
+    """Threads that torch uses."""
+    cpu_features: tuple[str, ...]
+    """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell.
+    """
+    gpus: tuple[str, ...]
+    """CUDA devices that torch sees."""
+    cuda: str | None
+    """The version of CUDA that torch is built for; None: for none."""
+    gpu_fault: str | None
+    """Why layers cannot compute on the first of them; None: they can."""
+    host_library: str | None
+    """Which C++ library runs the fused loops; None: plain torch does, as none was built."""
+    faults: dict[str, str]
+    """Libraries that were built but cannot be used -> why, and what to do."""
+    packages: dict[str, str | None]
+    """Version of each required and optional package; None where it is not installed."""
+    product: ProductCheck
+
+    @property
+    def healthy(self) -> bool:
+        """Whether training works: exact int8 products, no unusable library, every required package
+        installed."""
+        return (
+            self.product.exact and not self.faults and all(self.packages[name] for name in REQUIRED)
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether layers compute on a GPU."""
+        return bool(self.gpus) and not self.gpu_fault
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What the user can do about what was found, most important first; empty when there is
+        nothing to do."""
+        advice = []
+        if not self.product.exact:
+            advice.append(
+                "int8 products are wrong on this machine: do not train in int8 here. Another"
+                " version of torch "
+                "may be right; please report the CPU and the versions above."
+            )
+        advice += [f"The {name} cannot be used: {fault}" for name, fault in self.faults.items()]
+        missing = [name for name in REQUIRED if not self.packages[name]]
+        if missing:
+            advice.append(f"Required packages are missing: pip install {' '.join(missing)}")
+        if self.gpus and self.gpu_fault:
+            advice.append(f"The GPU cannot be used: {self.gpu_fault}")
+        if self.host_library is None:
+            advice.append(
+                "The C++ library is missing, so plain torch runs the fused loops, slower. Install a"
+                " C++17 "
+                "compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install"
+                " gcc-c++) and install "
+                "lsq again (in a clone: make library)."
+            )
+        if self.cpu_features and not INT8_FEATURES.intersection(self.cpu_features):
+            advice.append(
+                "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with"
+                " AVX-512 "
+                "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than"
+                " float32."
+            )
+        elif self.product.speedup < 1 and not self.on_gpu:
+            advice.append(
+                f"int8 products take {1 / self.product.speedup:.1f} times as long as those of"
+                " float32 here: `lsq tune` "
+                "may find faster ones. Run this again when nothing else runs; if it stays so, train"
+                " in floats here."
+            )
+        return tuple(advice)
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a distribution, or None; nothing is imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int = 5) -> ProductCheck:
+    """Multiply int8 matrices as the layers do, compare with exact arithmetic and time it.
+
+    The codes lie near +127 and -127: their sums pass 2^24, where float32 rounds, and the
+    instructions of CPUs without int8 dot products (pairs of unsigned times signed, added in 16
+    bits) saturate on them.
+    """
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(120, 128, (m, k), dtype=torch.int8, generator=generator)
+    b = torch.randint(120, 128, (n, k), dtype=torch.int8, generator=generator)
+    a[::2].neg_()
+    b[::3].neg_()
+    try:
+        multiply = gemm.untuned_product
+        product = multiply(a, b)
+    except (LibraryError, OSError):  # which stands among the faults
+        multiply = gemm.int8_product
+        product = multiply(a, b)
+    exact = torch.equal(product, gemm.reference(a, b))
+    a_float, b_float = a.float(), b.float()
+    int8_times, float32_times = [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        multiply(a, b)
+        middle = time.perf_counter()
+        torch.mm(a_float, b_float.t())
+        int8_times.append(middle - start)
+        float32_times.append(time.perf_counter() - middle)
+    return ProductCheck(
+        exact=exact,
+        shape=shape,
+        int8_milliseconds=1e3 * statistics.median(int8_times),
+        float32_milliseconds=1e3 * statistics.median(float32_times),
+    )
+
+
+def library_faults() -> dict[str, str]:
+    """Each library of lsq's that was built but cannot be used, and why; one that was not built is
+    no fault."""
+    loads = {"C++ library": loader.library}
+    if runtime.LIBRARY.exists():
+        loads["launcher"] = runtime.library
+    faults = {}
+    for name, load in loads.items():
+        try:
+            load()
+        except (LibraryError, OSError) as error:
+            faults[name] = str(error)
+    return faults
+
+
+def report() -> Report:
+    """Look at this machine; takes well under a second."""
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    faults = library_faults()
+    usable = "C++ library" not in faults
+    return Report(
+        version=lsq.__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=processor.cpu_model(),
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        cpu_features=tuple(
+            name
+            for flag, name in processor.CPU_FEATURES.items()
+            if flag in processor.cpu_features()
+        ),
+        cuda=torch.version.cuda,
+        gpus=tuple(
+            f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+            for gpu in gpus
+        ),
+        host_library="UNUSABLE (see below)"
+        if not usable
+        else loader.description()
+        if loader.available()
+        else None,
+        gpu_fault=gpu_fault(),
+        faults=faults,
+        packages={
+            name: installed_version(name)
+            for name in (*REQUIRED, *(name for extra in EXTRAS.values() for name in extra.packages))
+        },
+        product=check_product(),
+    )
+
+
+def kernel_name() -> str:
+    """What multiplies int8 on this CPU where nothing is tuned, for people."""
+    try:
+        fastest, *_ = (*tiles.usable(), None)
+    except (LibraryError, OSError):
+        fastest = None
+    return "oneDNN (torch._int_mm)" if fastest is None else f"lsq's tiles ({fastest})"
+
+
+def text(found: Report) -> str:
+    """The report for people."""
+    m, n, k = found.product.shape
+    seen = "; ".join(found.gpus)
+    loops = "the C++ library" if found.host_library else "plain torch"
+    gpu = (
+        "none that torch can use (it is built for"
+        f" {f'CUDA {found.cuda}' if found.cuda else 'the CPU alone'})"
+    )
+    if seen:
+        gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})"
+    path = f"CPU: matrix products by {kernel_name()}, the loops between them by {loops}"
+    if found.on_gpu:
+        path = f"GPU: matrix products by cuBLASLt and kernels of lsq, which do all else; {path}"
+    rows = [
+        ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
+        (
+            "CPU",
+            f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}",
+        ),
+        ("CPU features", ", ".join(found.cpu_features) or "unknown"),
+        ("GPU", gpu),
+        ("C++ library", found.host_library or "none (plain PyTorch)"),
+        ("int8 path", path),
+        (
+            "int8 product",
+            f"{'exact' if found.product.exact else 'WRONG'}; {m} x {n} x {k} in "
+            f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast"
+            " as float32",
+        ),
+        *((name, found.packages[name] or "MISSING") for name in REQUIRED),
+        *(
+            (f"extra {name}", f"{_of_extra(found, extra.packages)} (for {extra.purpose})")
+            for name, extra in EXTRAS.items()
+        ),
+    ]
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{width}}{value}" for name, value in rows]
+    lines += (
+        ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
+    )
+    return "\n".join(lines)
+
+
+def _of_extra(found: Report, packages: Iterable[str]) -> str:
+    there = [f"{name} {found.packages[name]}" for name in packages if found.packages[name]]
+    missing = [name for name in packages if not found.packages[name]]
+    parts = [", ".join(there)] if there else []
+    return "; ".join([*parts, f"not installed: {', '.join(missing)}"] if missing else parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: print the report; the exit status is lsq.commands.machine's."""
-    parser = ArgumentParser(
-        prog="lsq doctor",
-        description="Say what this machine can do, which int8 path runs here, and what to install"
-        " for more.",
-        allow_abbrev=False,
+    """The subcommand: print the report, or check the emulator; the exit status: 0 if training works
+    here, or all kernels agree, else 1."""
+    parser = command_parser(
+        "doctor",
+        "Say what this machine can do, which int8 path runs here, and what to install for more.",
     )
-    one_line_errors(parser)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
         "--emulate",
@@ -29,11 +335,17 @@ def run(arguments: list[str]) -> int:
         "report; takes a C++ compiler, no GPU, and about half a minute the first time",
     )
     options = parser.parse_args(arguments)
-    if not options.emulate:
-        return doctor.run(as_json=options.json)
-    if options.json:
+    if options.emulate and options.json:
         parser.error("--json is for the report; it does not go with --emulate")
-    return emulate()
+    if options.emulate:
+        return emulate()
+    found = report()
+    if options.json:
+        fields = dataclasses.asdict(found)
+        print(json.dumps(fields | {"advice": found.advice, "healthy": found.healthy}))
+    else:
+        print(text(found))
+    return 0 if found.healthy else 1
 
 
 def emulate() -> int:
@@ -44,9 +356,7 @@ def emulate() -> int:
     except RuntimeError as error:  # no C++ compiler, or it fails
         print(f"lsq doctor: {error}", file=sys.stderr)
         return 1
-    found = list(
-        tqdm(emulation.checks(), desc="emulating", unit="operation", disable=None, leave=False)
-    )
+    found = list(tqdm(checks(), desc="emulating", unit="operation", disable=None, leave=False))
     names = sorted({check.operation for check in found})
     for name in names:
         calls = [check for check in found if check.operation == name]
@@ -61,3 +371,164 @@ def emulate() -> int:
         " their references."
     )
     return 1 if wrong else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationCheck:
+    """One call of an operation in the emulator, beside its reference."""
+
+    program: str
+    operation: str
+    floats: float
+    """Largest difference of float results, relative to the largest magnitude; infinity where other
+    places are NaN."""
+    integers: float
+    """Share of codes and bits that differ; infinity where codes differ by more than one."""
+
+    @property
+    def agrees(self) -> bool:
+        return self.floats <= FLOAT_LIMIT and self.integers <= CODE_LIMIT
+
+
+def trained() -> list[Program]:
+    """Small programs that run every operation of training in all modes, as a GPU has them."""
+    found = []
+    for quant, activation, norm in (
+        (QuantConfig(backward="int8"), "relu", "layer"),
+        (QuantConfig(backward="float", clip_gradient="lsq"), "gelu", "rms"),
+        (QuantConfig(mode="float"), "relu", "layer"),
+    ):
+        config = LayerConfig(
+            hidden=48,
+            heads=3,
+            feed_forward=112,
+            dropout=0.1,
+            attention_dropout=0.1,
+            activation_dropout=0.1,
+            activation=activation,
+            norm=norm,
+            quant=quant,
+        )
+        mode = Mode(training=True, backward=True, backend=backend("emulated"))
+        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
+        table = Table(
+            vocabulary=11,
+            hidden=config.hidden,
+            positions=9,
+            padding=1,
+            scale=2.0,
+            dropout=0.1,
+            learned=True,
+        )
+        gated = replace(config, activation="silu", gated=True, bias=False)
+        found += [
+            programs.feed_forward(gated, 21, mode),
+            programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
+            programs.decoder_layer(
+                config, PackedSequences(rows=21, count=3), PackedSequences(rows=27, count=3), mode
+            ),
+            programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
+            programs.embedding(quant, 15, table, mode),
+        ]
+    turned = turning(LayerConfig(hidden=48, heads=3, feed_forward=112))
+    return [
+        *found,
+        programs.self_attention(turned, PackedSequences(rows=21, count=3), mode, causal=True),
+    ]
+
+
+def turning(config: LayerConfig) -> LayerConfig:
+    """The same with grouped queries, norms of heads, rotary embeddings, a window and biases by
+    distance."""
+    return replace(
+        config,
+        kv_heads=1,
+        rotary=Rotary(places=9),
+        qk_norm=1e-6,
+        window=5,
+        relative_bias=RelativeBias(buckets=8, farthest=6),
+    )
+
+
+def checks() -> Iterator[OperationCheck]:
+    """Run every operation of every program, and before them those that round its weights.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or a kernel fails.
+    """
+    for program in trained():
+        values = border_tensors(program)
+        weights = [
+            RoundWeight(weight=weight)
+            for weight in program.weights.values()
+            if weight.codes is not None
+        ]
+        finishing = [
+            operation for operation in program.operations if isinstance(operation, FinishSums)
+        ]
+        sums = {one.parts: one for operation in finishing for one in operation.found}
+        for operation in (*weights, *program.operations):
+            expected, found = (_run(name, operation, values) for name in ("reference", "emulated"))
+            values.update(zip(operation.outputs, expected, strict=True))
+            pairs = _comparable(operation.outputs, found, expected, sums)
+            floats = [pair for pair in pairs if pair[1].dtype.is_floating_point]
+            integers = [pair for pair in pairs if not pair[1].dtype.is_floating_point]
+            yield OperationCheck(
+                program=program.name,
+                operation=operation.name,
+                floats=max((_of_floats(*pair) for pair in floats), default=0.0),
+                integers=max((_of_integers(*pair) for pair in integers), default=0.0),
+            )
+
+
+def _run(
+    name: str, operation: Operation, values: dict[VirtualTensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """What an operation writes on the backend of that name, in memory of its own, over what is
+    written there before."""
+    made = {
+        tensor: values[tensor].clone()
+        if tensor in values
+        else torch.full(tensor.shape, 85, dtype=tensor.dtype)
+        for tensor in operation.outputs
+    }
+    bound = operation.bind(lambda tensor: made[tensor] if tensor in made else values[tensor])
+    backend(name).run(bound)
+    return bound.outputs
+
+
+def _comparable(
+    tensors: Sequence[VirtualTensor],
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    sums: Mapping[VirtualTensor, PartialSums],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs that are to be equal: of sums over rows that are left in parts, the totals."""
+    pairs = []
+    for tensor, *pair in zip(tensors, found, expected, strict=True):
+        if tensor in sums:
+            totals = (replace(sums[tensor], parts=parts).totals() for parts in pair)
+            outs = sums[tensor].outs
+            pairs += [both for out, *both in zip(outs, *totals, strict=True) if out is not None]
+        else:
+            pairs.append(pair)
+    return pairs
+
+
+def _of_floats(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    usable = wanted.isfinite()
+    if not torch.equal(found.isfinite(), usable):
+        return float("inf")
+    if not usable.any():
+        return 0.0
+    difference = (found - wanted)[usable].abs().max().item()
+    return difference / max(wanted[usable].abs().max().item(), 1e-6)
+
+
+def _of_integers(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if not wanted.numel() or torch.equal(found, wanted):
+        return 0.0
+    if wanted.dtype == torch.int8 and (found.int() - wanted.int()).abs().max() > 1:
+        return float("inf")
+    differing = int((found != wanted).sum())
+    return differing / wanted.numel() if differing > 1 else 0.0

@@ -12,8 +12,8 @@ from fairseq.checkpoint_utils import load_model_ensemble
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import FairseqLanguageModel
 from fairseq.tasks import TASK_REGISTRY
-from sentencepiece import SentencePieceProcessor
 
+from lsq import extras
 from lsq.commands import device, launch, limits
 from lsq.commands.options import check_writable
 from lsq.commands.train import TASK, check_data, parse, peek
@@ -71,6 +71,9 @@ def is_ours(checkpoint: Path) -> bool:
 def check_subwords(path: str) -> None:
     """Raise ValueError unless a file is a model of sentencepiece's, which says so in words of its
     own."""
+    extras.require("--sentencepiece-model", "text")
+    from sentencepiece import SentencePieceProcessor
+
     try:
         SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:

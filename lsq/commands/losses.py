@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from lsq import extras
 
 LOSSES = "losses.jsonl"
 """The file in the folder of a model."""
@@ -62,6 +62,9 @@ def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
 
     Those of training are pale, those of validation have a dot at each.
     """
+    extras.require("a picture", "study")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     figure.suptitle(title)
     by_update, by_second = figure.subplots(1, 2, sharey=True)

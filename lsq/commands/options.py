@@ -35,6 +35,22 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+def command_parser(command: str, description: str, **options) -> ArgumentParser:
+    """The parser of `lsq COMMAND`: defaults in the help, no abbreviations, errors in one line.
+
+    Args:
+        options: further ones of ArgumentParser.
+    """
+    parser = ArgumentParser(
+        prog=f"lsq {command}",
+        description=description,
+        allow_abbrev=False,
+        **{"formatter_class": HelpFormatter, **options},
+    )
+    one_line_errors(parser)
+    return parser
+
+
 def one_line_errors(parser: ArgumentParser) -> None:
     """Let a parser report a mistake in one line, without the usage, which fills screens for
     fairseq's parsers.

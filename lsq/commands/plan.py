@@ -2,7 +2,6 @@
 memory as possible."""
 
 import contextlib
-import dataclasses
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ from lsq.commands.options import (
     positive,
     seconds,
 )
-from lsq.planner.buffer import Buffer, Plan
-from lsq.planner.files import read_buffers, save_plan, write_plan
-from lsq.planner.memory_map import alive_at_peak, draw
-from lsq.planner.planner import METHODS, TIME_LIMIT, plan
+from lsq.memory.buffer import Buffer, Plan
+from lsq.memory.files import read_buffers, save_plan, write_plan
+from lsq.memory.picture import alive_at_peak, draw
+from lsq.memory.planner import METHODS, TIME_LIMIT, plan
 
 SHOWN = 10
 """Buffers and segments that are listed."""
@@ -156,7 +155,7 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
         f" {str(backend.activations).removeprefix('torch.')}"
     )
     step = describe_training(parsed, given.vocabulary_size, backend)
-    return given, [Buffer(**dataclasses.asdict(buffer)) for buffer in step.buffers.values()]
+    return given, list(step.buffers.values())
 
 
 def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:

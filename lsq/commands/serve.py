@@ -2,12 +2,10 @@
 
 import asyncio
 import functools
-import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 
-from lsq import extras
 from lsq.commands import logs
 from lsq.commands.options import HelpFormatter, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
@@ -20,7 +18,6 @@ the search such as "beam"; GET /health and /metrics (for Prometheus) say how it 
 page for trying it. Requests that arrive together are translated together. Ctrl-C or SIGTERM ends it
 when what has arrived is answered.
 """
-PACKAGES = ("uvicorn", "starlette", "prometheus_client")
 MOST_PORT = 2**16 - 1
 
 
@@ -69,11 +66,6 @@ def run(arguments: list[str]) -> int:
         ValueError, OSError: a mistake in the options or the files, or the address is in use.
     """
     given = parser().parse_args(arguments)
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"lsq serve needs {', '.join(missing)}; install them with: {extras.command('serve')}"
-        )
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)

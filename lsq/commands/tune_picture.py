@@ -3,14 +3,15 @@
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
+from lsq import extras
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import REQUESTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MARKERS = "osD^vP"
 
@@ -29,6 +30,9 @@ def draw(file: ConfigurationFile, path: Path) -> None:
     """
     if not file.entries:
         raise ValueError("the file has no entries; there is nothing to draw")
+    extras.require("a picture", "study")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     _panel(above, file.entries, lambda entry: entry.gain, "as run untuned")
@@ -49,7 +53,7 @@ def draw(file: ConfigurationFile, path: Path) -> None:
 
 
 def _panel(
-    axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
+    axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
 ) -> None:
     for number, op in enumerate(REQUESTS):
         chosen = [entry for entry in entries if entry.key.op == op]
@@ -66,6 +70,8 @@ def _panel(
             markeredgewidth=0,
             label=f"{op}: {statistics.geometric_mean(gains):.2f} on average",
         )
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -1,10 +1,9 @@
 """`lsq user-dir`: the folder to give to fairseq's --user-dir."""
 
-from argparse import ArgumentParser
 from pathlib import Path
 
 import lsq
-from lsq.commands.options import one_line_errors
+from lsq.commands.options import command_parser
 
 
 def user_dir() -> Path:
@@ -14,13 +13,10 @@ def user_dir() -> Path:
 
 def run(arguments: list[str]) -> int:
     """The subcommand: print the folder."""
-    parser = ArgumentParser(
-        prog="lsq user-dir",
-        description="Print the folder for fairseq's --user-dir: fairseq-train --user-dir \"$(lsq"
-        ' user-dir)" ...',
-        allow_abbrev=False,
-    )
-    one_line_errors(parser)
-    parser.parse_args(arguments)
+    command_parser(
+        "user-dir",
+        "Print the folder for fairseq's --user-dir:"
+        ' fairseq-train --user-dir "$(lsq user-dir)" ...',
+    ).parse_args(arguments)
     print(user_dir())
     return 0

@@ -1,2 +1,2 @@
-"""The memory of a training step: its buffers, a plan with a place for each, and the arena in which
-they lie."""
+"""Where tensors lie: buffers, plans of their offsets, the arena of a plan, and memory kept between
+passes."""

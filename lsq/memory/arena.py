@@ -11,13 +11,10 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 HUGE_PAGE = 2 << 20
-"""Bytes of the pages that the system is asked for on the CPU: fewer page faults, fewer misses in
-the address cache."""
-
-
+"""Bytes of the pages that arenas of the CPU ask for: fewer page faults and address cache misses."""
 LINUX = sys.platform == "linux"
 NO_RESERVE = 0x4000 if LINUX else 0
-"""MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than what the machine has,
+"""MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than the machine's memory,
 if no batch is."""
 WIPE_ON_FORK = 18
 """MADV_WIPEONFORK."""
@@ -32,9 +29,8 @@ class Arena:
 
     Args:
         size: bytes.
-        device: where, as torch names it.
-        wiped_on_fork: whether a forked process finds zeros there, where the system can, not copies
-            of pages.
+        device: its device.
+        wiped_on_fork: a forked process finds zeros there, not copies of pages, if the system can.
 
     Raises:
         MemoryError: the system refuses so much.
@@ -54,11 +50,10 @@ class Arena:
             self._pages, self._slab = None, torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor at byte `offset`; what is there stays.
+        """A contiguous, uninitialised tensor at byte `offset`.
 
         Raises:
-            ValueError: it does not lie inside the arena, or the offset is no multiple of the
-                element's size.
+            ValueError: it does not fit, or the offset is no multiple of the element's size.
         """
         self._check(offset, shape, dtype)
         return tensor_in(
@@ -68,13 +63,14 @@ class Arena:
     def lend(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[torch.Tensor, weakref.ref]:
-        """The same with a storage of its own; the reference is dead once nothing uses it."""
+        """A tensor as `tensor`, with a storage of its own; the reference is dead once nothing uses
+        that storage."""
         memory = self.tensor(offset, shape, dtype)  # lives on as long as the storage made of it
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
     def release(self, offset: int, size: int) -> None:
-        """Give whole pages among `size` bytes from `offset` on back to the system, on Linux; they
-        are zeros then."""
+        """Give whole pages of `size` bytes from `offset` on back to the system, on Linux; they are
+        zeros then."""
         if self._pages is None or not LINUX:
             return
         first = -(-(self._start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -95,7 +91,7 @@ class Arena:
 def tensor_in(
     storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A contiguous tensor at byte `offset` of a storage; what is there stays."""
+    """A contiguous, uninitialised tensor at byte `offset` of a storage."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(
         storage, offset // dtype.itemsize, tuple(shape), _strides(shape)
     )

@@ -1,13 +1,12 @@
-"""Buffers with their lives, and where they lie: plain data."""
+"""Buffers with their lives, and plans of where they lie: plain data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LARGEST = 2**62
 """Sizes, offsets and operation indices stay below this, so that sums of two fit into 64 bits."""
-
 DEFAULT_ALIGNMENT = 256
-"""What cudaMalloc gives, and more than any vector instruction needs."""
+"""Bytes: what cudaMalloc gives, and more than any vector instruction needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +14,7 @@ class Buffer:
     """Bytes that hold one value from the operation that writes it to the last one that reads it.
 
     Raises:
-        ValueError: a number is out of range, or the life is empty.
+        ValueError: a number is out of range, the life is empty, or the offset is not aligned.
     """
 
     name: str
@@ -27,19 +26,32 @@ class Buffer:
     """Index of the last operation that uses it, inclusive."""
     alignment: int = DEFAULT_ALIGNMENT
     """The offset is a multiple of this power of two."""
+    pool: str = "default"
+    """Buffers of different pools never share a segment."""
+    offset: int | None = None
+    """Bytes from the start of its pool, fixed; None: the planner chooses."""
 
     def __post_init__(self):
         self._require_range("size", 0)
         self._require_range("first", -LARGEST)
         self._require_range("last", -LARGEST)
         self._require_range("alignment", 1)
-        owner = f"buffer {self.name!r}"
         if self.last < self.first:
             raise ValueError(
-                f"{owner}: it lives from {self.first} to {self.last}; last must not be before first"
+                f"buffer {self.name!r}: it lives from {self.first} to {self.last}; last must not"
+                " be before first"
             )
         if self.alignment & (self.alignment - 1):
-            raise ValueError(f"{owner}: alignment is {self.alignment}; it must be a power of two")
+            raise ValueError(
+                f"buffer {self.name!r}: alignment is {self.alignment}; it must be a power of two"
+            )
+        if self.offset is not None:
+            self._require_range("offset", 0)
+            if self.offset % self.alignment:
+                raise ValueError(
+                    f"buffer {self.name!r}: offset is {self.offset}; it must be a multiple of its "
+                    f"alignment, {self.alignment}"
+                )
 
     def _require_range(self, name: str, lowest: int) -> None:
         value = getattr(self, name)
@@ -52,34 +64,57 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The offset of every buffer."""
+    """Segment and offset of every buffer."""
 
     offsets: dict[str, int]
-    """Bytes from the start of the memory, by name."""
-    peak: int
-    """Bytes up to the end of the highest buffer."""
+    """Buffer -> bytes from the start of its segment."""
+    segments: dict[str, int]
+    """Buffer -> index of its segment."""
+    used: tuple[int, ...]
+    """Bytes per segment up to the end of its highest buffer."""
+    capacities: tuple[int, ...]
+    """Bytes per segment to allocate: `used`, rounded up if the plan has a cap."""
+    pools: tuple[str, ...]
+    """Pool of each segment."""
     lower_bound: int
-    """The largest sum of bytes alive at one time; no plan can do with less."""
+    """Bytes that every plan needs: `lower_bound` of each pool, summed."""
+    method: str
+    """The planner's method."""
     seconds: float
     """Time that planning took."""
+    capacity_met: bool | None = None
+    """Whether every pool keeps to the requested capacity; None without one."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes used, summed over segments."""
+        return sum(self.used)
 
     @property
     def gap(self) -> float:
-        """How far the peak is above the lower bound, relative to it; 0 is optimal."""
+        """Peak above the lower bound, relative to it; 0 is optimal."""
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def live_load(lives: Iterable) -> list[tuple[int, int]]:
-    """(operation, bytes alive from it on) wherever that changes, in order of time.
-
-    Each of `lives` has a size, a first and a last operation, as a Buffer has.
-    """
+def live_load(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
+    """(operation, bytes alive from it on) wherever that changes, in order of time."""
     changes: dict[int, int] = {}
-    for one in lives:
-        changes[one.first] = changes.get(one.first, 0) + one.size
-        changes[one.last + 1] = changes.get(one.last + 1, 0) - one.size
+    for buffer in buffers:
+        changes[buffer.first] = changes.get(buffer.first, 0) + buffer.size
+        changes[buffer.last + 1] = changes.get(buffer.last + 1, 0) - buffer.size
     load, curve = 0, []
     for time, change in sorted(changes.items()):
         load += change
         curve.append((time, load))
     return curve
+
+
+def lower_bound(buffers: Sequence[Buffer]) -> int:
+    """Bytes that every plan of one pool needs: the largest live load, or the highest fixed end."""
+    ends = [each.offset + each.size for each in buffers if each.size and each.offset is not None]
+    return max([*(load for _, load in live_load(buffers)), *ends], default=0)
+
+
+def fixed_offsets(buffers: Sequence[Buffer]) -> dict[int, int]:
+    """Index -> offset of the buffers that no plan may move."""
+    return {i: buffer.offset for i, buffer in enumerate(buffers) if buffer.offset is not None}

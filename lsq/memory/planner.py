@@ -1,106 +1,239 @@
-"""`plan`: offsets for the buffers of a training step, so that those alive at one time do not
-overlap.
+"""`plan`: offsets for buffers, so that those alive at one time do not overlap and the peak is low.
 
-Best fit by the live load, which all but reaches the lower bound on trainings, or, where gradients
-outweigh activations, by area. lsq.planner can do more.
+The problem is dynamic storage allocation, which is NP-hard. A few greedy orders reach the lower
+bound on most programs; the method "exact" searches where they do not. Every plan is checked by
+lsq.memory.validator before it is returned.
 """
 
-import itertools
 import time
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy
 
-from lsq.memory.buffer import Buffer, Plan, live_load
-from lsq.memory.placement import place
+from lsq.memory import exact
+from lsq.memory.buffer import LARGEST, Buffer, Plan, fixed_offsets, live_load, lower_bound
+from lsq.memory.placement import Placement, capacity_of, place
+from lsq.memory.validator import check, overlaps
+
+TIME_LIMIT = 30.0
+"""Default seconds of "exact"."""
+GRANULARITY = 2 * 2**20
+"""Bytes; capacities of segments under a cap are multiples, as CUDA's virtual memory has them."""
 
 
-def plan(buffers: Sequence[Buffer]) -> Plan:
-    """Place buffers whose names differ, and prove that none overlap.
+def by_load(buffers: Sequence[Buffer]) -> list[int]:
+    """Largest live load during the life first; then the largest, the earliest, as given.
 
-    The result depends on the buffers alone.
+    This packs training programs best: buffers that cross the peak must be packed tightly.
+    """
+    loads = busiest_loads(buffers)
+    keys = [(-load, -each.size, each.first) for load, each in zip(loads, buffers, strict=True)]
+    return sorted(range(len(buffers)), key=keys.__getitem__)
+
+
+def by_area(buffers: Sequence[Buffer]) -> list[int]:
+    """Largest size times length of life first; then as given."""
+    return sorted(
+        range(len(buffers)),
+        key=lambda i: -buffers[i].size * (buffers[i].last - buffers[i].first + 1),
+    )
+
+
+def by_size(buffers: Sequence[Buffer]) -> list[int]:
+    """Largest first, as Pisarchyk and Lee 2020 do; then as given."""
+    return sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
+
+
+def by_start(buffers: Sequence[Buffer]) -> list[int]:
+    """Earliest first; then the largest, as given."""
+    return sorted(range(len(buffers)), key=lambda i: (buffers[i].first, -buffers[i].size))
+
+
+ORDERS = {
+    "greedy_by_load": (by_load,),
+    "greedy_by_size": (by_size,),
+    "portfolio": (by_load, by_area, by_start, by_size),
+}
+"""Greedy method -> the orders that it tries; the best plan wins, at a tie the earlier."""
+METHODS = (*ORDERS, "exact")
+
+
+def plan(
+    buffers: Iterable[Buffer],
+    *,
+    method: str = "portfolio",
+    capacity: int | None = None,
+    time_limit: float = TIME_LIMIT,
+    cap: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Plan:
+    """Place buffers. The result depends on the arguments alone, unless "exact" runs out of time.
+
+    Args:
+        buffers: their names differ.
+        method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load", "portfolio" (the best
+            of four orders) or "exact" (a search after Moffitt 2023, MiniMalloc, that starts from
+            the portfolio).
+        capacity: bytes that each pool should keep to; "exact" stops there. Without it, "exact"
+            looks for the smallest peak. `capacity_met` says whether the capacity (for "exact"
+            without one, the lower bound) was met.
+        time_limit: seconds for the search of "exact". KeyboardInterrupt ends the search, too.
+        cap: largest segment in bytes; memory is split into as many segments as that takes, each
+            rounded up to a multiple of 2 MiB (or to the cap).
+        progress: called by "exact" several times a second with the number of positions tried.
+
+    Raises:
+        ValueError: an argument or a buffer is wrong, or the segments are too small.
+        LibraryError: "exact" needs the C++ host library, which is not built.
     """
     start = time.perf_counter()
-    occupying = [buffer for buffer in buffers if buffer.size]
-    bound = max((load for _, load in live_load(occupying)), default=0)
-    placement = place(occupying, by_load(occupying))
-    if placement.used[0] > bound:
-        placement = min(
-            placement, place(occupying, by_area(occupying)), key=lambda made: made.used[0]
-        )
-    for moment, one, other in overlaps(occupying, placement.offsets):
-        raise RuntimeError(
-            f"the plan is wrong: {one.name} and {other.name} overlap at operation {moment}"
-        )
-    offsets = dict.fromkeys((buffer.name for buffer in buffers), 0)
-    offsets |= {
-        buffer.name: offset for buffer, offset in zip(occupying, placement.offsets, strict=True)
-    }
-    return Plan(
+    buffers = list(buffers)
+    _check_options(method, capacity, time_limit, cap)
+    pools = _by_pool(buffers)
+    _check_fixed(pools, cap)
+    orders = ORDERS.get(method, ORDERS["portfolio"])
+    offsets = {buffer.name: buffer.offset or 0 for buffer in buffers}
+    segments: dict[str, int] = {}
+    rows: list[tuple[int, int, str]] = []  # of each segment: bytes used, capacity, pool
+    met, bounds = True, 0
+    for pool, members in pools.items():
+        occupying = [buffer for buffer in members if buffer.size]
+        bound = lower_bound(occupying)
+        bounds += bound
+        segments |= dict.fromkeys((buffer.name for buffer in members), len(rows))
+        if cap is not None:
+            placement, capacities = _fill_segments(occupying, orders, cap)
+        else:
+            target = bound if capacity is None else capacity
+            placement = _best_order(occupying, orders, target)
+            if method == "exact":
+                left = start + time_limit - time.perf_counter()
+                loads = busiest_loads(occupying)
+                placement = exact.improve(occupying, loads, placement, target, left, progress)
+            met = met and placement.used[0] <= target
+            capacities = placement.used
+        for i, buffer in enumerate(occupying):
+            offsets[buffer.name] = placement.offsets[i]
+            segments[buffer.name] = len(rows) + placement.segments[i]
+        rows += zip(placement.used, capacities, [pool] * len(capacities), strict=True)
+    used, capacities, names = zip(*rows, strict=True) if rows else ((), (), ())
+    result = Plan(
         offsets=offsets,
-        peak=placement.used[0],
-        lower_bound=bound,
+        segments={buffer.name: segments[buffer.name] for buffer in buffers},
+        used=used,
+        capacities=capacities,
+        pools=names,
+        lower_bound=bounds,
+        method=method,
         seconds=time.perf_counter() - start,
+        capacity_met=met if capacity is not None or method == "exact" else None,
     )
+    check(buffers, result)
+    return result
 
 
-def by_load(lives: Sequence) -> list[int]:
-    """The order in which to place buffers: largest live load during the life; then the largest, the
-    earliest, as given.
-
-    Programs of training are packed best so: what crosses the peak must be packed tightly.
-    """
-    loads = busiest_loads(lives)
-    return sorted(range(len(lives)), key=lambda i: (-loads[i], -lives[i].size, lives[i].first))
-
-
-def by_area(lives: Sequence) -> list[int]:
-    """The order: largest size times length of life first; then as given."""
-    return sorted(
-        range(len(lives)), key=lambda i: -lives[i].size * (lives[i].last - lives[i].first + 1)
-    )
-
-
-def busiest_loads(lives: Sequence) -> list[int]:
+def busiest_loads(buffers: Sequence[Buffer]) -> list[int]:
     """The largest live load during each life, in bytes.
 
     Range maxima by doubling: row k of a sparse table holds the maxima over 2^k times; it is made
     from the row before and dropped after use, so that memory stays linear.
     """
-    if not lives:
+    if not buffers:
         return []
     times, loads = (
-        numpy.array(column, dtype=numpy.int64) for column in zip(*live_load(lives), strict=True)
+        numpy.array(column, dtype=numpy.int64) for column in zip(*live_load(buffers), strict=True)
     )
-    first = numpy.searchsorted(times, [one.first for one in lives])
-    last = numpy.searchsorted(times, [one.last + 1 for one in lives]) - 1
+    first = numpy.searchsorted(times, [buffer.first for buffer in buffers])
+    last = numpy.searchsorted(times, [buffer.last + 1 for buffer in buffers]) - 1
     exponents = numpy.array([int(length).bit_length() - 1 for length in last - first + 1])
-    found = numpy.zeros(len(lives), dtype=numpy.int64)
+    busiest = numpy.zeros(len(buffers), dtype=numpy.int64)
     for exponent in range(exponents.max() + 1):
         asked = exponents == exponent
-        found[asked] = numpy.maximum(loads[first[asked]], loads[last[asked] + 1 - 2**exponent])
+        busiest[asked] = numpy.maximum(loads[first[asked]], loads[last[asked] + 1 - 2**exponent])
         loads = numpy.maximum(loads[: -(2**exponent)], loads[2**exponent :])
-    return found.tolist()
+    return busiest.tolist()
 
 
-def overlaps(lives: Sequence, offsets: Sequence[int]) -> Iterator[tuple[int, object, object]]:
-    """Yield (time, one, other) where two of `lives` share bytes at one time; it has nothing in
-    common with placing.
+def _best_order(buffers: Sequence[Buffer], orders: Sequence[Callable], target: int) -> Placement:
+    """One segment by the best of several orders; stop where `target` bytes are enough."""
+    best = None
+    for order in orders:
+        placement = place(buffers, order(buffers), fixed=fixed_offsets(buffers))
+        if best is None or placement.used[0] < best.used[0]:
+            best = placement
+        if best.used[0] <= target:
+            break
+    return best
 
-    A sweep over time keeps those that are alive in order of their offsets and compares neighbours.
-    At least one pair is found wherever there are any, not every pair.
+
+def _fill_segments(
+    buffers: Sequence[Buffer], orders: Sequence[Callable], cap: int
+) -> tuple[Placement, list[int]]:
+    """Segments of at most `cap` bytes, and the bytes to allocate for each.
+
+    The order wins that has the smallest (sum of capacities, number of segments, largest segment).
     """
-    events = [(one.first, 1, number) for number, one in enumerate(lives) if one.size]
-    events += [(one.last + 1, 0, number) for number, one in enumerate(lives) if one.size]
-    alive: list[tuple[int, int]] = []
-    for moment, starts, number in sorted(events):
-        entry = (offsets[number], number)
-        if not starts:
-            alive.pop(bisect_left(alive, entry))
-            continue
-        at = bisect_left(alive, entry)
-        insort(alive, entry)
-        for (start, below), (end, above) in itertools.pairwise(alive[max(0, at - 1) : at + 2]):
-            if start + lives[below].size > end:
-                yield moment, lives[below], lives[above]
+    for buffer in buffers:
+        if buffer.size > cap:
+            raise ValueError(
+                f"buffer {buffer.name!r} has {buffer.size} bytes, but the largest segment may have"
+                f" {cap}"
+            )
+    results = []
+    for order in orders:
+        placement = place(buffers, order(buffers), [cap] * max(1, len(buffers)), GRANULARITY)
+        count = max(1, sum(used > 0 for used in placement.used))  # empty segments are the last
+        capacities = [capacity_of(used, cap, GRANULARITY) for used in placement.used[:count]]
+        results.append((replace(placement, used=placement.used[:count]), capacities))
+    return min(results, key=lambda result: (sum(result[1]), len(result[1]), max(result[1])))
+
+
+def _check_options(method: str, capacity: int | None, time_limit: float, cap: int | None) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; allowed: {', '.join(map(repr, METHODS))}")
+    for name, size in (("capacity", capacity), ("cap", cap)):
+        if size is not None and not (isinstance(size, int) and 0 < size <= LARGEST):
+            raise ValueError(
+                f"{name} is {size!r}; it must be a whole number of bytes from 1 to 2^62"
+            )
+    if cap is not None and method == "exact":
+        raise ValueError(
+            'method is "exact", which plans one segment; leave out cap, or use "portfolio"'
+        )
+    if cap is not None and capacity is not None:
+        raise ValueError("capacity bounds one segment; with cap, leave it out")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit is {time_limit!r}; it must be a number of seconds above 0")
+
+
+def _by_pool(buffers: Sequence[Buffer]) -> dict[str, list[Buffer]]:
+    """Buffers by pool, in the order of first appearance."""
+    if sum(buffer.size + buffer.alignment + (buffer.offset or 0) for buffer in buffers) > LARGEST:
+        raise ValueError(
+            "sizes, alignments and offsets of all buffers add up to more than 2^62 bytes"
+        )
+    names: set[str] = set()
+    pools: dict[str, list[Buffer]] = {}
+    for buffer in buffers:
+        if buffer.name in names:
+            raise ValueError(f"two buffers are called {buffer.name!r}; names must differ")
+        names.add(buffer.name)
+        pools.setdefault(buffer.pool, []).append(buffer)
+    return pools
+
+
+def _check_fixed(pools: dict[str, list[Buffer]], cap: int | None) -> None:
+    """Refuse fixed offsets that no plan can keep to."""
+    for members in pools.values():
+        fixed = [buffer for buffer in members if buffer.offset is not None]
+        if fixed and cap is not None:
+            raise ValueError(
+                f"buffer {fixed[0].name!r} has an offset, {fixed[0].offset}, and cap makes several"
+                " segments, of which an offset names none; leave out one of the two"
+            )
+        for moment, a, b in overlaps(fixed, [buffer.offset for buffer in fixed]):
+            raise ValueError(
+                f"buffers {a.name!r} and {b.name!r} overlap at operation {moment} at the offsets"
+                f" that are given, {a.offset} and {b.offset}; change one, or leave it out"
+            )

@@ -15,109 +15,60 @@ Life = tuple[int, int, int]
 """Bytes, and the first and last operation that needs them."""
 
 
-class Workspace:
-    """Tensors of which those that are never needed together share bytes.
-
-    What they hold is gone after each use.
+class Room:
+    """Memory for workspaces, of which one is open at a time, by whoever holds `lock`.
 
     Args:
-        lives: of the tensors.
+        device: its device.
+        lasting_bytes: address space of the CPU that stays, more than any workspace needs: all
+            workspaces begin at its first byte, which caches then know. 0: PyTorch's allocator gives
+            memory for each use of a workspace, and takes it back.
+
+    Raises:
+        MemoryError: the system has not so much address space for this process.
     """
 
-    def __init__(self, lives: Sequence[Life]):
-        self._offsets, self.size = _planned(tuple(lives))
-
-    def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The contiguous tensor of that number; made before the workspace is opened for the first
-        time."""
-        raise NotImplementedError
-
-    @contextmanager
-    def opened(self) -> Iterator[bool]:
-        """Around work in it; whether it lies elsewhere than the last time."""
-        raise NotImplementedError
-
-
-class Room:
-    """Where workspaces are, of which one is open at a time.
-
-    Attributes:
-        lock: held by whoever works in one of them.
-    """
-
-    def __init__(self):
+    def __init__(self, device: torch.device | str, lasting_bytes: int = 0):
         self.lock = threading.Lock()
-
-    def workspace(self, lives: Sequence[Life]) -> Workspace:
-        """A new one in this room."""
-        raise NotImplementedError
+        self.device = torch.device(device)
+        self.arena = Arena(lasting_bytes) if lasting_bytes else None
 
     def release(self) -> None:
         """Give memory back to the system while nobody works here."""
+        if self.arena is not None:
+            self.arena.release(0, self.arena.size)
 
 
-class LastingRoom(Room):
-    """Memory of the CPU that stays: all workspaces begin at its first byte, so that caches know it.
-
-    Args:
-        size: bytes of address space, more than any workspace needs.
-
-    Raises:
-        MemoryError: the system has not so much for this process.
-    """
-
-    def __init__(self, size: int):
-        super().__init__()
-        self._arena = Arena(size)
-
-    def workspace(self, lives: Sequence[Life]) -> Workspace:
-        return _LastingWorkspace(lives, self._arena)
-
-    def release(self) -> None:
-        self._arena.release(0, self._arena.size)
-
-
-class _LastingWorkspace(Workspace):
-    def __init__(self, lives: Sequence[Life], arena: Arena):
-        super().__init__(lives)
-        self._arena = arena
-
-    def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._arena.tensor(self._offsets[number], shape, dtype)
-
-    @contextmanager
-    def opened(self) -> Iterator[bool]:
-        yield False
-
-
-class PassingRoom(Room):
-    """Memory that comes from PyTorch's allocator for each use of a workspace, and goes back.
+class Workspace:
+    """Tensors that share bytes unless they are needed together; they hold nothing after each use.
 
     Args:
-        device: where, as torch names it.
+        room: its memory.
+        lives: of the tensors.
     """
 
-    def __init__(self, device: torch.device | str):
-        super().__init__()
-        self._device = torch.device(device)
-
-    def workspace(self, lives: Sequence[Life]) -> Workspace:
-        return _PassingWorkspace(lives, self._device)
-
-
-class _PassingWorkspace(Workspace):
-    """Between two `opened`, tensors have addresses, but no bytes."""
-
-    def __init__(self, lives: Sequence[Life], device: torch.device):
-        super().__init__(lives)
-        self._storage = torch.UntypedStorage(self.size, device=device)
-        self._address = self._storage.data_ptr()
+    def __init__(self, room: Room, lives: Sequence[Life]):
+        self._offsets, self.size = _planned(tuple(lives))
+        self._arena = room.arena
+        if self._arena is None:
+            self._storage = torch.UntypedStorage(self.size, device=room.device)
+            self._address = self._storage.data_ptr()
 
     def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The contiguous tensor of that number; made before the workspace is first opened.
+
+        Outside `opened`, it has an address, but perhaps no bytes.
+        """
+        if self._arena is not None:
+            return self._arena.tensor(self._offsets[number], shape, dtype)
         return tensor_in(self._storage, self._offsets[number], shape, dtype)
 
     @contextmanager
     def opened(self) -> Iterator[bool]:
+        """A context for work in it; True if its address differs from the last time."""
+        if self._arena is not None:
+            yield False
+            return
         self._storage.resize_(self.size)
         before, self._address = self._address, self._storage.data_ptr()
         try:
@@ -129,10 +80,8 @@ class _PassingWorkspace(Workspace):
 @lru_cache(maxsize=1024)
 def _planned(lives: tuple[Life, ...]) -> tuple[list[int], int]:
     """(the offset of each, bytes of all)."""
-    made = plan(
-        [
-            Buffer(name=str(number), size=size, first=first, last=last)
-            for number, (size, first, last) in enumerate(lives)
-        ]
+    result = plan(
+        Buffer(name=str(number), size=size, first=first, last=last)
+        for number, (size, first, last) in enumerate(lives)
     )
-    return list(made.offsets.values()), made.peak
+    return list(result.offsets.values()), result.peak

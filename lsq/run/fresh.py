@@ -77,7 +77,7 @@ class FreshPasses:
     def _prepare(
         self, found: Room, program: Program, indices: range, backend: Backend, values: Values
     ) -> tuple[Workspace, PreparedPass]:
-        workspace = found.workspace([(one.size, *program.lifetimes[one]) for one in self._inside])
+        workspace = Workspace(found, [(one.size, *program.lifetimes[one]) for one in self._inside])
         inside = {
             one: workspace.tensor(number, one.shape, one.dtype)
             for number, one in enumerate(self._inside)

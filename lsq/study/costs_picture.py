@@ -2,14 +2,15 @@
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from lsq import files
+from lsq import extras, files
 from lsq.study.costs import KINDS, Costs
 from lsq.study.costs_table import ESTIMATES, correlation
 from lsq.study.table import PLURALS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MARKERS = dict(zip(KINDS, "ox", strict=True))
 MOST_NAMES = 80
@@ -35,6 +36,9 @@ def draw_costs(costs: Costs, path: Path) -> None:
     names = list(dict.fromkeys(tensor.name for tensor in costs.tensors))
     shown = names if len(names) <= MOST_NAMES else []
     kinds = [kind for kind in KINDS if costs.of(kind)] or list(KINDS)
+    extras.require("a picture", "study")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9 + 0.16 * len(shown), 4 + 3 * len(kinds)), layout="constrained")
     places = [["estimate", kind] for kind in kinds]
     panels = figure.subplot_mosaic(places, width_ratios=(1, 0.8 + 0.03 * len(shown)))
@@ -58,7 +62,7 @@ def draw_costs(costs: Costs, path: Path) -> None:
     )
 
 
-def _over_tensors(axes: Axes, costs: Costs, kind: str, names: list[str]) -> None:
+def _over_tensors(axes: "Axes", costs: Costs, kind: str, names: list[str]) -> None:
     for number, form in enumerate(costs.formats):
         found = {
             names.index(tensor.name): tensor.formats[form].cost
@@ -84,7 +88,7 @@ def _over_tensors(axes: Axes, costs: Costs, kind: str, names: list[str]) -> None
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _against_estimate(axes: Axes, costs: Costs) -> None:
+def _against_estimate(axes: "Axes", costs: Costs) -> None:
     second = ESTIMATES["second term"]
     ends: list[float] = []
     for number, form in enumerate(costs.formats):

@@ -4,13 +4,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from lsq import files
+from lsq import extras, files
 from lsq.study.bounds import BOUNDS, lloyd_max
 from lsq.study.table import PLURALS, Errors, Median
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STYLES = {"gaussian": "-", "laplacian": "--"}
 LLOYD_BITS = range(1, 5)  # more take seconds to find
@@ -42,6 +43,9 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
     kind_of_file = path.suffix.removeprefix(".")
     if kind_of_file not in ("png", "svg", "pdf"):
         raise ValueError(f"a picture is a .png, .svg or .pdf; {path.name} is none")
+    extras.require("a picture", "study")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6 * len(errors.kinds) + 2.5, 6.5), layout="constrained")
     panels = figure.subplots(1, len(errors.kinds), sharex=True, sharey=True, squeeze=False)[0]
     for axes, kind in zip(panels, errors.kinds, strict=True):
@@ -56,7 +60,7 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
     files.write(path, lambda file: figure.savefig(file, dpi=150, format=kind_of_file))
 
 
-def _panel(axes: Axes, errors: Errors, kind: str) -> None:
+def _panel(axes: "Axes", errors: Errors, kind: str) -> None:
     medians = errors.medians(kind)
     most = math.ceil(max(one.bits for one in medians))
     finite = [one for one in medians if math.isfinite(one.signal_to_noise)]

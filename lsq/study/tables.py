@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Sequence
 
-from tabulate import tabulate
+from lsq import extras
 
 UNLIMITED = 10**6
 STEPS = ((None, None), (None, 10), (20, 10), (12, 10))
@@ -31,6 +31,9 @@ def fitted(
         width: None: that of the terminal, or COLUMNS of the environment; what is written to a file
             may be any.
     """
+    extras.require("a table", "study")
+    from tabulate import tabulate
+
     width = width or shutil.get_terminal_size((UNLIMITED, 0)).columns
     for text, title in STEPS:
         made = tabulate(

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy
-import sentencepiece
 import torch
 from fairseq.data import indexed_dataset
+from sentencepiece import SentencePieceProcessor
 from tqdm import tqdm
 
 from lsq.text import corpus
@@ -31,7 +31,7 @@ CHUNK = 10_000
 
 def binarize(
     corpus: Corpus,
-    vocabulary: sentencepiece.SentencePieceProcessor,
+    vocabulary: SentencePieceProcessor,
     folder: Path,
     split: str,
     max_length: int,
@@ -79,7 +79,7 @@ def binarize(
 def binarize_splits(
     files: TextFiles,
     text: Path,
-    vocabulary: sentencepiece.SentencePieceProcessor,
+    vocabulary: SentencePieceProcessor,
     folder: Path,
     max_length: int,
     say: Callable[[str], None],

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy
-import sentencepiece
 
+from lsq import extras
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.text.corpus import Corpus
 
 if TYPE_CHECKING:
     from fairseq.data import Dictionary
+    from sentencepiece import SentencePieceProcessor
 
 MODEL, PIECES = "sentencepiece.model", "sentencepiece.vocab"
 FEWEST, MOST = 5, 2**24
@@ -34,9 +35,12 @@ def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -
         raise ValueError(
             f"--character-coverage is {coverage}; it must be from {LEAST_COVERAGE} to 1"
         )
+    extras.require("a vocabulary", "text")
+    from sentencepiece import SentencePieceTrainer
+
     sentences = (sentence for side in (corpus.source, corpus.target) for sentence in side)
     try:
-        sentencepiece.SentencePieceTrainer.train(
+        SentencePieceTrainer.train(
             sentence_iterator=sentences,
             model_prefix=str(folder / MODEL.removesuffix(".model")),
             model_type="bpe",
@@ -72,13 +76,16 @@ def _vocabulary_problem(size: int, message: str) -> str:
     return f"no vocabulary of {size} pieces could be learnt from this text: {message}"
 
 
-def load_vocabulary(folder: Path) -> sentencepiece.SentencePieceProcessor:
+def load_vocabulary(folder: Path) -> "SentencePieceProcessor":
     """The vocabulary that `learn_vocabulary` wrote into this folder."""
-    return sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL))
+    extras.require("a vocabulary", "text")
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_file=str(folder / MODEL))
 
 
 def dictionary_of(
-    vocabulary: sentencepiece.SentencePieceProcessor,
+    vocabulary: "SentencePieceProcessor",
 ) -> "tuple[Dictionary, numpy.ndarray]":
     """fairseq's dictionary of the same pieces, padded to the width that int8 products take.
 

@@ -93,7 +93,7 @@ def no_pictures(monkeypatch):
     """To draw one takes as long as one of these trainings; test_losses.py and test_numbers.py
     do."""
     monkeypatch.setattr(
-        "lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
+        "matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
     )
 
 

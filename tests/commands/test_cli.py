@@ -2,20 +2,18 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from fairseq import checkpoint_utils
 
 from lsq import extras
-from lsq.commands import COMMANDS, cli
+from lsq.commands import COMMANDS, EXTRAS, cli
 from lsq.commands.interruption import Interrupted
 from lsq.commands.user_dir import user_dir
 from lsq.dist.roll_call import RankLost
 from lsq.fairseq.compatibility import CheckpointNotWritten
 from lsq.native.shared_library import LibraryError
-from tests.docs.pages import ROOT
-from tests.without_fairseq import refused, run_lsq
+from tests.without_fairseq import run_lsq
 
 
 @pytest.fixture
@@ -58,8 +56,8 @@ def test_names_of_files_need_not_be_text(tmp_path):
     with open(name, "wb") as file:
         file.write(b"id,lower,upper,size\na,0,1,2\n")
     code = (
-        "import sys; from lsq.commands import cli; sys.exit(cli.main(sys.argv[1:]) or"
-        " print(sys.argv[-1]))"
+        "import sys; from lsq.commands import cli;"
+        " sys.exit(cli.main(sys.argv[1:]) or print(sys.argv[-1]))"
     )
     given = [sys.executable, "-c", code, "plan", "--output", name[:-3] + b"json", name]
     done = subprocess.run(given, capture_output=True, check=True)
@@ -134,48 +132,41 @@ def test_every_command_refuses_unknown_options(name, capsys):
     assert printed.err.startswith(f"lsq {name}: error: ") and printed.err.count("\n") == 1
 
 
+OF_EXTRAS = tuple(module for extra in extras.EXTRAS.values() for module in extra.modules)
+
+
 def test_every_command_has_help_without_what_an_extra_brings():
-    found = run_lsq([[name, "--help"] for name in COMMANDS], missing=tuple(extras.OF_MODULES))
+    found = run_lsq([[name, "--help"] for name in COMMANDS], missing=OF_EXTRAS)
     for name, (status, out, err) in zip(COMMANDS, found, strict=True):
         assert (status, err) == (0, "") and out.startswith(f"usage: lsq {name} "), name
 
 
 def test_what_is_missing_is_named_with_a_remedy(command, capsys):
-    needed = {
-        "fairseq_cli.train": "fairseq",
-        "omegaconf": "fairseq",
-        "hydra.core": "fairseq",
-        "uvicorn": "serve",
-        "transformers": "huggingface",
-        "ctranslate2": "ctranslate2",
-        "nvidia.cu13": "cuda13",
-    }
-    for module, extra in needed.items():
+    for module, package in (("fairseq.tasks", "fairseq-fixed"), ("tqdm.auto", "tqdm")):
         command(raising(ModuleNotFoundError(f"No module named {module!r}", name=module)))
         assert cli.main(["user-dir"]) == 2
-        assert capsys.readouterr().err.endswith(
-            f", which is not installed: {extras.command(extra)}\n"
+        assert capsys.readouterr().err == (
+            f"lsq user-dir: error: this needs {extras.explanation(module)}\n"
         )
-    command(raising(ModuleNotFoundError("No module named 'tqdm.auto'", name="tqdm.auto")))
-    assert cli.main(["user-dir"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "lsq user-dir: error: this needs tqdm, which is not installed: pip install tqdm\n"
-    )
+        assert package in extras.explanation(module)
     command(raising(ModuleNotFoundError("No module named 'lsq.no'", name="lsq.no")))
     with pytest.raises(ModuleNotFoundError):  # a fault of lsq's
         cli.main(["user-dir"])
 
 
-def test_every_extra_is_known():
-    there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras.OF_MODULES.values()) == there.keys() - {"dev"}
-
-
-def test_commands_that_need_fairseq_say_so():
-    names = ["train", "generate", "train-text", "numbers", "compare"]
-    reason = f"error: this needs fairseq, which is not installed: {extras.command('fairseq')}"
-    assert refused(*([name] for name in names)) == [f"lsq {name}: {reason}\n" for name in names]
+def test_commands_say_at_once_what_they_lack():
+    """Before anything that takes long, or any mistake in the options."""
+    names = list(EXTRAS)
+    found = run_lsq([[name, "--no-such-option"] for name in names], missing=OF_EXTRAS)
+    for name, (status, out, err) in zip(names, found, strict=True):
+        needed = [package for one in EXTRAS[name] for package in extras.EXTRAS[one].packages]
+        verb = "is" if len(needed) == 1 else "are"
+        assert (status, out, err) == (
+            2,
+            "",
+            f"lsq {name}: error: this command needs {', '.join(needed)}, which {verb} not"
+            f" installed: {extras.command(*EXTRAS[name])}\n",
+        )
 
 
 def test_a_mistaken_command_is_told_what_there_is(capsys):
@@ -252,7 +243,7 @@ def test_arguments_reach_the_command(command):
         (
             ModuleNotFoundError("No module", name="fairseq.tasks"),
             2,
-            "error: this needs fairseq, which is",
+            "error: this needs fairseq-fixed, which is",
         ),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C (SIGINT)"),
     ],

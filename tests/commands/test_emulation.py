@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from lsq import emulator
-from lsq.commands import emulation
+from lsq.commands import doctor
 from lsq.commands.cli import main
+from lsq.emulator import build
 from lsq.ops.rounding import Round
 from lsq.ops.sums import PartialSums
 from lsq.run import backends, cuda
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_every_operation_agrees(capsys):
     assert main(["doctor", "--emulate"]) == 0
     shown = capsys.readouterr().out
-    names = {operation.name for program in emulation.trained() for operation in program.operations}
+    names = {operation.name for program in doctor.trained() for operation in program.operations}
     assert names >= {
         "Project",
         "ProjectWeightGradient",
@@ -37,10 +37,10 @@ def test_every_operation_agrees(capsys):
 
 def test_one_that_is_wrong_is_named(monkeypatch, capsys):
     program = next(
-        found for found in emulation.trained() if any(o.name == "Round" for o in found.operations)
+        found for found in doctor.trained() if any(o.name == "Round" for o in found.operations)
     )
     monkeypatch.setattr(Round, "cuda", lambda self: [])
-    monkeypatch.setattr(emulation, "trained", lambda: [program])
+    monkeypatch.setattr(doctor, "trained", lambda: [program])
     assert main(["doctor", "--emulate"]) == 1
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown if "DIFFERS" in line] == ["Round"]
@@ -51,7 +51,7 @@ def test_of_sums_that_are_left_in_parts_totals_are_compared():
     sums = {parts: PartialSums.of(parts, 4, (torch.empty(4),))}
     for change, same in (0.0, True), (1.0, False):
         found = torch.stack([parts[1] + change, parts[0]])
-        ((one, other),) = emulation._comparable([parts], [found], [parts], sums)
+        ((one, other),) = doctor._comparable([parts], [found], [parts], sums)
         assert one.shape == (4,) and torch.allclose(one, other) == same
 
 
@@ -73,14 +73,14 @@ def test_of_sums_that_are_left_in_parts_totals_are_compared():
 )
 def test_differences(found, wanted, floats, integers):
     if floats is not None:
-        assert emulation._of_floats(found, wanted) == floats
+        assert doctor._of_floats(found, wanted) == floats
     else:
-        assert emulation._of_integers(found, wanted) == integers
+        assert doctor._of_integers(found, wanted) == integers
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    caches = backends._emulated, cuda.emulated_device, emulator._compiler_version
+    caches = backends._emulated, cuda.emulated_device, build._compiler_version
     for cached in caches:
         cached.cache_clear()
     assert main(["doctor", "--emulate"]) == 1

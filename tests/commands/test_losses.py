@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from lsq.commands import losses
 from lsq.commands.losses import LossCurve, draw_losses, read_losses
 
 
@@ -54,7 +53,9 @@ def test_picture(tmp_path, curve):
 
 def test_picture_over_updates_and_over_seconds(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(losses.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure)
+    )
     draw_losses({"int8": CURVE}, tmp_path / "losses.png", "Title")
     by_update, by_second = drawn[0].axes
     assert [line.get_xydata().tolist() for line in by_update.lines] == [

@@ -7,8 +7,8 @@ import pytest
 from lsq import gemm
 from lsq.commands import cli
 from lsq.commands.plan import _buffers, run
+from lsq.memory.planner import plan
 from lsq.native import tiles
-from lsq.planner.planner import plan
 
 ROWS = "id,lower,upper,size\na,0,3,4\nb,2,5,2\nc,4,6,4\n"
 

@@ -24,7 +24,7 @@ def lsq_sensitivity(capsys, tmp_path, monkeypatch):
     """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
 
     monkeypatch.setattr(
-        "lsq.study.costs_picture.Figure.savefig", lambda figure, file, **_: file.write(b"")
+        "matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(b"")
     )
 
     def lsq_sensitivity(model, *options) -> tuple[int, str, str]:

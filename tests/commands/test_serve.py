@@ -52,14 +52,6 @@ def test_a_missing_model_is_named(tmp_path):
         serve.run(["--model", str(tmp_path / "missing"), "--port", "0"])
 
 
-def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr(serve, "PACKAGES", ("uvicorn", "no_such_package"))
-    with pytest.raises(
-        ValueError, match=r"needs no_such_package; install them with: pip install .*\[serve\]'"
-    ):
-        serve.run(["--model", "m"])
-
-
 def test_an_exported_model_is_served_without_what_takes_long_to_import(tmp_path):
     """fairseq, the compiler of PyTorch, and what those bring along."""
     path = tmp_path / "model.safetensors"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq import emulator
+from lsq.emulator import build
 from tests.emulator.emulated import ORDERS, CudaError, Driver, Module, memory
 from tests.emulator.sanitizers import sanitizer_environment
 
@@ -262,7 +262,7 @@ def test_launches_from_several_threads():
 
 @pytest.mark.thorough
 def test_other_processors_switch_by_ucontext(monkeypatch):
-    monkeypatch.setattr(emulator, "FLAGS", [*emulator.FLAGS, "-DEMULATOR_UCONTEXT"])
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-DEMULATOR_UCONTEXT"])
     torch.testing.assert_close(*centred())
     with pytest.raises(CudaError, match="not all threads reach"):
         Module("faulty.cu").launch("divergent_barrier", 1, 64, memory(64))

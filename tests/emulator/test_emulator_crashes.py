@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lsq import emulator
+from lsq.emulator import build
 from tests.emulator.emulated import CudaError, Module, memory
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +31,7 @@ CRASHES = (
 @pytest.mark.parametrize("kind, message", list(enumerate(CRASHES)))
 def test_a_crash_ends_its_launch_alone(kind, message, switch, monkeypatch):
     if switch == "ucontext":
-        monkeypatch.setattr(emulator, "FLAGS", [*emulator.FLAGS, "-DEMULATOR_UCONTEXT"])
+        monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-DEMULATOR_UCONTEXT"])
     module = Module("faulty.cu")
     where = r"kernel crash, block \(1, 0, 0\): thread \(37, 0, 0\)"
     for _ in range(3):

@@ -8,8 +8,18 @@ import pytest
 import torch
 from fairseq import options
 
-from lsq.commands import cli, configs, export, numbers, plan, serve, train_text, translate, tune
-from lsq.commands import machine as doctor
+from lsq.commands import (
+    cli,
+    configs,
+    doctor,
+    export,
+    numbers,
+    plan,
+    serve,
+    train_text,
+    translate,
+    tune,
+)
 from lsq.serving.export import model_file
 from tests.commands.conftest import TRAINING, write_pairs
 from tests.fuzz import trial
@@ -106,8 +116,9 @@ def folder(tmp_path, monkeypatch):
     model_file.write(given / "model.safetensors", exported())
     model_file.write(given / "words.safetensors", dataclasses.replace(exported(), subwords=None))
     (given / "short.txt").write_text("encoder5\u2581 encoder6\u2581\n\nencoder7\u2581\n")
-    monkeypatch.setattr(doctor, "run", lambda as_json: 0)
-    monkeypatch.setattr("lsq.commands.doctor.emulate", lambda: 0)
+    report = doctor.report()
+    monkeypatch.setattr(doctor, "report", lambda: report)
+    monkeypatch.setattr(doctor, "emulate", lambda: 0)
     monkeypatch.setattr(numbers, "compare", lambda given: {})
     monkeypatch.setattr(os, "execv", lambda *command: pytest.fail(f"would become {command}"))
     threads = torch.get_num_threads()

@@ -3,7 +3,7 @@ are."""
 
 import torch
 
-from lsq.commands import emulation
+from lsq.commands import doctor
 from lsq.config import Adapter, LayerConfig, QuantConfig
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import PackedSequences
@@ -128,7 +128,7 @@ def _programs():
         yield "step" + suffix, lambda c=config, m=serving: decoding.decoder_step(c, 4, SOURCE, m)
         yield "causal step" + suffix, lambda c=config, m=serving: decoding.encoder_step(c, 4, 3, m)
     for suffix, options in {"": {"backward": "int8"}, " float": {"mode": "float"}}.items():
-        turning = emulation.turning(config_of(**options))
+        turning = doctor.turning(config_of(**options))
         yield (
             "rotary self-attention" + suffix,
             lambda c=turning: programs.self_attention(c, SENTENCES, mode, causal=True),

@@ -1,6 +1,8 @@
 import pytest
 
 from lsq.memory.buffer import Buffer, Plan, live_load
+from lsq.memory.planner import plan
+from tests.memory.instances import buffers_of
 
 
 @pytest.mark.parametrize(
@@ -12,6 +14,8 @@ from lsq.memory.buffer import Buffer, Plan, live_load
         ({"first": 3, "last": 2}, "lives from 3 to 2"),
         ({"alignment": 0}, "alignment is 0"),
         ({"alignment": 24}, "alignment is 24; it must be a power of two"),
+        ({"offset": -256}, "offset is -256"),
+        ({"offset": 8}, "offset is 8; it must be a multiple of its alignment, 256"),
     ],
 )
 def test_wrong_buffers_are_refused(change, message):
@@ -19,14 +23,16 @@ def test_wrong_buffers_are_refused(change, message):
         Buffer(**{"name": "x", "size": 1, "first": 0, "last": 3, **change})
 
 
-def test_live_load():
-    sizes = (10, 0, 2), (5, 2, 3), (7, 3, 3)
-    buffers = [
-        Buffer(name=str(size), size=size, first=first, last=last) for size, first, last in sizes
-    ]
+def test_live_load_and_lower_bound():
+    buffers = buffers_of((10, 0, 2), (5, 2, 3), (7, 3, 3))
     assert live_load(buffers) == [(0, 10), (2, 15), (3, 12), (4, 0)]
+    assert plan([]).lower_bound == 0 and plan(buffers).lower_bound == 15
+    other = Buffer(name="y", size=6, first=5, last=5, pool="other")
+    assert plan([*buffers, other]).lower_bound == 21
 
 
-def test_gap():
-    assert Plan(offsets={}, peak=15, lower_bound=12, seconds=0.0).gap == 0.25
-    assert Plan(offsets={}, peak=0, lower_bound=0, seconds=0.0).gap == 0.0
+def test_peak_and_gap():
+    empty = {"offsets": {}, "segments": {}, "pools": ("a", "a"), "method": "", "seconds": 0.0}
+    made = Plan(**empty, used=(11, 4), capacities=(20, 20), lower_bound=12)
+    assert made.peak == 15 and made.gap == 0.25
+    assert Plan(**empty, used=(0, 0), capacities=(0, 0), lower_bound=0).gap == 0.0

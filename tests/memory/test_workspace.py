@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from lsq.memory.workspace import LastingRoom, PassingRoom
+from lsq.memory.workspace import Room, Workspace
 
 LIVES = [(1000, 0, 1), (600, 1, 2), (900, 2, 3), (0, 0, 3)]
-ROOMS = {"lasting": lambda: LastingRoom(1 << 30), "passing": lambda: PassingRoom("cpu")}
+ROOMS = {"lasting": 1 << 30, "passing": 0}
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_tensors_that_are_needed_together_lie_apart_and_others_share_bytes(room):
-    workspace = ROOMS[room]().workspace(LIVES)
+    workspace = Workspace(Room("cpu", ROOMS[room]), LIVES)
     a, b, c, empty = (
         workspace.tensor(number, (size,), torch.uint8) for number, (size, _, _) in enumerate(LIVES)
     )
@@ -25,8 +25,8 @@ def test_tensors_that_are_needed_together_lie_apart_and_others_share_bytes(room)
 
 
 def test_workspaces_of_a_lasting_room_begin_at_one_place_and_never_move():
-    room = LastingRoom(1 << 30)
-    small, large = room.workspace([(400, 0, 0)]), room.workspace([(1 << 22, 0, 0), (400, 0, 0)])
+    room = Room("cpu", 1 << 30)
+    small, large = Workspace(room, [(400, 0, 0)]), Workspace(room, [(1 << 22, 0, 0), (400, 0, 0)])
     x, y = small.tensor(0, (100,), torch.float32), large.tensor(0, (1 << 20,), torch.float32)
     assert x.data_ptr() == y.data_ptr()
     for _ in range(2):
@@ -41,7 +41,7 @@ def test_workspaces_of_a_lasting_room_begin_at_one_place_and_never_move():
 
 
 def test_tensors_follow_passing_memory_which_is_there_only_meanwhile():
-    workspace = PassingRoom("cpu").workspace([(1 << 20, 0, 0), (64, 0, 0)])
+    workspace = Workspace(Room("cpu"), [(1 << 20, 0, 0), (64, 0, 0)])
     x, y = (
         workspace.tensor(0, (512, 512), torch.float32),
         workspace.tensor(1, (8, 2), torch.float32),

@@ -10,7 +10,7 @@ import pytest
 from lsq.native import compiler, declarations
 from lsq.native.declarations import Declaration, Field, parse
 
-CSRC = Path(declarations.__file__).parent
+CSRC = Path(declarations.__file__).parents[1] / "csrc"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lsq.native.launch import TICKET, Product, launch
 from lsq.native.runtime import Driver
 from lsq.run import cuda
 
-FAULTY = str(Path(__file__).parent / "kernels" / "faulty.cu")
+FAULTY = str(Path(__file__).parents[1] / "emulator" / "kernels" / "faulty.cu")
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 STORE = f"{BENCHMARKS}/store_values.cu"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -33,14 +33,11 @@ def specifications() -> ModuleType:
     """CTranslate2's descriptions of models.
 
     Raises:
-        ValueError: the package is not installed.
+        MissingPackage: the package is not installed.
     """
-    try:
-        import ctranslate2.specs
-    except ImportError as error:
-        raise ValueError(
-            f"exporting to CTranslate2 needs its package ({error}); {extras.command('ctranslate2')}"
-        ) from error
+    extras.require("exporting to CTranslate2", "ctranslate2")
+    import ctranslate2.specs
+
     return ctranslate2.specs
 
 

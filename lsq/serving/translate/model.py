@@ -122,11 +122,9 @@ def _trained(
         from lsq.fairseq.checkpoint import options_in, quantization
         from lsq.fairseq.generator import steps_of
     except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        raise ModuleNotFoundError(
-            f"{files.checkpoint} needs {extras.missing(module)}; what `lsq export --to lsq` makes"
-            " of it needs none",
-            name=error.name,
+        raise extras.MissingPackage(
+            f"{files.checkpoint} needs {extras.explanation(error.name or '')}; what `lsq export"
+            " --to lsq` makes of it needs none"
         ) from error
 
     if place is not backend("cpu"):

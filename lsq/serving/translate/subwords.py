@@ -4,12 +4,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
+from lsq import extras
 from lsq.text.corpus import has_text
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 SPACE = "\u2581"
 """What sentencepiece writes for a space (Kudo and Richardson 2018)."""
@@ -50,7 +54,7 @@ class Subwords:
             between them.
     """
 
-    def __init__(self, source: Words, target: Words, processor: SentencePieceProcessor | None):
+    def __init__(self, source: Words, target: Words, processor: "SentencePieceProcessor | None"):
         self.source, self.target, self.processor = source, target, processor
         self._pieces = (
             []
@@ -97,13 +101,16 @@ class Subwords:
         return "".join(symbols).replace(" ", "").replace(SPACE, " ").strip()
 
 
-def processor_of(model: Path | bytes) -> SentencePieceProcessor:
+def processor_of(model: Path | bytes) -> "SentencePieceProcessor":
     """sentencepiece's model from its file or from the file's content.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is damaged or another file.
     """
+    extras.require("a vocabulary", "text")
+    from sentencepiece import SentencePieceProcessor
+
     content = model if isinstance(model, bytes) else model.read_bytes()
     try:
         return SentencePieceProcessor(model_proto=content)

@@ -243,5 +243,7 @@ def test_what_it_cannot_compute_is_refused(tmp_path, ctranslate2):
 def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     model = model_of(small_model(encoder_layers=1, decoder_layers=1))
-    with pytest.raises(ValueError, match=r"needs its package .*pip install .*\[ctranslate2\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs ctranslate2, .*pip install .*\[ctranslate2\]'"
+    ):
         write(tmp_path / "model", model)

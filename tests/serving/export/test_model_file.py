@@ -161,7 +161,7 @@ def test_reading_maps_codes_and_needs_no_fairseq(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from lsq.export import model_file
+from lsq.serving.export import model_file
 found = model_file.read(Path({str(path)!r}))
 maps = [line for line in open("/proc/self/maps") if line.rstrip().endswith("model.safetensors")]
 ranges = [line.split()[0].split("-") for line in maps]

@@ -18,7 +18,7 @@ def train(folder: Path, *options: str) -> Path:
         given += [f"--{option}src", str(source), f"--{option}tgt", str(target)]
     with pytest.MonkeyPatch.context() as patch:  # pictures take as long as the training
         patch.setattr(
-            "lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
+            "matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
         )
         train_text.run(given)
     return folder / "out"

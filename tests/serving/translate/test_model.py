@@ -51,7 +51,7 @@ def test_a_run_needs_fairseq_and_says_so(output, monkeypatch):
     monkeypatch.delattr(commands, "trained", raising=False)
     # an import of what is None there finds nothing
     monkeypatch.setitem(sys.modules, "fairseq", None)
-    said = "checkpoint_best.pt needs fairseq, which is not installed: pip install .*fairseq"
+    said = "checkpoint_best.pt needs fairseq-fixed, which is not installed: pip install .*fairseq"
     with pytest.raises(ModuleNotFoundError, match=said):
         Translator(output)
 

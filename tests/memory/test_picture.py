@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from lsq.planner.memory_map import alive_at_peak, draw
-from lsq.planner.planner import plan
-from tests.planner.instances import buffers_of, random_buffers
+from lsq.memory.picture import alive_at_peak, draw
+from lsq.memory.planner import plan
+from tests.memory.instances import buffers_of, random_buffers
 
 
 def test_alive_at_peak():

@@ -4,10 +4,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lsq.planner.buffer import Buffer
-from lsq.planner.files import read_buffers, save_plan, write_plan
-from lsq.planner.planner import plan
-from tests.planner.instances import buffers_of, random_buffers
+from lsq.memory.buffer import Buffer
+from lsq.memory.files import read_buffers, save_plan, write_plan
+from lsq.memory.planner import plan
+from tests.memory.instances import buffers_of, random_buffers
 
 
 @pytest.fixture

@@ -1,15 +1,10 @@
-"""What memory looks like under a plan: who is alive at its peak, and a picture of offsets over
-time."""
+"""A picture of a plan, and the buffers that explain its peak."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from matplotlib.collections import PolyCollection
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-
-from lsq.memory.buffer import live_load
-from lsq.planner.buffer import Buffer, Plan
+from lsq import extras
+from lsq.memory.buffer import Buffer, Plan, live_load
 
 MEBIBYTE = 2**20
 COLOURED = 1000
@@ -19,7 +14,7 @@ COLOURED = 1000
 def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, list[Buffer]]:
     """The operation at which most bytes are alive, and the buffers alive then, the largest first.
 
-    These explain the lower bound: no plan can do with less than what they hold.
+    Their sum is the lower bound of one pool.
 
     Raises:
         ValueError: the plan does not place one of the buffers.
@@ -39,18 +34,18 @@ def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, li
 
 
 def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
-    """Draw the live load above a rectangle per buffer, time by offset, coloured by size; segments
-    are stacked.
-
-    Args:
-        buffers: those that the plan was made for.
-        plan: where they lie.
-        path: picture to write; its suffix chooses the format (.png, .svg, .pdf).
+    """Draw the live load, and below it a rectangle per buffer, operation by offset, coloured by
+    size; segments are stacked. The suffix of `path` chooses the format (.png, .svg, .pdf).
 
     Raises:
-        ValueError: there is nothing to draw, or the format is unknown.
+        ValueError: no buffer occupies bytes, or the format is unknown.
         OSError: the picture cannot be written.
     """
+    extras.require("a picture", "study")
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
     buffers = [buffer for buffer in buffers if buffer.size]
     if not buffers:
         raise ValueError("no buffer occupies any bytes; there is nothing to draw")
@@ -61,7 +56,7 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes.fill_between(
         times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0
     )
-    # The peak is drawn over the lower bound, and is mostly the same: a thin line over a wide one.
+    # mostly equal: a thin line over a wide one
     load_axes.axhline(plan.lower_bound / MEBIBYTE, color="0.6", linewidth=4, label="lower bound")
     load_axes.axhline(
         plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan"

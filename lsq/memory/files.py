@@ -1,4 +1,4 @@
-"""Files of the planner: MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV and as
+"""Files of `lsq plan`: buffers as MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV and
 JSON."""
 
 import csv
@@ -7,22 +7,21 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lsq.files import write_text
-from lsq.memory.buffer import LARGEST
-from lsq.planner.buffer import Buffer, Plan
+from lsq.memory.buffer import LARGEST, Buffer, Plan
 
 REQUIRED = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset", "gaps")
 ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
-"""MiniMalloc's other names of columns. A life includes what `end` says, and ends before `upper`."""
+"""MiniMalloc's other names of columns. A life includes the operation `end` and ends before
+`upper`."""
 NUMBER = re.compile("-?[0-9]+")
-"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as
-well."""
+"""A whole number; int() would take digits of every script, spaces and underscores as well."""
 TOO_LONG = 100
-"""Characters; no number that is allowed has as many."""
+"""Characters that no allowed number has."""
 
 
 def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
@@ -33,8 +32,7 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
         alignment: bytes, of rows that give none.
 
     Raises:
-        ValueError: the file is empty, a row is wrong, a column is unknown, or a buffer has gaps;
-            names the line.
+        ValueError: the file is empty, or a column or a row is wrong; the message names the line.
         OSError: the file cannot be read.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -67,7 +65,7 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
 
 
 def _columns(heading: Sequence[str], path: Path) -> list[str]:
-    """The columns of a heading by their first names; raises ValueError where they do not suit."""
+    """The columns of a heading by their first names."""
     found = [ALIASES.get(name, name) for name in heading]
     missing = [name for name in REQUIRED if name not in found]
     unknown = [name for name in found if name not in (*REQUIRED, *OPTIONAL)]
@@ -128,15 +126,11 @@ def _number(text: str, name: str, where: str) -> int:
 def write_plan(plan: Plan, path: Path) -> None:
     """Write `id,offset,segment`, whole or not at all."""
     rows = [(name, offset, plan.segments[name]) for name, offset in plan.offsets.items()]
-    write_text(path, _csv([("id", "offset", "segment"), *rows]))
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("id", "offset", "segment"), *rows])
+    write_text(path, text.getvalue())
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan with all it says as JSON, whole or not at all."""
+    """Write all fields of a plan as JSON, whole or not at all."""
     write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
-
-
-def _csv(rows: Iterable[Iterable]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

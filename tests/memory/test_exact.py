@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lsq.memory import exact
+from lsq.memory.buffer import Buffer
+from lsq.memory.planner import busiest_loads, plan
 from lsq.native import loader
-from lsq.planner import exact
-from lsq.planner.buffer import Buffer
-from lsq.planner.planner import plan
-from tests.planner.instances import (
+from tests.memory.instances import (
     assert_separate,
     buffers_of,
     given_offsets,
@@ -108,7 +108,8 @@ def test_small_buffers_are_set_aside():
         Buffer(name="tiny", size=1, first=2, last=3),
     ]
     buffers[3] = replace(buffers[3], alignment=1)
-    placement = exact._search(buffers, 40000, time.perf_counter() + 5, exact._Worker(print))
+    loads, deadline = busiest_loads(buffers), time.perf_counter() + 5
+    placement = exact.search(buffers, loads, 40000, deadline, exact._Worker(print))
     assert placement.used == [40000]
 
 

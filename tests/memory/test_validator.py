@@ -1,11 +1,12 @@
+import random
 from dataclasses import replace
 
 import pytest
 
-from lsq.planner.buffer import Buffer
-from lsq.planner.planner import plan
-from lsq.planner.validator import SHOWN, check, faults
-from tests.planner.instances import buffers_of
+from lsq.memory.buffer import Buffer
+from lsq.memory.planner import plan
+from lsq.memory.validator import SHOWN, check, faults, overlaps
+from tests.memory.instances import buffers_of, guillotine
 
 BUFFERS = [
     *buffers_of((8, 0, 2), (8, 2, 4), alignment=8),
@@ -76,3 +77,19 @@ def test_messages_stay_short():
     made = plan(buffers)
     with pytest.raises(ValueError, match=rf"\(and {19 - SHOWN} more\)"):
         check(buffers, replace(made, offsets=dict.fromkeys(made.offsets, 0)))
+
+
+def test_overlaps_are_found_wherever_there_are_any():
+    generator = random.Random(5)
+    for _ in range(50):
+        buffers = guillotine(generator, 12)
+        offsets = [generator.randrange(0, 4096) for _ in buffers]
+        expected = any(
+            one.first <= other.last
+            and other.first <= one.last
+            and a < b + other.size
+            and b < a + one.size
+            for i, (one, a) in enumerate(zip(buffers, offsets, strict=True))
+            for other, b in list(zip(buffers, offsets, strict=True))[:i]
+        )
+        assert bool(list(overlaps(buffers, offsets))) == expected

@@ -1,9 +1,9 @@
 """The exact search of `plan`: which capacities to try, in which orders, and for how long.
 
 The search itself, depth first after Moffitt 2023 (MiniMalloc: A Lightweight Memory Allocator for
-Hardware-Accelerated Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. How long it
-takes hangs on the order in which it tries buffers, with a heavy tail; so it starts again and again
-with other orders, each time with a larger budget.
+Hardware-Accelerated Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. Its time
+depends on the order in which it tries buffers, with a heavy tail; so it restarts with other orders,
+each time with a larger budget.
 """
 
 import random
@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from lsq.memory.buffer import Buffer, fixed_offsets, lower_bound
 from lsq.memory.placement import Placement, place, table
-from lsq.memory.planner import busiest_loads
 from lsq.native import loader
 from lsq.native.shared_library import LibraryError
-from lsq.planner.buffer import Buffer, given_offsets
 
 MOST_BUFFERS = 4096
-"""The search compares every pair of buffers; of more, the smallest are set aside."""
+"""The search compares every pair of buffers; beyond so many, the smallest are set aside."""
 SMALL_SHARE = 2**14
-"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside: placed afterwards, where
+"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside, and placed afterwards where
 they fit."""
 FIRST_BUDGET = 4096
 """Positions that the first round may try with each order; every further round may try twice as
@@ -37,21 +36,20 @@ IMPOSSIBLE, FOUND, STOPPED = range(3)
 
 def improve(
     buffers: Sequence[Buffer],
+    loads: Sequence[int],
     placement: Placement,
-    bound: int,
-    capacity: int | None,
+    target: int,
     seconds: float,
     progress: Callable[[int], None] | None = None,
 ) -> Placement:
-    """Look for a placement into one segment that is better than the given one.
+    """Look for a better placement into one segment.
 
     Args:
         buffers: those of one pool, none of size 0.
-        placement: the best that is known; it is returned where no better one is found.
-        bound: the lower bound in bytes.
-        capacity: bytes that are good enough; None asks for the smallest peak. Half of the time goes
-            to the capacity (or the bound), half of what remains to the middle between it and the
-            best that is known, and so on.
+        loads: the largest live load during each life.
+        placement: the best known one; returned if no better one is found.
+        target: bytes that are good enough. Half of the time goes to them, half of what remains to
+            the middle between them and the best known peak, and so on.
         seconds: time for all of it. KeyboardInterrupt ends it, too.
         progress: called several times a second with the number of positions tried so far.
 
@@ -61,30 +59,28 @@ def improve(
     if not loader.available():
         raise LibraryError(
             'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++)'
-            " and reinstall lsq, "
-            'or use method "portfolio"'
+            ' and reinstall lsq, or use method "portfolio"'
         )
     deadline = time.perf_counter() + seconds
     worker = _Worker(progress or (lambda tried: None))
-    wanted = bound if capacity is None else max(bound, capacity)
-    target = lowest = wanted
+    wanted = capacity = lowest = max(target, lower_bound(buffers))
     try:
         while (
             placement.used[0] > max(wanted, lowest) and (left := deadline - time.perf_counter()) > 0
         ):
-            found = _search(buffers, target, time.perf_counter() + left / 2, worker)
-            if found is None:
-                lowest = target + 1
+            better = search(buffers, loads, capacity, time.perf_counter() + left / 2, worker)
+            if better is None:
+                lowest = capacity + 1
             else:
-                placement = found
-            target = (lowest + placement.used[0] - 1) // 2
+                placement = better
+            capacity = (lowest + placement.used[0] - 1) // 2
     except KeyboardInterrupt:
         pass
     return placement
 
 
 class _OutOfTime(Exception):
-    """The deadline has come."""
+    pass
 
 
 class _Worker:
@@ -92,8 +88,8 @@ class _Worker:
 
     def __init__(self, progress: Callable[[int], None]):
         self.progress = progress
+        # the running search reads the stop flag and adds to the number of positions tried
         self.control = torch.zeros(2, dtype=torch.int64, device="cpu")
-        """What the running search reads and adds to: stop flag, positions tried."""
 
     def run(
         self,
@@ -103,16 +99,12 @@ class _Worker:
         budget: int,
         deadline: float,
     ) -> tuple[int, list[int]]:
-        """(outcome, offsets) of one search.
-
-        Raises:
-            _OutOfTime: the deadline came first.
-        """
+        """(outcome, offsets) of one search; raises _OutOfTime if the deadline comes first."""
         numbers = {"dtype": torch.int64, "device": "cpu"}
-        rows, wanted = table(buffers, given_offsets(buffers)), torch.tensor(order, **numbers)
+        rows, indices = table(buffers, fixed_offsets(buffers)), torch.tensor(order, **numbers)
         offsets, outcome = torch.zeros(len(buffers), **numbers), torch.zeros(1, **numbers)
         self.control[0] = 0
-        arguments = (rows, wanted, len(buffers), capacity, budget, self.control, offsets, outcome)
+        arguments = (rows, indices, len(buffers), capacity, budget, self.control, offsets, outcome)
         thread = threading.Thread(target=loader.call, args=("lsq_search_plan", *arguments))
         thread.start()
         try:
@@ -129,32 +121,38 @@ class _Worker:
         return outcome.item(), offsets.tolist()
 
 
-def _search(
-    buffers: Sequence[Buffer], capacity: int, deadline: float, worker: _Worker
+def search(
+    buffers: Sequence[Buffer],
+    loads: Sequence[int],
+    capacity: int,
+    deadline: float,
+    worker: _Worker,
 ) -> Placement | None:
-    """A placement of at most `capacity` bytes; None where there is none, or the deadline came
-    first."""
+    """A placement of at most `capacity` bytes; None: there is none, or the deadline came first."""
     smallest = capacity // SMALL_SHARE
     if len(buffers) > MOST_BUFFERS:
-        smallest = max(
-            smallest, sorted((buffer.size for buffer in buffers), reverse=True)[MOST_BUFFERS] + 1
-        )
+        sizes = sorted((buffer.size for buffer in buffers), reverse=True)
+        smallest = max(smallest, sizes[MOST_BUFFERS] + 1)
     budget = FIRST_BUDGET
+    fixed = fixed_offsets(buffers)
     generator = random.Random(0)
     try:
         while True:
-            for key in _keys(buffers, generator):
-                given = given_offsets(buffers)
-                large = [i for i, one in enumerate(buffers) if one.size >= smallest or i in given]
-                searched = [buffers[i] for i in large]
-                order = sorted(range(len(large)), key=lambda i: key[large[i]])  # noqa: B023
-                outcome, offsets = worker.run(searched, order, capacity, budget, deadline)
+            for keys in _sorting_keys(buffers, loads, generator):
+                large = [i for i, each in enumerate(buffers) if each.size >= smallest or i in fixed]
+                order = sorted(range(len(large)), key=[keys[i] for i in large].__getitem__)
+                outcome, offsets = worker.run(
+                    [buffers[i] for i in large], order, capacity, budget, deadline
+                )
                 if outcome == IMPOSSIBLE:
                     return None
                 if outcome == FOUND:
-                    completed = _with_small(buffers, dict(zip(large, offsets, strict=True)))
-                    if completed.used[0] <= capacity:
-                        return completed
+                    # the others by best fit around those, the largest first
+                    by_size = sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
+                    known = dict(zip(large, offsets, strict=True))
+                    complete = place(buffers, by_size, fixed=known)
+                    if complete.used[0] <= capacity:
+                        return complete
                     if len(buffers) <= MOST_BUFFERS:
                         smallest //= 4
             budget *= 2
@@ -162,20 +160,13 @@ def _search(
         return None
 
 
-def _keys(buffers: Sequence[Buffer], generator: random.Random) -> Iterator[list[tuple]]:
-    """Sorting keys of one round: load, life and area in three orders, as in MiniMalloc, then three
-    at random."""
-    loads = busiest_loads(buffers)
+def _sorting_keys(
+    buffers: Sequence[Buffer], loads: Sequence[int], generator: random.Random
+) -> Iterator[list[tuple]]:
+    """One round: load, life and area in three orders, as in MiniMalloc, then three at random."""
     lives = [buffer.last - buffer.first + 1 for buffer in buffers]
     areas = [life * buffer.size for life, buffer in zip(lives, buffers, strict=True)]
-    yield [(-a, -b, -c) for a, b, c in zip(loads, lives, areas, strict=True)]
-    yield [(-a, -b, -c) for a, b, c in zip(areas, lives, loads, strict=True)]
-    yield [(-a, -b, -c) for a, b, c in zip(lives, areas, loads, strict=True)]
+    for columns in ((loads, lives, areas), (areas, lives, loads), (lives, areas, loads)):
+        yield [(-a, -b, -c) for a, b, c in zip(*columns, strict=True)]
     for values in (lives, areas, lives):
         yield [(-value * generator.uniform(1 - NOISE, 1),) for value in values]
-
-
-def _with_small(buffers: Sequence[Buffer], offsets: dict[int, int]) -> Placement:
-    """Best fit of the buffers that have no offset yet, the largest first, around the others."""
-    order = sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
-    return place(buffers, order, fixed=offsets)

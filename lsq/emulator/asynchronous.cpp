@@ -1,9 +1,13 @@
-// A GPU may read operands and write sums at any time between a multiplication's begin and the wait: here both happen at
-// the wait, and the sums are rubbish until then. races.cpp reports everybody who writes to the operands meanwhile.
+// A GPU may do such work at any time between its begin and the wait for it. Here the source of a
+// copy is read at the begin, and its destination written at the wait, so that who does not wait
+// finds what was there before. A multiplication reads and writes at the wait, and its sums are
+// rubbish until then. races.cpp reports everybody who touches a copy's destination or writes to a
+// multiplication's operands meanwhile.
 //
-// A thread multiplies what its own sums need. Layouts are those of "Asynchronous Warpgroup Level Matrix Instructions" in
-// NVIDIA's PTX ISA; a thread's place: warp of its warpgroup, group = lane / 4, part = lane % 4.
-#include "warpgroups.h"
+// A thread multiplies what its own sums need. Layouts are those of "Asynchronous Warpgroup Level
+// Matrix Instructions" in NVIDIA's PTX ISA; a thread's place: warp of its warpgroup, group = lane /
+// 4, part = lane % 4.
+#include "asynchronous.h"
 
 #include <algorithm>
 #include <array>
@@ -14,13 +18,28 @@
 
 #include "races.h"
 #include "report.h"
-#include "scheduler.h"
+#include "threads.h"
 
 namespace emulator {
 
 namespace {
 
-constexpr unsigned WARP = 32, WARPGROUP = 128, INNER = 32, CHUNK = 16;
+struct Copy {
+    unsigned char* to;
+    size_t size;
+    unsigned char bytes[16];
+};
+
+using Group = std::vector<Copy>;
+
+struct Copies {
+    Group open;                    // belong to no group yet
+    std::deque<Group> under_way;  // the oldest first
+};
+
+Copies copies[1024];  // of the threads
+
+constexpr unsigned WARPGROUP = 128, INNER = 32, CHUNK = 16;
 constexpr int32_t RUBBISH = INT32_MIN + 0x5a5a5a;
 
 using Row = std::array<int8_t, INNER>;
@@ -68,14 +87,14 @@ struct Multiplications {
     uint64_t history = 0;  // of all that was begun, as a number
 };
 
-Multiplications of_threads[1024];
+Multiplications multiplications[1024];  // of the threads
 
 // Lanes meet, and each does its own part.
 void nothing(void* const*) {}
 
-unsigned first_row() { return running_thread() % WARPGROUP / WARP * 16 + running_thread() % WARP / 4; }
+unsigned first_row() { return current % WARPGROUP / WARP * 16 + current % WARP / 4; }
 
-unsigned column_of(unsigned number) { return number / 2 * 8 + running_thread() % 4 * 2 + number % 2; }
+unsigned column_of(unsigned number) { return number / 2 * 8 + current % 4 * 2 + number % 2; }
 
 // Calls work(address) for each chunk of the operands that this thread's sums need.
 template <class Work>
@@ -125,14 +144,21 @@ void check_matrix(uint64_t descriptor, const Matrix& matrix, unsigned rows, Site
 
 }  // namespace
 
-BlockMultiplications::~BlockMultiplications() {
-    for (Multiplications& mine : of_threads) mine = {};
+void abandon_asynchronous() {
+    for (Copies& mine : copies) {
+        mine.under_way.push_back(std::move(mine.open));
+        for (const Group& group : mine.under_way) {
+            for (const Copy& copy : group) end_copy(copy.to, copy.size);
+        }
+        mine = {};
+    }
+    for (Multiplications& mine : multiplications) mine = {};
     end_readers();
 }
 
-std::string different_multiplications(unsigned threads) {
-    for (unsigned i = 0; i < threads; ++i) {
-        if (of_threads[i].history == of_threads[i / WARPGROUP * WARPGROUP].history) continue;
+std::string different_multiplications() {
+    for (unsigned i = 0; i < threads.size(); ++i) {
+        if (multiplications[i].history == multiplications[i / WARPGROUP * WARPGROUP].history) continue;
         return "the warps of its warpgroup " + std::to_string(i / WARPGROUP) + " do not begin the same wgmma";
     }
     return "";
@@ -140,21 +166,50 @@ std::string different_multiplications(unsigned threads) {
 
 }  // namespace emulator
 
+using namespace emulator;
+
 extern "C" {
+
+void emulator_copy(void* to, const void* from, size_t size, bool zeros, const void* place, Site site) {
+    for (const void* address : {static_cast<const void*>(to), from}) {
+        if (reinterpret_cast<uintptr_t>(address) % size) emulator_misaligned(address, size, site);
+    }
+    emulator_check_shared(to, size, "cp.async", site);
+    if (!zeros) emulator_read(from, size, place);
+    begin_copy(to, size, static_cast<const char*>(place) + 1);  // an access of its own for those who count
+    Copy copy = {static_cast<unsigned char*>(to), size, {}};
+    if (!zeros) std::memcpy(copy.bytes, from, size);
+    copies[current].open.push_back(copy);
+}
+
+void emulator_commit_copies() {
+    Copies& mine = copies[current];
+    mine.under_way.push_back(std::move(mine.open));
+    mine.open.clear();
+}
+
+void emulator_wait_copies(size_t groups) {
+    Copies& mine = copies[current];
+    for (; mine.under_way.size() > groups; mine.under_way.pop_front()) {
+        for (const Copy& copy : mine.under_way.front()) {
+            std::memcpy(copy.to, copy.bytes, copy.size);
+            end_copy(copy.to, copy.size);
+        }
+    }
+}
 
 uint32_t emulator_shared_address(const void* address) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(address) - emulator_dynamic_shared);
 }
 
-void emulator_fence_warpgroup(emulator::Site site) {
-    emulator_together("wgmma.fence", emulator::nothing, nullptr, site);
-    emulator::of_threads[emulator::running_thread()].fenced = true;
+void emulator_fence_warpgroup(Site site) {
+    emulator_together("wgmma.fence", nothing, nullptr, site);
+    multiplications[current].fenced = true;
 }
 
-void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a, uint64_t b, emulator::Site site) {
-    using namespace emulator;
+void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a, uint64_t b, Site site) {
     emulator_together("wgmma.mma_async", nothing, nullptr, site);
-    Multiplications& mine = of_threads[running_thread()];
+    Multiplications& mine = multiplications[current];
     if (!mine.fenced) {
         fail_thread("begins wgmma (" + describe(site) + ") with no wgmma.fence behind what may have touched its sums");
     }
@@ -176,18 +231,18 @@ void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a,
     }
 }
 
-void emulator_commit_multiplications(emulator::Site site) {
-    emulator_together("wgmma.commit_group", emulator::nothing, nullptr, site);
-    emulator::Multiplications& mine = emulator::of_threads[emulator::running_thread()];
+void emulator_commit_multiplications(Site site) {
+    emulator_together("wgmma.commit_group", nothing, nullptr, site);
+    Multiplications& mine = multiplications[current];
     mine.under_way.push_back(std::move(mine.open));
     mine.open.clear();
 }
 
-void emulator_wait_multiplications(size_t groups, emulator::Site site) {
-    emulator_together("wgmma.wait_group", emulator::nothing, nullptr, site);
-    emulator::Multiplications& mine = emulator::of_threads[emulator::running_thread()];
+void emulator_wait_multiplications(size_t groups, Site site) {
+    emulator_together("wgmma.wait_group", nothing, nullptr, site);
+    Multiplications& mine = multiplications[current];
     for (; mine.under_way.size() > groups; mine.under_way.pop_front()) {
-        for (const emulator::Multiplication& one : mine.under_way.front()) emulator::finish(mine, one);
+        for (const Multiplication& one : mine.under_way.front()) finish(mine, one);
     }
     if (mine.sums.empty()) mine.fenced = false;
 }
