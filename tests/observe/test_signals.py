@@ -99,7 +99,7 @@ def test_only_the_first_batch_of_a_step_is_observed():
 
 
 def test_warned_once_for_each_tensor(caplog):
-    model = converted(**FIXED, activation_clip=0.01)
+    model = converted(**FIXED, activation_clip=1e-4)
     signals = Signals(model, interval=1, step="update", option="--lsq-{}-init {}")
     train(model, signals, 1, 2)
     warned = [record.message for record in caplog.records if record.name == "lsq.observe.signals"]
