@@ -1,6 +1,7 @@
 """Whole layers of other models as one program each, by their class alone."""
 
 import dataclasses
+import inspect
 import sys
 import warnings
 import weakref
@@ -143,6 +144,7 @@ class FusedLayer(InPlace):
         "departed",
         "compared",
         "adapted",
+        "positional",
     )
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
     """Names of the program's parameters -> paths of the layer's parameters that each joins."""
@@ -218,6 +220,8 @@ class FusedLayer(InPlace):
         self._take_adapters(adapted(self, self.SOURCES))
         self.kinds = {path: type(module) for path, module in named_inside(self)}
         self.departed, self.compared = None, False
+        # names of what may come by position behind the hidden states
+        self.positional = tuple(inspect.signature(self.float_class.forward).parameters)[2:]
         one = PackedSequences(rows=1, count=1)
         build = partial(self.program, one, source=one if self.CROSS else None)
         self.config = config_at(self.config, path, build, self.state_names)
@@ -327,6 +331,26 @@ class FusedLayer(InPlace):
 
     # Passes
 
+    def forward(self, hidden_states: torch.Tensor, *arguments, **options):
+        """Run the program, or the code of the class where that computes something else."""
+        options.update(zip(self.positional, arguments, strict=False))
+        cache = cache_of(options)
+        packing = self.packing(hidden_states, options.get("attention_mask"), options, cache)
+        side = None if packing is None else self.side_inputs(options)
+        if side is None:
+            return self.own_pass(hidden_states, **options)
+        return self.fused(hidden_states, packing, cache=cache, **side)
+
+    def side_inputs(self, options: Mapping[str, object]) -> dict[str, object] | None:
+        """Read SideInputs from the options of a pass; None: the program is not for it."""
+        if not self.CROSS:
+            return {}
+        states = options.get("encoder_hidden_states")
+        if states is None:
+            return None
+        encoder_out = self.encoder_output(states, options.get("encoder_attention_mask"))
+        return None if encoder_out is None else {"encoder_out": encoder_out}
+
     def program(
         self,
         sentences: PackedSequences,
@@ -357,7 +381,7 @@ class FusedLayer(InPlace):
         """Return how x [B, T, H] is packed under a mask of the model.
 
         Args:
-            options: further ones of the pass.
+            options: arguments of the pass.
             cache: of keys and values. A training pass with gradients puts nothing there, since
                 nobody decodes with it; else the program puts the first keys there, without a
                 gradient.

@@ -2,9 +2,8 @@
 
 import pytest
 
+from lsq.models import LsqCallback
 from tests.models.trainings import converted, data, losses, transformers
-
-from lsq.models.trainer import LsqCallback  # isort: skip (imports transformers)
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

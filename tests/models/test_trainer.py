@@ -9,8 +9,7 @@ import torch
 import lsq
 from lsq.config import QuantConfig
 from lsq.dist import GradientConfig
-from lsq.models.huggingface import load_clips
-from lsq.models.trainer import LsqCallback
+from lsq.models import LsqCallback, load_clips
 from lsq.observe import quantized_tensors
 from lsq.optim import Adam
 from tests.models.trainings import (
@@ -180,7 +179,7 @@ def test_a_watched_training_goes_on_bit_for_bit(tmp_path):
     state = LsqCallback(monitor=options).state()["args"]
     assert (
         json.loads(json.dumps(state)) == state
-        and LsqCallback(**state).watching == callback.watching
+        and LsqCallback(**state).monitor_options == callback.monitor_options
     )
 
 

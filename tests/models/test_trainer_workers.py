@@ -10,10 +10,7 @@ import torch
 from torch import distributed
 
 from lsq.dist import GradientConfig, compress_gradients
-from lsq.models.huggingface import average_clips
-
-# isort: skip  (imports transformers, and so after the line above)
-from lsq.models.trainer import LsqCallback
+from lsq.models import LsqCallback, average_clips
 from tests.dist.processes import run
 from tests.models.trainings import converted, data, losses, trainer
 

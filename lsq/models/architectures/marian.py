@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
+from lsq.models.fused_layer import FusedLayer, SideInputs
 from lsq.models.reading import (
     activation_of,
     biases,
@@ -77,14 +77,6 @@ class EncoderLayer(FusedLayer):
     def attentions(cls, layer: nn.Module) -> list[nn.Module]:
         return [layer.self_attn, *([layer.encoder_attn] if cls.CROSS else [])]
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **options
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options)
-        if packing is not None:
-            return self.fused(hidden_states, packing)
-        return self.own_pass(hidden_states, attention_mask, **options)
-
 
 class DecoderLayer(EncoderLayer):
     """Causal self-attention, attention to an encoder's output and a feed-forward block, a LayerNorm
@@ -98,30 +90,6 @@ class DecoderLayer(EncoderLayer):
         self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
     ) -> torch.Tensor:
         return self.float_class.forward(self, x, mask, side.states)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        use_cache: bool | None = True,
-        **options,
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options, cache_of(options))
-        encoder_out = None
-        if packing is not None and encoder_hidden_states is not None:
-            encoder_out = self.encoder_output(encoder_hidden_states, encoder_attention_mask)
-        if encoder_out is not None:
-            return self.fused(hidden_states, packing, encoder_out=encoder_out)
-        return self.own_pass(
-            hidden_states,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            use_cache=use_cache,
-            **options,
-        )
 
 
 class PreNormEncoderLayer(EncoderLayer):

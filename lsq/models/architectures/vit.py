@@ -1,6 +1,5 @@
 """Layers of ViT and of those that share it, such as DeiT."""
 
-import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
@@ -54,11 +53,3 @@ class ViTLayer(FusedLayer):
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attention]
-
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options)
-        if packing is not None:
-            return self.fused(hidden_states, packing)
-        return self.own_pass(hidden_states, attention_mask, **options)
