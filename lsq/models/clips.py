@@ -170,31 +170,26 @@ def load_clip_state(
         return
     formats = formats_of(model)
     for name, ours in formats.items():
-        clip_format.check(
-            clip_format.stored(state.get(name), name, ours),
-            ours,
-            name.removesuffix(clip_format.NAME),
-        )
+        theirs = clip_format.stored(state.get(name), name, ours)
+        clip_format.check(theirs, ours, name.removesuffix(clip_format.NAME))
     wanted = (names & own.keys()) - formats.keys()  # in float mode, masks alone
     lacking, strange = sorted(wanted - state.keys()), sorted(state.keys() - names)
     if lacking or strange:
-        near = difflib.get_close_matches(
-            (lacking or strange)[0], strange if lacking else names, n=1
+        first_lacking, first_strange = (
+            f", first {one[0]}" if one else "" for one in (lacking, strange)
         )
+        near = difflib.get_close_matches((lacking or strange)[0], strange if lacking else names, 1)
         raise ValueError(
             f"the clips are of other layers: {len(lacking)} of this model are missing"
-            f"{f', first {lacking[0]}' if lacking else ''}, and {len(strange)} are of layers that"
-            " it does not have"
-            f"{f', first {strange[0]}' if strange else ''}"
-            f"{f' (near is {near[0]})' if near else ''}; convert the model with"
-            " the same options as the one that they were saved of"
+            f"{first_lacking}, and {len(strange)} are of layers that it does not have"
+            f"{first_strange}{f' (near is {near[0]})' if near else ''}; convert the model with the"
+            " same options as the one that they were saved of"
         )
     for name, value in state.items():
         if own[name].shape != value.shape:
             raise ValueError(
                 f"{name} is {list(value.shape)}, but this model has {list(own[name].shape)};"
-                " convert it with the same "
-                "QuantConfig as the one that they were saved of"
+                " convert it with the same QuantConfig as the one that they were saved of"
             )
         if name.endswith(CLIP):
             quant.check_clip(value, name)

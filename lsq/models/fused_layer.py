@@ -591,7 +591,7 @@ class FusedLayer(InPlace):
         self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
     ) -> torch.Tensor:
         """Run the code of its class, as its modules are; mask: is added to scores."""
-        return self.float_class.forward(self, x, mask)
+        return self.float_class.forward(self, x, attention_mask=mask)
 
     def _compare(self, x: torch.Tensor, side: SideInputs) -> bool:
         """Compare the program with the code of the class; see lsq.models.comparison."""

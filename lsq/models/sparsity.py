@@ -313,8 +313,7 @@ class Sparsity:
         if strange:
             raise ValueError(
                 f"the state is of other weights or another measure: {min(strange)} is in one of"
-                " both alone; sparsify "
-                "with the same Pruning and skip"
+                " both alone; sparsify with the same Pruning and skip"
             )
         self.updates, self._squares = state["updates"], dict(state["squares"])
 
@@ -367,9 +366,8 @@ def _check(path: str, module: ProgramModule, name: str) -> None:
     if module.weight_masks is not None:
         raise ValueError(
             f"{path} is sparse already; call finish() of its Sparsity"
-            " (lsq.models.sparsity.sparsity_of, if"
-            " QuantConfig asked "
-            "for it) before it is sparsified again"
+            " (lsq.models.sparsity.sparsity_of, if QuantConfig asked for it) before it is"
+            " sparsified again"
         )
     check_width(path, values.shape[0 if module.declared[name].in_out else 1])
 
@@ -438,10 +436,8 @@ def pack(matrix: torch.Tensor) -> Packed:
         first = column - column % GROUP
         raise ValueError(
             f"row {row} holds {matrix[row, first : first + GROUP].tolist()} in columns {first} to"
-            f" {first + 3}; 2:4 "
-            "sparsity stores two of four: multiply the matrix by a mask of"
-            " lsq.models.sparsity.choose"
-            " first"
+            f" {first + 3}; 2:4 sparsity stores two of four: multiply the matrix by a mask of"
+            " lsq.models.sparsity.choose first"
         )
     rows, columns = matrix.shape
     positions = (
@@ -480,8 +476,7 @@ def product(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     ):
         raise ValueError(
             f"x is {x.dtype} {list(x.shape)} and the weight {weight.values.dtype} of {columns}"
-            " columns; the sparse "
-            f"product is of int8, x must be [M, {columns}]"
+            f" columns; the sparse product is of int8, x must be [M, {columns}]"
         )
     several = max(1, PRODUCT_SIZE // max(1, len(x) * weight.values.shape[1]))
     parts = zip(weight.columns().split(several), weight.values.int().split(several), strict=True)

@@ -140,8 +140,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         if not clip_names(model):
             raise ValueError(
                 f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model) before"
-                " the Trainer is "
-                "made, or leave LsqCallback out"
+                " the Trainer is made, or leave LsqCallback out"
             )
         if self.lost:
             raise ValueError(
@@ -157,17 +156,22 @@ class LsqCallback(TrainerCallback, ExportableState):
         self._installed.close()  # of a training that has failed
         self.model, trainer = model, _trainer_around()
         keep_apart(model)
-        self._resume(state)
+        kept = self._resume(state)
         # first, so that TensorBoard's callback and others see the signals in logs
         handler = trainer.callback_handler
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
-        self._watch(state)
+        if self.monitor_options is not None:
+            self.monitor = Monitor(model, **self.monitor_options)
+            self._installed.callback(self.monitor.close)
+            if state.global_step and kept.get("looks") is not None:
+                self.monitor.load_state_dict(kept["looks"])
         self.signals, self._logged_step = None, 0
         if state.is_world_process_zero:
             self.signals = Signals(model, interval=interval_of(int(state.logging_steps)))
-        if state.is_world_process_zero and (decoded := told(model)) is not None:
-            logger.info(decoded)
+            decoded = told(model)
+            if decoded is not None:
+                logger.info(decoded)
         if wants_sparsity(model):
             self.sparsity = sparsity_of(model, updates=state.global_step)
             self._installed.callback(self.sparsity.leave)
@@ -241,58 +245,37 @@ class LsqCallback(TrainerCallback, ExportableState):
         if self.sparsity is not None:  # so that whatever saves the model saves its zeros
             self.sparsity.write_zeros()
 
-    def _resume(self, state) -> None:
-        name = type(self).__name__
-        clips = state.stateful_callbacks.get(name, {}).get("attributes", {}).get("clips")
-        state.stateful_callbacks.setdefault(name, {})  # which Trainer wants before it saves
-        if state.global_step == 0 or _sharded(self.model):
-            return
-        if clips is not None:
-            load_clip_state(self.model, load(base64.b64decode(clips)))
-        elif not all(
-            module.schedule.begun
-            for module in self.model.modules()
-            if isinstance(module, ProgramModule)
-        ):
-            logger.warning(
-                "this checkpoint was written without LsqCallback: clips are measured again"
-            )
-
-    def _watch(self, state) -> None:
-        if self.monitor_options is None:
-            return
-        self.monitor = Monitor(self.model, **self.monitor_options)
-        self._installed.callback(self.monitor.close)
-        looks = (
-            state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("looks")
-        )
-        if state.global_step and looks is not None:
-            self.monitor.load_state_dict(looks)
+    def _resume(self, state) -> dict[str, Any]:
+        """Load the clips of a checkpoint, and return what the callback has kept in it."""
+        # Trainer wants an entry before it saves
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        kept = entry.get("attributes", {})
+        if state.global_step and not _sharded(self.model):
+            modules = [one for one in self.model.modules() if isinstance(one, ProgramModule)]
+            if kept.get("clips") is not None:
+                load_clip_state(self.model, load(base64.b64decode(kept["clips"])))
+            elif not all(module.schedule.begun for module in modules):
+                logger.warning(
+                    "this checkpoint was written without LsqCallback: clips are measured again"
+                )
+        return kept
 
     def _take_part_in_exchange(self, trainer: Trainer) -> None:
-        several = (
-            distributed.is_available()
-            and distributed.is_initialized()
-            and distributed.get_world_size() > 1
-        )
-        # torch.compile's
-        wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
-        parallel = isinstance(wrapped, DistributedDataParallel)
         if self.gradients is None:
             return
-        if not several:
+        # torch.compile wraps, too
+        wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+        known = distributed.is_available() and distributed.is_initialized()
+        if not known or distributed.get_world_size() == 1:
             logger.info("gradients=%s has nothing to do: there is one worker", self.gradients.mode)
-        elif not parallel:
+        elif not isinstance(wrapped, DistributedDataParallel):
             raise ValueError(
                 f"gradients={self.gradients.mode!r} is for DistributedDataParallel, but this model"
-                " is trained as a "
-                f"{type(wrapped).__name__}; leave gradients out"
+                f" is trained as a {type(wrapped).__name__}; leave gradients out"
             )
         elif wrapped is not self._exchanging:  # which a second training goes on with
-            self.compression, self._exchanging = (
-                compress_gradients(wrapped, self.gradients),
-                wrapped,
-            )
+            self.compression = compress_gradients(wrapped, self.gradients)
+            self._exchanging = wrapped
             if self.gradients.error_feedback and trainer.state.global_step:
                 logger.warning(
                     "error feedback starts from zero: checkpoints of Trainer do not hold it"

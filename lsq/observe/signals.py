@@ -185,8 +185,7 @@ def _row(tensors: list[TensorStatistics]) -> str:
     return (
         f"{tensors[0].kind:10} {_span(clips, '.4g'):>17}"
         f" {max(one.clipped_share for one in tensors):8.3%}"
-        f" {max(one.zero_share for one in tensors):8.2%}"
-        f" {_span(codes, 'd') if codes else '-':>12}"
+        f" {max(one.zero_share for one in tensors):8.2%} {_span(codes, 'd') if codes else '-':>12}"
     )
 
 

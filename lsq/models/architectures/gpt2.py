@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, SideInputs
+from lsq.models.fused_layer import FusedLayer
 from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain, sources
 
 
@@ -57,11 +56,6 @@ class GPT2Layer(FusedLayer):
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attn]
-
-    def original(
-        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
-    ) -> torch.Tensor:
-        return self.float_class.forward(self, x, attention_mask=mask)
 
     def side_inputs(self, options: Mapping[str, object]) -> dict[str, object] | None:
         return {} if options.get("encoder_hidden_states") is None else None

@@ -15,7 +15,7 @@ from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.models.fused_layer import EncoderOutput, FusedLayer, SideInputs, cache_of
+from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
 from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, sources, the_same
 
 TABLE = "_lsq_table"
@@ -127,42 +127,22 @@ class EncoderBlock(FusedLayer):
         return self.float_class.forward(self, x, mask, side.pairs, side.states)[0]
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask=None,
-        position_bias: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask=None,
-        encoder_decoder_position_bias: torch.Tensor | None = None,
-        **options,
+        self, hidden_states: torch.Tensor, *arguments, **options
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        packing = self.packing(hidden_states, attention_mask, options, cache_of(options))
-        encoder_out = None
-        if packing is not None and self.CROSS and encoder_hidden_states is not None:
-            encoder_out = self.encoder_output(encoder_hidden_states, encoder_attention_mask)
-        biased = (
-            position_bias is not None or self.layer[0].SelfAttention.has_relative_attention_bias
-        )
-        if packing is None or not biased or (encoder_out is None) is self.CROSS:
-            return self.own_pass(
-                hidden_states,
-                attention_mask,
-                position_bias,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                encoder_decoder_position_bias,
-                **options,
-            )
-        result, pairs = self._biased(hidden_states, packing, encoder_out, position_bias)
-        return result, pairs, encoder_decoder_position_bias
+        options.update(zip(self.positional, arguments, strict=False))
+        pairs, cache = options.get("position_bias"), cache_of(options)
+        known = {**options, "position_bias": None}
+        packing = self.packing(hidden_states, options.get("attention_mask"), known, cache)
+        side = None if packing is None else self.side_inputs(options)
+        biased = pairs is not None or self.layer[0].SelfAttention.has_relative_attention_bias
+        if side is None or not biased:
+            return self.own_pass(hidden_states, **options)
+        result, pairs = self._biased(hidden_states, packing, pairs, **side)
+        return result, pairs, options.get("encoder_decoder_position_bias")
 
     @beside_the_graph
     def _biased(
-        self,
-        x: torch.Tensor,
-        packing: Packing,
-        encoder_out: EncoderOutput | None,
-        pairs: torch.Tensor | None,
+        self, x: torch.Tensor, packing: Packing, pairs: torch.Tensor | None, **side
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`fused` with biases of pairs [1, N, T, T], given or made here -> (its result, the
         biases)."""
@@ -174,7 +154,7 @@ class EncoderBlock(FusedLayer):
         table = getattr(pairs, TABLE, None)
         if table is None:
             table = _table_of(pairs, self.config.relative_bias, self.causal)
-        return self.fused(x, packing, encoder_out=encoder_out, bias=table, pairs=pairs), pairs
+        return self.fused(x, packing, bias=table, pairs=pairs, **side), pairs
 
 
 class DecoderBlock(EncoderBlock):
