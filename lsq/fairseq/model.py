@@ -14,7 +14,7 @@ from lsq.fairseq.decoder import LSQTransformerDecoder
 from lsq.fairseq.encoder import LSQTransformerEncoder
 from lsq.fairseq.paddings import Paddings
 from lsq.layers import Packing
-from lsq.layers.format_patterns import check_patterns
+from lsq.layers.model_formats import check_patterns
 from lsq.layers.packing import packing_options
 
 MODEL = "lsq_transformer"

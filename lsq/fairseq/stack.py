@@ -10,7 +10,7 @@ from torch import nn
 from lsq.config import LayerConfig
 from lsq.layers import Embedding, programs
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.format_patterns import config_at
+from lsq.layers.model_formats import config_at
 from lsq.layers.stack import Stack
 
 

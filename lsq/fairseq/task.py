@@ -29,7 +29,7 @@ from lsq.layers.module import ProgramModule
 from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
 from lsq.observe import Signals, quantized_tensors
 from lsq.observe.signals import interval_of
-from lsq.serving.translate.subwords import Words
+from lsq.serving.subwords import Words
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class LSQTask(GradientTask):
                 interval=interval_of(self.cfg.log_interval),
                 folder=self.cfg.tensorboard_logdir or None,
                 step="update",
-                option="--lsq-{}-init {}",
+                option="--lsq-clip-init {}",
             )
             # fairseq tells no task that training is over: the summaries come when it drops the
             # task, or at exit

@@ -1,8 +1,10 @@
-"""The format of the clips in a state dict, which stands beside them."""
+"""The format of the clips in a state dict, beside them; and what earlier versions kept there."""
 
+import functools
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from lsq.config import QuantConfig
 from lsq.quant.choices import format_choice
 from lsq.quant.numbers.names import all_parts
+
+logger = logging.getLogger(__name__)
 
 NAME = "format"
 """The entry of state dicts: float32, the bytes of a text in JSON, fields of QuantConfig by name.
@@ -23,6 +27,11 @@ FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
 """Formats that existed before state dicts stored them."""
 DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
+
+OUTDATED_CLIPS = ("hidden_clip", "out_clip")
+"""Of products before their bias."""
+OUTDATED_COUNTS = ("calibrated", "passes")
+"""Of inner modules."""
 
 
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
@@ -125,3 +134,22 @@ def _canonical(value: Any) -> Any:
 def option(field: str, prefix: str = "--") -> str:
     """The name of a field on a command line."""
     return prefix + field.replace("_", "-")
+
+
+def upgrade(state_dict: dict[str, torch.Tensor], prefix: str, declared: Collection[str]) -> None:
+    """Drop from the state of a module, whose names begin with `prefix`, what earlier versions kept.
+
+    `declared`: its parameters, whose activations' clips are then measured again.
+    """
+    parts = {name.rpartition(".")[0] for name in declared} - {""}
+    outdated = {f"{part}.{name}" for part in parts for name in (*OUTDATED_CLIPS, *OUTDATED_COUNTS)}
+    outdated = {*outdated, *OUTDATED_CLIPS} - set(declared)
+    found = [name for name in outdated if state_dict.pop(prefix + name, None) is not None]
+    if found and prefix + "calibrated" in state_dict:
+        _warn()
+        state_dict[prefix + "calibrated"] = torch.tensor(False, device="cpu")
+
+
+@functools.cache  # once, not for every layer
+def _warn() -> None:
+    logger.warning("a checkpoint of an older version; clips of activations are measured again")

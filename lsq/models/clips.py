@@ -22,10 +22,11 @@ from lsq.config import require_model
 from lsq.dist import replicas
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
-from lsq.layers.schedule import Schedule
+from lsq.layers.schedule import Schedule, renamed
 from lsq.models.other_format import CLIP, formats_of, load_other_format
 from lsq.observe import quantized_tensors
-from lsq.run import shards, upkeep
+from lsq.run import shards
+from lsq.run.parameter_state import steps
 
 logger = logging.getLogger(__name__)
 NAME = "lsq.safetensors"
@@ -163,7 +164,7 @@ def load_clip_state(
             `other_format`) of another format, clips have other shapes, or one cannot be used.
             Nothing is loaded then.
     """
-    own = model.state_dict()
+    own, state = model.state_dict(), renamed(state)
     names = _names(model, "no clips can be loaded")
     if other_format:
         load_other_format(model, state, names)
@@ -233,7 +234,7 @@ def warn_without_clips(model: nn.Module) -> None:
         model = reference()
         if model is not None and _parameters(optimizer).isdisjoint(map(id, model.parameters())):
             return  # it is another model's
-        upkeep.agreements.remove(look)
+        steps.before.remove(look)
         tensors = () if model is None else quantized_tensors(model)
         clips = {id(clip) for _, clip in tensors if clip.requires_grad}
         # clips may have an optimizer of their own
@@ -250,7 +251,7 @@ def warn_without_clips(model: nn.Module) -> None:
                 type(model).__name__,
             )
 
-    upkeep.agreements.append(look)
+    steps.before.append(look)
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig, require_model
 from lsq.layers.coded_weight import CodedWeight, decode_all
-from lsq.layers.format_patterns import check_patterns
 from lsq.layers.in_place import InPlace
+from lsq.layers.model_formats import check_patterns
 from lsq.models.clips import clip_names, keep_apart, warn_without_clips
 from lsq.models.fused_layer import FusedLayer
 from lsq.models.report import Layer, Report, Whole
@@ -90,7 +90,7 @@ def convert(
     unknown = fused and not whole and _is_of_transformers(model)
     report = Report(
         layers=tuple(one.entry for one in layers if isinstance(one.entry, Layer)),
-        numbers=quant.told,
+        numbers=quant.summary,
         whole=whole,
         stacks=stacks_of(model, minimum_width),
         unknown=type(model).__name__ if unknown else None,

@@ -17,15 +17,15 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.coded_weight import CodedWeight
-from lsq.layers.format_patterns import config_at
+from lsq.layers.float_fallback import in_floats
 from lsq.layers.in_place import InPlace
+from lsq.layers.model_formats import config_at
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, packing_options
 from lsq.layers.positions import position_inputs
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.layers.variants import in_floats
 from lsq.models.adapters import Adapted, adapted, block_matrix
 from lsq.models.batch import (
     causal,
@@ -234,7 +234,7 @@ class FusedLayer(InPlace):
     def extra_repr(self) -> str:
         if self.departed:
             return f"its own code, since {self.departed}"
-        rounds = self.quant.quantized and not self.schedule.fallen
+        rounds = self.quant.quantized and not self.schedule.float_fallback
         return f"one program in {'int8' if rounds else 'floats'}"
 
     # Parameters, which modules inside hold

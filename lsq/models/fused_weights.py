@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lsq.layers.in_place import InPlace
-from lsq.layers.weight_codes import rounded_values
+from lsq.layers.weight_state import rounded_values
 from lsq.program.parameters import Kind, Parameter
 from lsq.quant import WeightFormat, largest_clips
 from lsq.quant.numbers import ScaledFormat
@@ -132,7 +132,7 @@ class RoundedWeights:
 
 
 def _rounds(layer: InPlace) -> bool:
-    return layer.quant.quantized and layer.schedule.begun and not layer.schedule.fallen
+    return layer.quant.quantized and layer.schedule.begun and not layer.schedule.float_fallback
 
 
 def _straight_through(

@@ -60,7 +60,7 @@ class Report:
 
     layers: tuple[Layer, ...]
     numbers: str = "in int8"
-    """The formats of converted layers in words: see QuantConfig.told."""
+    """The formats of converted layers in words: see QuantConfig.summary."""
     whole: tuple[Whole, ...] = ()
     """Layers that there is a program for."""
     stacks: tuple[Stack, ...] = ()

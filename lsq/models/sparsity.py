@@ -1,4 +1,4 @@
-"""2:4 sparsity: of four neighbouring inputs of a weight's row, two count; see docs/sparsity.md.
+"""2:4 sparsity: of four neighbouring inputs of a weight's row, two count; see docs/numbers.md.
 
 Masks are chosen while a model trains, and pruned values are drawn to zero (`sparsify`). Sparse
 matrices are stored as the values that are kept and their indices (`pack`), as NVIDIA's mma.sp takes

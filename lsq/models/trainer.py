@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lsq.config import require_choice
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.layers import ProgramModule
-from lsq.layers.decoded_tensors import told
 from lsq.layers.memory import MODES, plan_memory, release_memory
+from lsq.layers.model_formats import decoded_summary
 from lsq.models import huggingface
 from lsq.models.clips import (
     clip_names,
@@ -169,7 +169,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         self.signals, self._logged_step = None, 0
         if state.is_world_process_zero:
             self.signals = Signals(model, interval=interval_of(int(state.logging_steps)))
-            decoded = told(model)
+            decoded = decoded_summary(model)
             if decoded is not None:
                 logger.info(decoded)
         if wants_sparsity(model):

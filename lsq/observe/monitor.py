@@ -41,7 +41,7 @@ class Monitor:
     row, goes on in floats: as what it was if `lsq.convert` has made it of a linear layer, in the
     dtype of its input or of torch.autocast; else by its program in float mode. Parameters, clips
     and optimizers stay what they are; clips have no gradient any more. Checkpoints of the model
-    keep it: the entry `fallen` of a module.
+    keep it: the entry `float_fallback` of a module.
 
     Args:
         model: with modules of lsq, bare or in DistributedDataParallel.
@@ -103,7 +103,9 @@ class Monitor:
     @property
     def fallen(self) -> tuple[str, ...]:
         """Names of the modules that go on in floats, also by a checkpoint."""
-        return tuple(name for name, module in self._modules().items() if module.schedule.fallen)
+        return tuple(
+            name for name, module in self._modules().items() if module.schedule.float_fallback
+        )
 
     def figures(self, *, every_module: bool) -> dict[str, float]:
         """Summarise the last look: the least signal-to-noise of each quantity in dB, of each module
@@ -195,7 +197,7 @@ class Monitor:
             self._watched = {
                 module: name
                 for name, module in self._modules().items()
-                if not module.schedule.fallen
+                if not module.schedule.float_fallback
             }
             for module in self._watched:
                 module._watcher = self._see

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lsq.layers.blocks import PackedSequences
+from lsq.layers.float_fallback import in_floats
 from lsq.layers.programs import origins
-from lsq.layers.variants import in_floats
 from lsq.program.backend import Backend
 from lsq.program.parameters import CLIPS
 from lsq.program.program import Program
@@ -60,7 +60,7 @@ QUANTITIES = tuple(field.name for field in fields(Reading))
 class Bounds:
     """The least signal-to-noise in dB with which a module trains well.
 
-    docs/quality.md says where the defaults come from.
+    docs/numbers.md says where the defaults come from.
 
     Raises:
         ValueError: one of them is no number.

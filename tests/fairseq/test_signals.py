@@ -24,11 +24,10 @@ def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch)
 
 
 def test_warnings_name_options_of_fairseq(train, tmp_path, caplog):
-    train(tmp_path, "--max-update 1 --lsq-activation-init fixed --lsq-activation-clip 0.01")
+    train(tmp_path, "--max-update 1 --lsq-clip-init fixed")
     warned = [record.message for record in caplog.records if record.name == "lsq.observe.signals"]
     assert warned and all(
-        "update 1: " in message and "try --lsq-activation-init absmax" in message
-        for message in warned
+        "update 1: " in message and "try --lsq-clip-init " in message for message in warned
     )
 
 

@@ -13,7 +13,7 @@ from lsq.config import QuantConfig
 from lsq.models import average_clips, load_clips, save_clips
 from lsq.models.clips import clip_names, clip_state, keep_apart, load_clip_state
 from lsq.models.sparsity import sparsify
-from lsq.run import upkeep
+from lsq.run.parameter_state import steps
 from tests.dist.processes import run
 from tests.models.models import Model, loss_of, model, tokens
 
@@ -42,7 +42,7 @@ def test_names_and_values():
     model = made()
     state = clip_state(model)
     assert state.keys() == clip_names(model)
-    names = {"weight_clip", "input_clip", "calibrated", "passes", "fallen", "format"}
+    names = {"weight_clip", "input_clip", "calibrated", "passes", "float_fallback", "format"}
     assert {name.rpartition(".")[2] for name in state} == names
     model.layers[0].weight_clip.data.fill_(7.0)
     assert not state["layers.0.weight_clip"].eq(7.0).any()
@@ -186,13 +186,13 @@ def test_an_optimizer_that_was_made_before(quant, warnings, caplog):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_clips_that_an_optimizer_has(apart, caplog):
-    watched = len(upkeep.agreements)
+    watched = len(steps.before)
     converted = model()
     lsq.convert(converted, LEARNED)
-    assert len(upkeep.agreements) == watched + 1
+    assert len(steps.before) == watched + 1
     other = torch.nn.Linear(2, 2)
     train(converted, torch.optim.SGD(other.parameters(), lr=0.1))  # says nothing about this model
-    assert len(upkeep.agreements) == watched + 1
+    assert len(steps.before) == watched + 1
     named = dict(converted.named_parameters())
     parts = [
         [one for name, one in named.items() if name.endswith("_clip") is clips]
@@ -200,16 +200,16 @@ def test_clips_that_an_optimizer_has(apart, caplog):
     ]
     groups = parts if apart else [sum(parts, [])]
     train(converted, *(torch.optim.SGD(group, lr=0.01) for group in groups))
-    assert not caplog.records and len(upkeep.agreements) == watched
+    assert not caplog.records and len(steps.before) == watched
 
 
 def test_a_model_that_is_gone_is_watched_no_more():
-    watched = len(upkeep.agreements)
+    watched = len(steps.before)
     lsq.convert(model(), LEARNED)
     other = torch.nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert len(upkeep.agreements) == watched
+    assert len(steps.before) == watched
 
 
 def trained(seed: int = 1) -> nn.Module:

@@ -16,7 +16,7 @@ HEALTHY = TensorStatistics(
 )
 FACTOR = 0.25
 """What the optimizer will multiply gradients by."""
-FIXED = {"activation_init": "fixed", "calibration_passes": 0}
+FIXED = {"clip_init": "fixed", "calibration_passes": 0}
 
 
 def train(model: nn.Module, signals: Signals, *steps: int) -> list[int]:
@@ -46,8 +46,8 @@ def train(model: nn.Module, signals: Signals, *steps: int) -> list[int]:
         ({"largest_code": 7}, "largest code is 7 of 127, fewer than 4 bits"),
         ({"largest_code": 7, "bits": 4}, None),
         ({"largest_code": None, "bits": None}, None),
-        ({"clipped_share": 0.5}, "try QuantConfig(activation_init='absmax') or"),
-        ({"largest_code": 3, "kind": "weight"}, "try QuantConfig(weight_init='mse')"),
+        ({"clipped_share": 0.5}, "try QuantConfig(clip_init='absmax') or"),
+        ({"largest_code": 3, "kind": "weight"}, "try QuantConfig(clip_init='mse')"),
     ],
 )
 def test_complaint(changes, said):
@@ -100,7 +100,7 @@ def test_only_the_first_batch_of_a_step_is_observed():
 
 def test_warned_once_for_each_tensor(caplog):
     model = converted(**FIXED, activation_clip=0.01)
-    signals = Signals(model, interval=1, step="update", option="--lsq-{}-init {}")
+    signals = Signals(model, interval=1, step="update", option="--lsq-clip-init {}")
     train(model, signals, 1, 2)
     warned = [record.message for record in caplog.records if record.name == "lsq.observe.signals"]
     activations = {name for name, one in signals.last.items() if one.kind == "activation"}
@@ -108,7 +108,7 @@ def test_warned_once_for_each_tensor(caplog):
     assert {message.split(",")[0] for message in warned} == activations
     assert all(", update 1: " in message for message in warned)
     wide = [message for message in warned if "down" not in message]  # whose values are tiny here
-    assert all("try --lsq-activation-init absmax" in message for message in wide)
+    assert all("try --lsq-clip-init absmax" in message for message in wide)
     tensors = len(signals.clips)
     assert signals.summary().endswith(f"{len(activations)} of {tensors} tensors were warned of")
 
