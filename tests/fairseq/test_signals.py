@@ -4,6 +4,8 @@ import logging
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lsq.config import QuantConfig
+
 
 def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("lsq.observe.signals.LEAST_INTERVAL", 2)
@@ -23,12 +25,16 @@ def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch)
     ] == [1, 2]
 
 
-def test_warnings_name_options_of_fairseq(train, tmp_path, caplog):
+def test_warnings_name_options_of_fairseq(train, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(QuantConfig, "activation_clip", 0.01)
     train(tmp_path, "--max-update 1 --lsq-clip-init fixed")
-    warned = [record.message for record in caplog.records if record.name == "lsq.observe.signals"]
-    assert warned and all(
-        "update 1: " in message and "try --lsq-clip-init " in message for message in warned
-    )
+    warned = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "lsq.observe.signals" and record.levelno == logging.WARNING
+    ]
+    assert warned and all("update 1: " in message for message in warned)
+    assert any("try --lsq-clip-init absmax" in message for message in warned)
 
 
 def test_float_training_has_no_signals(train, tmp_path, caplog):
