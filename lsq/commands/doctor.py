@@ -467,7 +467,7 @@ def checks() -> Iterator[OperationCheck]:
         finishing = [
             operation for operation in program.operations if isinstance(operation, FinishSums)
         ]
-        sums = {one.parts: one for operation in finishing for one in operation.found}
+        sums = {one.parts: one for operation in finishing for one in operation.sums}
         for operation in (*weights, *program.operations):
             expected, found = (_run(name, operation, values) for name in ("reference", "emulated"))
             values.update(zip(operation.outputs, expected, strict=True))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lsq.native.places import contiguous_address, tensor_address
+from lsq.native.addresses import contiguous_address, tensor_address
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,4 @@
-"""Where the operands of launches and products stand in memory: fixed, or read through words that
-may change."""
+"""Addresses of operands of launches and products: fixed, or read through words that may change."""
 
 import ctypes
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ ALIGNMENT = 16
 """Bytes to whose multiples the addresses of tensors must be aligned."""
 
 
-class Places:
+class Addresses:
     """Tensors at their addresses, and operations in structs that are made of them and stay as they
     are.
 
@@ -24,7 +23,7 @@ class Places:
     def __init__(self, place: torch.device):
         self._place = place
         self.memory: list[ctypes.Array] = []
-        """What must live as long as what reads tensors here."""
+        """Memory that must live as long as the list that reads it."""
         self._held: list[torch.Tensor] = []
 
     def struct(self, operation, what: str) -> ctypes.Array:
@@ -44,18 +43,18 @@ class Places:
         return None, tensor_address(tensor, self._place, what)
 
     def held(self) -> Iterable[torch.Tensor]:
-        """Tensors that live as long as what reads them here."""
+        """Tensors that live as long as the list that reads them."""
         return self._held
 
 
-class MovingPlaces(Places):
+class StructAddresses(Addresses):
     """One operation whose struct is read again and again, and so are its operands, through the
     words of the struct.
 
     Args:
         operation: what launches are given as such.
         struct: what they take for it; whoever writes other addresses there moves its tensors.
-        held: see Places.
+        held: see Addresses.
     """
 
     def __init__(self, operation, struct: ctypes.Array, held: Callable[[], Iterable[torch.Tensor]]):
@@ -101,7 +100,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
-    """Where a kernel on `place` finds a tensor; `what` begins the message of an error.
+    """The address of a tensor for a kernel on `place`; `what` begins the message of an error.
 
     Raises:
         ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
@@ -114,7 +113,7 @@ def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> 
 
 
 def tensor_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
-    """The same for a tensor that may have any strides.
+    """The address of a tensor that may have any strides.
 
     Every border of a pass comes here: no message is made ahead.
     """
