@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 NO_EXCHANGE = "no exchange"
 BASELINE = "bf16"
 PROCESSES_PER_NODE = 2
-SIDES = (NO_EXCHANGE, gradient_sides.EXACT, "bf16", "gcq", "int8", "int8_hier", "int4_hier")
+SIDES = (NO_EXCHANGE, gradient_sides.EXACT, "bf16", "gcq", "int8", "int8_hier")
 WORKER_SECONDS = 1800
 """A measurement at one rate takes at most this long."""
 

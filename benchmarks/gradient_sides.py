@@ -20,8 +20,6 @@ LSQ_SIDES = {
     "gcq": {"mode": "gcq"},
     "int8": {"mode": "int8"},
     "int8_hier": {"mode": "int8_hier"},
-    "int4_hier": {"mode": "int4_hier"},
-    "int4_hier, error feedback": {"mode": "int4_hier", "error_feedback": True},
 }
 """Name -> options of GradientConfig. bf16 and fp16 are PyTorch's own hooks."""
 

@@ -1,15 +1,15 @@
 """How tensors become integers, or values of other formats."""
 
 import re
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property, partial, wraps
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import ClassVar
 
 from lsq.config.checks import require_choice
+from lsq.config.earlier import CONSTANT, accept, of_this_version
 from lsq.quant import (
     CALIBRATIONS,
     CLIP_GRADIENTS,
@@ -29,17 +29,6 @@ GRANULARITIES = ("tensor", "channel")
 CLIPS = ("auto", "absmax", "learned")
 ONLY_LEARNED = {"clip_init": "mse", "weight_granularity": "channel", "clip_gradient": "pact"}
 """Fields that say how clips are measured and learn, and their defaults."""
-CONSTANT = {
-    "calibration_passes": 4096,
-    "clip_step": 0.002,
-    "percentile": 99.99,
-    "weight_clip": 1.0,
-    "activation_clip": 16.0,
-    "backward_dtype": "float32",
-}
-"""Fields of version 0.1 that cannot be chosen any more, and their values."""
-RENAMED = {"weight_init": "clip_init", "activation_init": "clip_init"}
-"""Fields of version 0.1 -> what they are now."""
 Names = Mapping[str, Sequence[str]]
 """What a part of a model calls a tensor -> its names in the state dict of the part."""
 Fitted = dict[str, dict[str, set[str]]]
@@ -72,66 +61,7 @@ def check_format(fast: Collection[str], name: str) -> None:
         ) from None
 
 
-def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of QuantConfig, some of them by their names of version 0.1, with a warning for each.
-
-    Raises:
-        ValueError: a field that is constant now has another value, or two that are one now differ.
-    """
-    fields = {name: value for name, value in given.items() if name not in {*CONSTANT, *RENAMED}}
-    for name in CONSTANT.keys() & given.keys():
-        if given[name] != CONSTANT[name]:
-            raise ValueError(
-                f"{name} is {given[name]!r}, but it is always {CONSTANT[name]!r} now: leave it out"
-            )
-        _warn(f"{name} is always {CONSTANT[name]!r} now: leave it out")
-    for name in RENAMED.keys() & given.keys():
-        now = RENAMED[name]
-        if fields.setdefault(now, given[name]) != given[name]:
-            raise ValueError(
-                f"{' and '.join(sorted(RENAMED.keys() & given.keys()))} are {now} now, which is"
-                f" one for weights and activations: give {now} alone"
-            )
-        _warn(f"{name} is {now} now, for weights and activations")
-    return fields
-
-
-def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of QuantConfig of a training by version 0.1, which may have any value of fields that
-    are constant now: they are left out, and clips that learned go on learning."""
-    fields = {name: value for name, value in given.items() if name not in {*CONSTANT, *RENAMED}}
-    before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
-    inits = [before[name] for name in RENAMED if name in before]
-    if inits and "clip_init" not in fields:
-        fields["clip_init"] = inits[0] if len(set(inits)) == 1 else ONLY_LEARNED["clip_init"]
-    defaults = {**CONSTANT, **dict.fromkeys(RENAMED, ONLY_LEARNED["clip_init"])}
-    changed = [name for name in before if name in defaults and before[name] != defaults[name]]
-    # before there was a choice, all clips learned
-    earliest, other = "clips" not in given and before, set(changed) - {"backward_dtype"}
-    if earliest or (fields.get("clips") == "auto" and other):
-        fields["clips"] = "learned"
-    for name in CONSTANT.keys() & set(changed):
-        _warn(f"{name} was {before[name]!r} in this training; it is always {CONSTANT[name]!r} now")
-    return fields
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, FutureWarning, stacklevel=4)
-
-
-def _takes_earlier_fields(config: type) -> type:
-    """Let a dataclass be made with fields of version 0.1, too."""
-    init = config.__init__
-
-    @wraps(init)
-    def of_any_version(self, **given):
-        init(self, **of_this_version(given))
-
-    config.__init__ = of_any_version
-    return config
-
-
-@_takes_earlier_fields
+@accept(of_this_version)
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """How tensors become integers. Formulas: docs/numbers.md."""

@@ -278,10 +278,6 @@ class LsqCallback(TrainerCallback, ExportableState):
                 compress_gradients(wrapped, self.gradients),
                 wrapped,
             )
-            if self.gradients.error_feedback and trainer.state.global_step:
-                logger.warning(
-                    "error feedback starts from zero: checkpoints of Trainer do not hold it"
-                )
 
     def _warn(self, step: int) -> None:
         for name, statistics in self.last.items():
