@@ -57,7 +57,7 @@ def check_format(fast: Collection[str], name: str) -> None:
     except ValueError as error:
         allowed = ", ".join(map(repr, (*fast, UNROUNDED)))
         raise ValueError(
-            f"allowed are {allowed}, and formats of docs/formats.md, but {error}"
+            f"allowed are {allowed}, and formats of docs/numbers.md, but {error}"
         ) from None
 
 
@@ -93,7 +93,7 @@ class QuantConfig:
     """
     weight_format: str = "int8"
     """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast
-    products; any format of docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or
+    products; any format of docs/numbers.md, as "nvfp4" or "int6/row", through decoded values; or
     "float32": not at all. Patterns of names
     may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
     """
@@ -112,7 +112,7 @@ class QuantConfig:
     dequantised codes)."""
     sparsity: str = ""
     """"2:4": of four neighbouring inputs of an output two weights count, in either mode; "": all
-    do. More may follow: "2:4,every=16,decay=1,begin=0,end=500"; docs/sparsity.md.
+    do. More may follow: "2:4,every=16,decay=1,begin=0,end=500"; docs/numbers.md.
     """
 
     calibration_passes: ClassVar[int] = CONSTANT["calibration_passes"]
@@ -188,7 +188,7 @@ class QuantConfig:
             name for name, default in ONLY_LEARNED.items() if getattr(self, name) != default
         ]
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """Whether anything is quantised at all."""
         return self.mode == "int8"
@@ -205,7 +205,7 @@ class QuantConfig:
         """Which weights count, and when that is decided; None: all do."""
         return Pruning.read(self.sparsity)
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Whether products read integers: all formats have fast ones.
 

@@ -52,7 +52,7 @@ def load_other_format(
         ours = clip_format.fields_of(module.quant)
         entry = prefix + clip_format.NAME
         theirs = clip_format.stored(kept.get(entry), entry, ours)
-        optional.add(prefix + "fallen")  # which earlier versions do not have
+        optional.add(prefix + "float_fallback")  # which earlier versions do not have
         if theirs != ours:  # formats that do not round have no clips
             ending = [name for name in kept if name.startswith(prefix) and name.endswith(CLIP)]
             kept = {

@@ -29,7 +29,7 @@ def without_formats(state: dict) -> dict:
     older["model"] = {
         name: one
         for name, one in state["model"].items()
-        if not name.endswith((".format", ".fallen"))
+        if not name.endswith((".format", ".float_fallback"))
     }
     return older
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import lsq
 from lsq.config import QuantConfig
 from lsq.optim import Adam
-from lsq.run.cpu import CPU
+from lsq.run.backends import CPU
 from tests.layers.shapes import decibels
 from tests.models.models import WIDTH, loss_of, model, tokens
 from tests.sampling import first
@@ -182,13 +182,13 @@ def test_a_frozen_layer_does_nothing_for_its_weight():
         layer(x).sum().backward()
     assert operations.count("ProjectWeightGradient") == 0
     assert operations.count("ProjectInputGradient") == 2
-    codes = layer.codes.kept["weight.codes"]
+    codes = layer.weight_state.kept["weight.codes"]
     layer(x)
-    assert layer.codes.kept["weight.codes"] is codes
+    assert layer.weight_state.kept["weight.codes"] is codes
     with torch.no_grad():
         layer.weight.neg_()
     layer(x)
-    assert torch.equal(layer.codes.kept["weight.codes"], -codes)
+    assert torch.equal(layer.weight_state.kept["weight.codes"], -codes)
 
 
 @contextmanager

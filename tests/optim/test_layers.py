@@ -12,7 +12,8 @@ from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.layers.schedule import Schedule
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
-from lsq.run import stamp, upkeep
+from lsq.run import stamp
+from lsq.run.parameter_state import state_of
 from tests.layers.shapes import HIDDEN, config_of
 from tests.optim.test_adam import OPTIONS
 
@@ -83,7 +84,7 @@ def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
             assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(
                 clip, before[name]
             ), name
-            assert upkeep.of(clip).before is None
+            assert state_of(clip).before is None
 
 
 def in_place(layer):
