@@ -12,7 +12,7 @@ from lsq.commands.run_files import TRANSLATION
 from lsq.commands.stages import Stage
 from lsq.commands.train import CHECKPOINT
 from lsq.fairseq.checkpoint import LAST
-from lsq.fairseq.compatibility.loading import updates_of
+from lsq.fairseq.compatibility.checkpoints import updates_of
 
 NAME = re.compile(r"\w[\w.+=@,-]*")
 RESERVED = ("text", "vocabulary", "data", "numbers")

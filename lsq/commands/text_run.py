@@ -27,7 +27,7 @@ from lsq.commands.run_files import BEST
 from lsq.commands.run_folder import UPDATES, RunFolder
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.fairseq.checkpoint import LAST
-from lsq.fairseq.compatibility.loading import updates_of
+from lsq.fairseq.compatibility.checkpoints import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.fairseq.memory import made_up_dictionary
 from lsq.files.lock import locked_folder
