@@ -43,7 +43,7 @@ them."""
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What to train and how to translate."""
+    """Options of a training and its translation."""
 
     given: Namespace
     """The options of `lsq train-text`, a name of the run among them."""
@@ -110,7 +110,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
 
 
 def key_of(prepared: Prepared, options: RunOptions) -> dict:
-    """What the run is bound to."""
+    """Key of the run: options that its results depend on."""
     return {**prepared.settings, **training_options.bound(options.training, options.extra)}
 
 

@@ -30,7 +30,7 @@ CLIPS = ("auto", "absmax", "learned")
 ONLY_LEARNED = {"clip_init": "mse", "weight_granularity": "channel", "clip_gradient": "pact"}
 """Fields that say how clips are measured and learn, and their defaults."""
 Names = Mapping[str, Sequence[str]]
-"""What a part of a model calls a tensor -> its names in the state dict of the part."""
+"""Name of a tensor within a part of a model -> its names in the state dict of the part."""
 Fitted = dict[str, dict[str, set[str]]]
 """Names of fields of QuantConfig -> patterns that fit a tensor -> formats of all that they fit."""
 FAST_FORMATS = {
@@ -40,7 +40,7 @@ FAST_FORMATS = {
 }
 """Field of QuantConfig -> formats that products read as they are."""
 UNROUNDED = "float32"
-"""What is not rounded."""
+"""Name of the format of tensors that are not rounded."""
 
 
 def check_format(fast: Collection[str], name: str) -> None:
@@ -98,12 +98,12 @@ class QuantConfig:
     may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
     """
     activation_format: str = "int8"
-    """The same of activations: "int8" has fast products.
+    """Formats of activations, as of weights: "int8" has fast products.
 
     Patterns fit names of the weights that read them, too.
     """
     gradient_format: str = "int8"
-    """The same of the gradients of products: "int8" rounds at random, all others to the nearest."""
+    """Formats of the gradients of products: "int8" rounds at random, all others to the nearest."""
     clip_gradient: str = "pact"
     """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in
     range)."""
@@ -219,12 +219,12 @@ class QuantConfig:
 
     @property
     def activations(self) -> Format | ScaledFormat | None:
-        """What activations are rounded to that no pattern names; see activation_form."""
+        """Format of activations that no pattern names; see activation_form."""
         return self.activation_form("")
 
     @property
     def weights(self) -> WeightFormat | ScaledFormat | None:
-        """What weights are rounded to that no pattern names; see weight_form."""
+        """Format of weights that no pattern names; see weight_form."""
         return self.weight_form("")
 
     @property
@@ -278,7 +278,7 @@ class QuantConfig:
 
     @property
     def summary(self) -> str:
-        """What layers run in, in words."""
+        """Number formats of layers, in words."""
         formats = {name.removesuffix("_format"): getattr(self, name) for name in FAST_FORMATS}
         if self.bits < 8:  # gradients have 8
             narrow = partial(re.sub, r"(^|=)int8(?=,|$)", rf"\1int8 of {self.bits} bits")
@@ -294,7 +294,7 @@ class QuantConfig:
     def at(
         self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None
     ) -> "QuantConfig":
-        """What concerns a part of a model: the same where patterns say nothing else.
+        """Return the configuration of a part of a model, where patterns may choose other formats.
 
         Args:
             path: of the part in the model.

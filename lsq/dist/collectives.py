@@ -1,5 +1,4 @@
-"""What exchanges are made of: collectives, under the names that the PyTorch at hand has for them,
-and memory for messages."""
+"""Collectives, under the names that the installed PyTorch has for them, and memory for messages."""
 
 import math
 

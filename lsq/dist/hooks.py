@@ -31,9 +31,9 @@ from lsq.run import bucket_views
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of gradients that can be compressed."""
+"""dtypes of gradients that can be compressed."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""What carries codes on each type of device; on others, whatever carries their tensors."""
+"""Type of device -> the backend that must carry codes; other devices may use any."""
 PYTORCH_HOOKS = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
@@ -46,7 +46,7 @@ _compressed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class GradientCompression:
-    """What `compress_gradients` returns: which mode came of a configuration."""
+    """A communication hook with its mode, which "auto" chooses and one worker makes "float"."""
 
     mode: str
     """One of COMPRESSED, "bf16", "fp16", or "float": nothing to compress, gradients travel as they
@@ -59,7 +59,7 @@ class GradientCompression:
         self._executor: WorkerThread | SideStream | None = None
         self._buckets: defaultdict[int, bucket_views.Bucket] | None = None
         self._groups: list[ProcessGroup] = []
-        """Whose means, one after another, are the mean of all workers."""
+        """The mean over these groups, one after another, is the mean of all workers."""
         self._small: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}
         """By the number of a bucket: its memory, and the places of small tensors there."""
 

@@ -174,7 +174,7 @@ def say_formats(state: dict[str, Tensor], path: str) -> None:
 
 
 def quantization(given: Mapping[str, Any]) -> QuantConfig:
-    """What the options of a checkpoint say; those that are younger have their defaults.
+    """Read QuantConfig from the options of a checkpoint; fields that it lacks have their defaults.
 
     Raises:
         ValueError: one has a value that is not allowed.

@@ -76,8 +76,8 @@ class GradientOptions(EarlierOptions):
 
 
 class GradientTask:
-    """What a task needs, beside GradientOptions in its `cfg`, to exchange gradients as
-    `--lsq-gradients` says."""
+    """Mixin of tasks that exchange gradients as `--lsq-gradients` says, with GradientOptions in
+    `cfg`."""
 
     compression: GradientCompression | None = None
     """Once the hook is installed; None under "none" and with one worker."""

@@ -1,4 +1,4 @@
-"""What fairseq 0.12 needs to work with this PyTorch, on machines without a GPU and on full disks.
+"""Make fairseq 0.12 work with this PyTorch, on machines without a GPU and on full disks.
 
 Importing this package prepares fairseq once for the whole process:
 

@@ -21,7 +21,7 @@ _fairseq_batches = data_utils.batch_by_size
 
 
 def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, **options):
-    """Takes the place of fairseq's data_utils.batch_by_size, which groups the sentences `indices`
+    """Replace fairseq's data_utils.batch_by_size, which groups the sentences `indices`
     into batches.
 
     Raises:
@@ -59,7 +59,7 @@ _fairseq_load_optimizer = FairseqOptimizer.load_state_dict
 
 
 def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatchIterator:
-    """Takes the place of Trainer.get_train_iterator: batches that all epochs share are those of
+    """Replace Trainer.get_train_iterator: batches that all epochs share are those of
     epoch 1.
 
     Whoever goes on in a later epoch then calls `load_state_dict`, as fairseq does. Batches that are
@@ -78,7 +78,7 @@ def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatc
 
 
 def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
-    """Takes the place of Trainer.reset_dummy_batch, by which a process without a batch left goes
+    """Replace Trainer.reset_dummy_batch, by which a process without a batch left goes
     along.
 
     The first one, of the training's own batches, stays: clips may be measured on it. fairseq's is
@@ -89,7 +89,7 @@ def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
 
 
 def iterator_state(iterator: EpochBatchIterator) -> dict:
-    """Takes the place of EpochBatchIterator.state_dict.
+    """Replace EpochBatchIterator.state_dict.
 
     How many batches the epoch has, and among how many processes they were divided, is kept.
     """
@@ -100,7 +100,7 @@ def iterator_state(iterator: EpochBatchIterator) -> dict:
 def load_optimizer_state(
     optimizer: FairseqOptimizer, state: dict, overrides: dict | None = None
 ) -> None:
-    """Takes the place of FairseqOptimizer.load_state_dict: moments are known by the order of
+    """Replace FairseqOptimizer.load_state_dict: moments are known by the order of
     parameters alone.
 
     Raises:
@@ -124,7 +124,7 @@ def load_optimizer_state(
 
 
 def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
-    """Takes the place of EpochBatchIterator.load_state_dict.
+    """Replace EpochBatchIterator.load_state_dict.
 
     fairseq counts the batches of one process. With another number of processes the same count is
     another place in the
@@ -171,7 +171,7 @@ def iterator_for_epoch(
     fix_batches_to_gpus: bool = False,
     offset: int = 0,
 ) -> Iterator | None:
-    """Takes the place of EpochBatchIterator._get_iterator_for_epoch.
+    """Replace EpochBatchIterator._get_iterator_for_epoch.
 
     Where fairseq uses a data loader for further epochs, it goes by how the first one was to be
     shuffled, so that --curriculum would end with the first resumption only.
@@ -183,7 +183,7 @@ def iterator_for_epoch(
 
 
 class GroupedIterator(iterators.CountingIterator):
-    """Takes the place of fairseq's GroupedIterator: batches in groups of --update-freq.
+    """Replace fairseq's GroupedIterator: batches in groups of --update-freq.
 
     fairseq counts the groups of a whole epoch. Where an epoch goes on from a place that is not a
     multiple of `chunk_size` (of another number of processes, or another --update-freq) that is one

@@ -59,7 +59,7 @@ def register_types() -> None:
 def load_checkpoint(
     path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False
 ) -> dict:
-    """Takes the place of fairseq's load_checkpoint_to_cpu, which reads no checksums.
+    """Replace fairseq's load_checkpoint_to_cpu, which reads no checksums.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
@@ -114,7 +114,7 @@ def updates_of(path: str | os.PathLike) -> int:
 def load_training(
     trainer: Trainer, filename: str, *arguments: object, **options: object
 ) -> dict | None:
-    """Takes the place of Trainer.load_checkpoint, which begins anew where a file is missing that
+    """Replace Trainer.load_checkpoint, which begins anew where a file is missing that
     was asked for.
 
     A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only
@@ -149,7 +149,7 @@ def _rename_adam(state: dict, optimizer: object) -> None:
 
 
 CRASH = "crash.pt"
-"""What fairseq writes, for whoever looks for the fault, before a training ends by an error."""
+"""File that fairseq writes before a training ends by an error, for debugging."""
 
 
 class CheckpointNotWritten(OSError):
@@ -157,7 +157,7 @@ class CheckpointNotWritten(OSError):
 
 
 def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
-    """Takes the place of fairseq's torch_persistent_save; `async_write` is for remote paths, which
+    """Replace fairseq's torch_persistent_save; `async_write` is for remote paths, which
     lsq does not know.
 
     Raises:
@@ -174,7 +174,7 @@ def save_checkpoint(content: object, filename: str, async_write: bool = False) -
 
 
 def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
-    """Takes the place of fairseq's PathManager.copy; returns True.
+    """Replace fairseq's PathManager.copy; returns True.
 
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
@@ -205,7 +205,7 @@ def write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
 
 
 def _refusal(error: BaseException | None) -> OSError | None:
-    """What the file system said: torch.save hides it behind a RuntimeError."""
+    """Find the file system's error, which torch.save hides behind a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -215,7 +215,7 @@ _held = contextlib.ExitStack()
 
 
 def claim_folder(folder: str) -> None:
-    """Takes the place of fairseq's verify_checkpoint_directory, which the first process calls
+    """Replace fairseq's verify_checkpoint_directory, which the first process calls
     before a training.
 
     The folder is this process's until `release_folder`, or until the process ends.

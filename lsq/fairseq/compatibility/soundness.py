@@ -22,7 +22,7 @@ NO_CHECKSUMS = "it has no checksums"
 
 
 def damage(path: str | Path) -> str | None:
-    """What the checksums in a file of torch.save's say of it.
+    """Check a file of torch.save by its checksums.
 
     Returns:
         None if they all fit; NO_CHECKSUMS for what is no zip file, as before PyTorch 1.6; else what
@@ -155,16 +155,16 @@ PARTS = {
     "task_state": (dict, types.NoneType),
     "last_optimizer_state": (dict, types.NoneType),
 }
-"""Of which types the parts of a checkpoint are, where it has them."""
+"""Part of a checkpoint -> its type or types."""
 NUMBERS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
 """Settings of optimizers that are numbers; those of other optimizers than fairseq's may be
 anything."""
 SEVERAL = {"params", "betas", "eps"}
-"""Those that may be several numbers."""
+"""Settings that may be several numbers."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""What Adam keeps of each parameter."""
+"""Adam's state of each parameter."""
 LARGEST_COUNT = 2**40
-"""Of updates and such: beyond any training."""
+"""Largest count of updates and epochs: beyond any training."""
 
 
 def check_parts(state: dict) -> None:

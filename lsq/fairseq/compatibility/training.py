@@ -14,7 +14,7 @@ from lsq.fairseq.compatibility import soundness
 
 @contextlib.contextmanager
 def replaced(module: object, **attributes: object) -> Iterator[None]:
-    """Within this context these attributes of a module are others."""
+    """Replace attributes of a module within this context."""
     before = {name: getattr(module, name) for name in attributes}
     try:
         for name, value in attributes.items():
@@ -52,7 +52,7 @@ class Diverged(FloatingPointError):
 
 
 def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
-    """Takes the place of Trainer.clip_grad_norm; looks at the parameters as long as they are those
+    """Replace Trainer.clip_grad_norm; looks at the parameters as long as they are those
     of this update.
 
     Raises:
@@ -65,7 +65,7 @@ def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
 
 
 def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict | None:
-    """Takes the place of Trainer.train_step, whose error names no tensor.
+    """Replace Trainer.train_step, whose error names no tensor.
 
     Raises:
         Diverged: a parameter or a gradient holds NaN or infinity.

@@ -8,6 +8,8 @@ import warnings
 from importlib import import_module, util
 from typing import TYPE_CHECKING
 
+from lsq import extras
+
 if TYPE_CHECKING:
     from lsq.models.huggingface.callback import LsqCallback
     from lsq.models.huggingface.clip_files import load_clips, save_clips
@@ -26,6 +28,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """Imported when it is used first: LsqCallback needs transformers, the others do not."""
     if name in _HOMES:
+        if name == "LsqCallback":
+            extras.require(name, "huggingface")
         return getattr(import_module(f"lsq.models.huggingface.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
