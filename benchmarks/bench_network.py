@@ -160,7 +160,7 @@ EXACT = "exact"
 """DistributedDataParallel without a hook: an all-reduce in float32."""
 BASELINE = "bf16"
 PROCESSES_PER_NODE = 2
-SIDES = (NO_EXCHANGE, EXACT, "bf16", "gcq", "int8", "int8_hier", "int4_hier")
+SIDES = (NO_EXCHANGE, EXACT, "bf16", "gcq", "int8", "int8_hier")
 TIMEOUT = timedelta(minutes=5)
 """A process that waits longer for another gives up."""
 WORKER_SECONDS = 1800

@@ -28,6 +28,7 @@ ALLOWED = {
     "models": {
         "config",
         "dist",
+        "extras",
         "files",
         "layers",
         "native",

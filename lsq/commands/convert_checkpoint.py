@@ -7,7 +7,7 @@ from typing import Any
 
 from lsq import files
 from lsq.commands import interruption
-from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
+from lsq.commands.options import command_parser, is_part_of, replaces
 from lsq.config import QuantConfig, documentation
 from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
@@ -24,13 +24,7 @@ format changes, the next pass measures them. The checkpoint itself is not change
 
 def parser() -> ArgumentParser:
     """The command line of `lsq convert-checkpoint`."""
-    parser = ArgumentParser(
-        prog="lsq convert-checkpoint",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
-    one_line_errors(parser)
+    parser = command_parser("convert-checkpoint", DESCRIPTION)
     parser.add_argument(
         "checkpoint",
         type=Path,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lsq import quant
 from lsq.config import QuantConfig
-from lsq.config.quantization import CONSTANT, RENAMED, of_trained
+from lsq.config.earlier import CONSTANT, RENAMED, of_trained
 from lsq.fairseq import calibration
 from lsq.fairseq.parameter_names import rename
 from lsq.layers import clip_format, weight_masks
@@ -175,7 +175,7 @@ def say_formats(state: dict[str, Tensor], path: str) -> None:
 
 
 def quantization(given: Mapping[str, Any]) -> QuantConfig:
-    """What the options of a checkpoint say; those that are younger have their defaults.
+    """Read QuantConfig from the options of a checkpoint; fields that it lacks have their defaults.
 
     Raises:
         ValueError: one has a value that is not allowed.

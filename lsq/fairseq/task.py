@@ -39,8 +39,7 @@ DICTIONARIES = "lsq_dictionaries"
 
 @dataclass
 class TaskOptions(GradientOptions, DeviceOptions):
-    """What LSQTask needs beside fairseq's options of a task: those of gradients, place and memory,
-    and of signals."""
+    """Options of LSQTask: gradients, device, memory, tuned products; the last are fairseq's."""
 
     lsq_memory: ChoiceEnum(MODES) = field(
         default="planned",
@@ -75,13 +74,13 @@ class TaskOptions(GradientOptions, DeviceOptions):
 
 
 class LSQTask(GradientTask):
-    """What the tasks of lsq share, before fairseq's class, with TaskOptions in `cfg`."""
+    """Base of lsq's tasks, before fairseq's class, with TaskOptions in `cfg`."""
 
     signals: Signals | None = None
     model: BaseFairseqModel | None = None
     planned: bool = False
     sparsity: Sparsity | None = None
-    """What chooses masks, where --lsq-sparsity wants some."""
+    """Chooses masks, where --lsq-sparsity is given."""
 
     def __init__(self, cfg: TaskOptions, *dictionaries, **options):
         super().__init__(cfg, *dictionaries, **options)

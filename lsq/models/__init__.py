@@ -4,6 +4,8 @@ lsq's, `revert` changes them back."""
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lsq import extras
+
 if TYPE_CHECKING:
     from lsq.models.clips import average_clips, load_clips, save_clips
     from lsq.models.conversion import convert, float_state_dict, revert
@@ -43,6 +45,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Imported when it is used first: LsqCallback needs transformers, the others do not."""
     if name in _HOMES:
+        if name == "LsqCallback":
+            extras.require(name, "huggingface")
         return getattr(import_module(f"lsq.models.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,6 +1,10 @@
+"""Checkpoints from and to the disk."""
+
 import argparse
 import io
 import re
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy
 import omegaconf
@@ -10,10 +14,14 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from fairseq.distributed.utils import _split_tensors_from_obj
+from fairseq.file_io import PathManager
 from torch import nn
 
+from lsq import files
 from lsq.commands.train import train_process
 from lsq.dist.roll_call import RankLost
+from lsq.fairseq.compatibility import CheckpointNotWritten, checkpoints
+from lsq.files.lock import NAME, Busy, locked_folder
 from tests.dist.processes import run
 
 
@@ -156,3 +164,111 @@ def test_two_processes_end_with_the_reason(parse, damaged):
     for said in run(_refused, 2, args, ends=True):
         assert re.search(f"checkpoint_last.pt {DAMAGED}", said)
     assert not (damaged / "crash.pt").exists()
+
+
+@pytest.fixture
+def on_a_full_disk(monkeypatch):
+    """on_a_full_disk(path): from now on a file that is written in the place of `path` finds no
+    space."""
+
+    def on_a_full_disk(path: Path) -> None:
+        def open_partial(partial: Path) -> BinaryIO:
+            return open("/dev/full", "wb") if path.name in partial.name else opened(partial)
+
+        monkeypatch.setattr(files, "open_partial", open_partial)
+
+    opened = files.open_partial
+    return on_a_full_disk
+
+
+def test_save_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
+    path = tmp_path / "checkpoint1.pt"
+    checkpoint_utils.torch_persistent_save({"x": torch.ones(10)}, str(path))
+    before = path.read_bytes()
+    for size in (1, 100_000):  # refused at the end, and in the middle
+        on_a_full_disk(path)
+        with pytest.raises(
+            CheckpointNotWritten,
+            match=r"could not write .*checkpoint1\.pt \(No space left on device\)",
+        ):
+            checkpoint_utils.torch_persistent_save({"x": torch.ones(size)}, str(path))
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_copy_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
+    source, target = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
+    source.write_bytes(b"x" * 100)
+    assert PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == source.read_bytes()
+    on_a_full_disk(target)
+    with pytest.raises(CheckpointNotWritten, match="checkpoint_last"):
+        PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == source.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [source, target]
+    with pytest.raises(FileExistsError):
+        PathManager.copy(str(source), str(target))
+
+
+def test_links_and_files_of_somebody_else_stay(tmp_path):
+    path, theirs = tmp_path / "checkpoint_last.pt", tmp_path / "theirs"
+    theirs.write_text("precious")
+    (tmp_path / "checkpoint_last.pt.tmp").write_text("precious, too")
+    (tmp_path / ".checkpoint_last.pt.partial").symlink_to(theirs)
+    with pytest.raises(CheckpointNotWritten):
+        checkpoint_utils.torch_persistent_save({"x": 1}, str(path))
+    checkpoint_utils.torch_persistent_save({"x": 1}, str(path))
+    assert theirs.read_text() == "precious" and not path.is_symlink()
+    assert (tmp_path / "checkpoint_last.pt.tmp").read_text() == "precious, too"
+
+
+def test_other_failures_of_a_save_are_not_disguised(tmp_path):
+    with pytest.raises(Exception, match="pickle|local object"):
+        checkpoint_utils.torch_persistent_save({"x": lambda: 0}, str(tmp_path / "x.pt"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_finite_is_not_written(tmp_path):
+    path = tmp_path / "checkpoint_last.pt"
+    state = {"model": {"encoder.embed_tokens.weight": torch.ones(3)}}
+    checkpoint_utils.torch_persistent_save(state, str(path))
+    before = path.read_bytes()
+    state["model"]["encoder.embed_tokens.weight"][1] = float("nan")
+    with pytest.raises(
+        FloatingPointError, match="encoder.embed_tokens.weight holds 1 .*last.pt is not written"
+    ):
+        checkpoint_utils.torch_persistent_save(state, str(path))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    checkpoint_utils.torch_persistent_save(state, str(tmp_path / "crash.pt"))
+
+
+@pytest.fixture(autouse=True)
+def released():
+    yield
+    checkpoints.release_folder()
+
+
+def test_a_training_has_its_folder_alone(tmp_path):
+    folder = tmp_path / "a" / "b"
+    checkpoint_utils.verify_checkpoint_directory(str(folder))
+    with pytest.raises(
+        Busy, match=f"is writing into {folder}; wait for it, or choose another --save-dir"
+    ):
+        with locked_folder(folder, "choose another --save-dir"):
+            pass
+    checkpoints.release_folder()
+    assert not (folder / NAME).exists()
+
+
+def test_files_beside_the_checkpoints_stay(tmp_path):
+    """fairseq writes and deletes a file of this name."""
+    (tmp_path / "dummy").write_text("precious")
+    checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
+    checkpoints.release_folder()
+    assert (tmp_path / "dummy").read_text() == "precious"
+
+
+def test_another_training_in_the_same_process(tmp_path):
+    for name in ("a", "a", "b"):
+        checkpoint_utils.verify_checkpoint_directory(str(tmp_path / name))
+    assert (tmp_path / "b" / NAME).exists() and not (tmp_path / "a").exists()

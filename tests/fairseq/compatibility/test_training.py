@@ -1,6 +1,12 @@
+"""Diverged trainings, data parallel training on CPUs, and attributes that are replaced."""
+
 import pytest
 import torch
 from fairseq.trainer import Trainer
+from torch import nn
+
+from lsq.fairseq import compatibility
+from lsq.fairseq.compatibility import CPUSafeDataParallel
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy"
 
@@ -78,3 +84,17 @@ def test_other_mistakes_stay_what_they_are(train, tmp_path, monkeypatch):
     monkeypatch.setattr("lsq.fairseq.task.LSQTranslationTask.train_step", train_step)
     with pytest.raises(ValueError, match="^another$"):
         train(tmp_path)
+
+
+def test_data_parallel_on_the_cpu_ignores_the_device(group):
+    assert CPUSafeDataParallel(nn.Linear(2, 2), device_ids=[0], output_device=0).device_ids is None
+
+
+def test_replaced_puts_everything_back():
+    class Module:
+        one, two = 1, 2
+
+    with pytest.raises(KeyError), compatibility.replaced(Module, one=10, two=20):
+        assert (Module.one, Module.two) == (10, 20)
+        raise KeyError
+    assert (Module.one, Module.two) == (1, 2)
