@@ -45,7 +45,7 @@ print(json.dumps(laps))
 
 
 def start(path: Path, threads: int, cold: bool) -> dict[str, list[float]]:
-    """Seconds on the clock and of the processor for each step of one start."""
+    """Wall and processor seconds of each step of one start."""
     if cold:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

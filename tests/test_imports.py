@@ -16,7 +16,7 @@ ALLOWED = {
     "quant": set(),
     "reference": {"quant"},
     "config": {"quant"},
-    "memory": {"files", "native"},
+    "memory": {"extras", "files", "native"},
     "program": {"config", "native", "quant"},
     "gemm": {"files", "native", "program"},
     "ops": {"config", "gemm", "native", "program", "quant"},

@@ -76,7 +76,7 @@ def add_options(parser: ArgumentParser, formats: Sequence[str], words: int) -> N
         nargs="+",
         default=list(formats),
         metavar="FORMAT",
-        help="such as nvfp4 or int4/group16/uint4, see docs/formats.md",
+        help="such as nvfp4 or int4/group16/uint4, see docs/numbers.md",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

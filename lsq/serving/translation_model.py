@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from lsq.config import require_choice
-from lsq.run.backends import Backend, backend, gpu_fault
+from lsq.run.backends import Backend, backend
+from lsq.run.cuda import gpu_fault
 from lsq.serving import model_file
 from lsq.serving.engine import Engine
 from lsq.serving.search_options import SearchOptions
