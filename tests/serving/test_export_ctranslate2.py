@@ -42,7 +42,7 @@ def ctranslate2():
 
 
 def vocabularies(model: DecodingModel) -> dict[str, list[str]]:
-    """The words of each side; special ones are those of tests/serving/decode/models.py."""
+    """The words of each side; special ones are those of tests/serving/models.py."""
     names = ["<s>", "<pad>", "</s>", "<unk>"]
     return {
         side: [*names, *(f"w{n}" for n in range(4, it.words))]
