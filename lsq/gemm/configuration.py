@@ -14,6 +14,7 @@ from lsq.gemm.product_key import (
     EXACT_TOKENS,
     LARGEST_DIMENSION,
     MATMUL,
+    OVER_TOKENS,
     TILED,
     TILED_ALONE,
     TOKEN_STEP,
@@ -211,7 +212,7 @@ class TileConfiguration:
                 f"rows is {self.rows}, of which {key.m} are more than {MOST_TILE_ROWS} tiles: tune"
                 " again"
             )
-        if self.split > 1 and key.request.tokens != "k":
+        if self.split > 1 and key.op != OVER_TOKENS:
             raise ValueError(f"split is {self.split}; of {key.op} it is 1")
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     tokens.
 
     Args:
-        op: one of product_key.REQUESTS.
+        op: one of product_key.OPERATIONS.
         m, n, k: 0 where there is nothing to multiply.
 
     Raises:
@@ -57,7 +57,7 @@ def multiply(
     the operation, float32 sums [M, N], their first row and number, and `arguments`.
 
     Args:
-        op: one of product_key.REQUESTS, whose layout the operands have.
+        op: one of product_key.OPERATIONS, whose layout the operands have.
         operation: of the loop.
         a, b: int8; either may be a transposed view.
         memory: as `scratch_for` asks for, at a multiple of ALIGNMENT bytes.
