@@ -69,11 +69,7 @@ class CpuConfiguration:
         return cls(kernel=(tiles.usable() or (tiles.PLAIN,))[0])
 
     def check_key(self, key: ProductKey) -> None:
-        """Refuse a product that this configuration cannot run.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise ValueError if this configuration cannot run a product."""
         if key.op == MATMUL:
             raise ValueError(
                 f"kernel is of a CPU, which multiplies for operations alone, not {key}: remove it"
@@ -122,11 +118,7 @@ class CublasConfiguration:
             check_whole(name, getattr(self, name), -(2**31), 2**32 - 1)
 
     def check_key(self, key: ProductKey) -> None:
-        """Refuse a product that this configuration cannot run.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise ValueError if this configuration cannot run a product."""
         if key.op in TILED_ALONE:
             raise ValueError(f"algorithm is of cuBLASLt, which has no part in {key.op}: tune again")
         if key.op == MATMUL and key.dtype == "int8" and key.layout != "nt":
@@ -191,11 +183,7 @@ class TileConfiguration:
         return -(-n // self.columns), max(1, -(-m // self.rows))
 
     def check_key(self, key: ProductKey) -> None:
-        """Refuse a product that this configuration cannot run.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise ValueError if this configuration cannot run a product."""
         if key.op not in TILED:
             raise ValueError(
                 f"rows is of a tile, which ends products of {', '.join(TILED)}, not {key.op}: tune"

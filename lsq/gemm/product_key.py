@@ -5,6 +5,7 @@ begins with the name of the field.
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,6 +199,16 @@ class ProductKey:
         )
 
 
+@functools.lru_cache(maxsize=4096)
+def operation_key(op: str, m: int, n: int, k: int) -> ProductKey:
+    """The key of an operation's product, kept for the next call.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    return ProductKey(op=op, m=m, n=n, k=k)
+
+
 def is_long(op: str, k: int) -> bool:
     """Whether the sums of an operation are made in parts of K, each within int32."""
     return op in TILED and k > LARGEST_INNER
@@ -264,7 +275,7 @@ def key_of(product: Product) -> ProductKey:
     )
     if product.op == MATMUL:
         return key
-    requested_key = ProductKey(op=product.op, m=m, n=n, k=k)
+    requested_key = operation_key(product.op, m, n, k)
     if requested_key.by_itself != key:
         raise ValueError(f"{product.op} multiplies {requested_key.by_itself} on a GPU, not {key}")
     return requested_key
