@@ -43,8 +43,7 @@ def products_of_training(
     for mode in backward:
         options = copy(given)
         options.lsq_backward = mode
-        # nothing is measured: shapes are the same
-        options.lsq_activation_init = options.lsq_weight_init = "fixed"
+        options.lsq_clip_init = "fixed"  # nothing is measured: shapes are the same
         _, model, criterion = build_training(options, vocabulary)
         models.append((model, criterion))
     for count in tokens:

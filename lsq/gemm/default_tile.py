@@ -1,6 +1,6 @@
 """The rule for untuned products of a GPU: which of them lsq's tiles make, and by which tile.
 
-It follows a model of GPUs (benchmarks/model_gpu_step.py, docs/cuda.md); nothing of it is measured.
+It follows a model of GPUs (benchmarks/model_gpu_step.py, docs/gpu.md); nothing of it is measured.
 """
 
 import math

@@ -85,11 +85,9 @@ def test_batches_and_modes_add_up(parse):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("backward", ["float", "int8"])
-@pytest.mark.parametrize("more", ["", "--lsq-mode float", "--lsq-backward-dtype bfloat16"])
+@pytest.mark.parametrize("more", ["", "--lsq-mode float"])
 def test_on_cuda_they_are_what_the_prepared_programs_launch(parse, backward, more):
-    options = (
-        f"--lsq-activation-init fixed --lsq-weight-init fixed --lsq-backward {backward} {more}"
-    )
+    options = f"--lsq-clip-init fixed --lsq-backward {backward} {more}"
     given = parse(f"--share-all-embeddings {options}")
     _, model, criterion = build_training(given, VOCABULARY)
     programs = [*training_programs(model, criterion, 96), *generation_programs(model, 10)]

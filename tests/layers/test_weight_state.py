@@ -1,0 +1,237 @@
+"""Codes of weights: made again when anything changes, kept while nothing does, left to passes that
+still need them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear, TransformerEncoderLayer
+from lsq.ops.rounding import RoundWeight
+from lsq.optim import Adam
+from tests.layers.shapes import HIDDEN, config_of
+
+
+def linear(**options):
+    return QuantizedLinear(16, 16, quant=QuantConfig(**options))
+
+
+def changed_by(change):
+    """Whether the output of a layer in eval mode follows a change of its parameters."""
+    layer = TransformerEncoderLayer(config_of())
+    x = torch.randn(5, 3, HIDDEN)
+    layer(x)
+    layer.eval()
+    with torch.no_grad():
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+    change(layer)
+    with torch.no_grad():
+        return not torch.equal(layer.eval()(x) if layer.training else layer(x), before)
+
+
+def optimize(layer):
+    optimizer = torch.optim.SGD([layer.feed_forward.fc1_weight], lr=10.0)
+    layer(torch.randn(5, 3, HIDDEN)).square().sum().backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def load_a_part(layer):
+    state = layer.feed_forward.state_dict()
+    layer.feed_forward.load_state_dict(state | {"fc1_weight": -state["fc1_weight"]})
+
+
+@torch.no_grad()
+def widen_clips(layer):
+    layer.feed_forward.fc2_weight_clip.mul_(4)
+
+
+@torch.no_grad()
+def measure_a_part(layer):
+    layer.feed_forward.fc1_weight.data.mul_(3)
+    layer.calibrate_weights()
+
+
+def replace_a_weight(layer):
+    layer.feed_forward.fc1_weight = torch.nn.Parameter(-layer.feed_forward.fc1_weight.detach())
+
+
+def replace_data_at_the_same_place(layer):
+    memory = layer.feed_forward.fc1_weight.detach().numpy()
+    memory *= -2
+    # as an allocator may give freed memory again
+    layer.feed_forward.fc1_weight.data = torch.from_numpy(memory)
+
+
+def train_in_between(layer):
+    layer.train()
+    layer.feed_forward.fc1_weight.data.neg_()
+
+
+CHANGES = [
+    optimize,
+    load_a_part,
+    widen_clips,
+    measure_a_part,
+    replace_a_weight,
+    replace_data_at_the_same_place,
+    train_in_between,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_codes_are_made_again_when_weights_change(change):
+    assert changed_by(change)
+
+
+def test_codes_are_kept_while_nothing_changes(monkeypatch):
+    layer = linear().eval()
+    x = torch.randn(3, 16)
+    made = []
+    original = RoundWeight.cpu
+    monkeypatch.setattr(RoundWeight, "cpu", lambda *given: made.append(1) or original(*given))
+    with torch.no_grad():
+        for _ in range(3):
+            layer(x)
+    assert made == [1]
+
+
+def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
+    layer, x, original = (
+        linear(clip_init="fixed").eval(),
+        torch.randn(3, 16),
+        RoundWeight.cpu,
+    )
+    nested = []
+
+    def cpu(operation):
+        if not nested:
+            nested.append(None)
+            nested[0] = layer(x)  # as another thread might in this moment
+        return original(operation)
+
+    monkeypatch.setattr(RoundWeight, "cpu", cpu)
+    with torch.no_grad():
+        assert torch.equal(layer(x), nested[0])
+        assert torch.equal(layer(x), nested[0])
+
+
+def test_a_copy_takes_no_codes_along():
+    layer = linear().eval()
+    layer(torch.randn(3, 16))
+    assert (
+        layer.weight_state.kept
+        and not copy.deepcopy(layer).weight_state.kept
+        and not pickle.loads(pickle.dumps(layer)).weight_state.kept
+    )
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_pass_with_other_parameters_leaves_the_codes_of_a_waiting_pass(lasting):
+    """As of a teacher, whose weights are a mean of the student's."""
+    first, found = linear(calibration_passes=0, clip_init="fixed"), []
+    for beside in (False, True):
+        torch.manual_seed(1)
+        layer, x = copy.deepcopy(first), torch.ones(5, 16, requires_grad=True)
+        y = layer(x)
+        if beside:
+            weight = -layer.weight.detach()
+            with torch.no_grad():
+                torch.func.functional_call(
+                    layer, {"weight": torch.nn.Parameter(weight) if lasting else weight}, x
+                )
+        y.square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_a_training_follows_a_pass_in_inference_mode():
+    layer = linear(calibration_passes=0, clip_init="fixed")
+    with torch.inference_mode():
+        expected = layer(torch.ones(5, 16))
+    y = layer(torch.ones(5, 16))
+    y.sum().backward()
+    assert torch.equal(y, expected) and layer.weight.grad is not None
+
+
+def copied(layer, other):
+    with torch.no_grad():
+        layer.weight.copy_(other.weight)
+
+
+def copied_through_data(layer, other):
+    layer.weight.data.copy_(other.weight)
+
+
+def copied_by_numpy(layer, other):
+    layer.weight.detach().numpy()[:] = other.weight.detach().numpy()
+
+
+def data_put(layer, other):
+    layer.weight.data = other.weight.data.clone()
+
+
+def parameter_put(layer, other):
+    layer.weight = torch.nn.Parameter(
+        other.weight.detach().clone(), requires_grad=layer.weight.requires_grad
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "put", [copied, copied_through_data, copied_by_numpy, data_put, parameter_put]
+)
+def test_other_weights_put_into_a_layer_are_used_and_measured(put, frozen):
+    """In eval mode, and in training mode where the layer is frozen."""
+    torch.manual_seed(0)
+    layer, other, x = (
+        QuantizedLinear(64, 48),
+        torch.nn.Linear(64, 48, bias=False),
+        torch.randn(70, 64),
+    )
+    other.weight.data.mul_(8)
+    with torch.no_grad():
+        layer.bias.zero_()
+        layer(x)
+        layer.requires_grad_(False) if frozen else layer.eval()
+        layer(x)
+        put(layer, other)
+        wanted = other(x)
+        assert (layer(x) - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_one_value_written_unseen_is_used():
+    layer, x = linear(clip_init="fixed").eval(), torch.ones(3, 16)
+    with torch.no_grad():
+        before = layer(x)
+        layer.weight.data[5, 7] = 0.7
+        assert (layer(x) != before).nonzero()[:, 1].tolist() == [5] * 3
+
+
+@torch.no_grad()
+def test_clips_that_come_with_weights_or_are_frozen_stay():
+    for frozen in (False, True):
+        layer, x = linear(clips="learned"), torch.ones(3, 16)
+        layer(x)
+        layer.eval()(x)
+        layer.weight_clip.requires_grad_(not frozen)
+        layer.weight.mul_(2)
+        if not frozen:
+            layer.weight_clip.mul_(3)
+        clip = layer.weight_clip.clone()
+        layer(x)
+        assert torch.equal(layer.weight_clip, clip)
+
+
+def test_memory_of_several_processes_is_never_rounded_by_the_optimizer(monkeypatch):
+    made, original = [], RoundWeight.cpu
+    monkeypatch.setattr(RoundWeight, "cpu", lambda *given: made.append(1) or original(*given))
+    layer = linear(calibration_passes=0, clip_init="fixed").share_memory()
+    optimizer, x = Adam(layer.parameters()), torch.ones(3, 16)
+    for number in range(3):
+        layer(x).sum().backward()
+        optimizer.step()
+        assert made == [1] * (number + 1)
