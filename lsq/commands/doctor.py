@@ -149,9 +149,8 @@ class Report:
         elif self.product.speedup < 1 and not self.on_gpu:
             advice.append(
                 f"int8 products take {1 / self.product.speedup:.1f} times as long as those of"
-                " float32 here: `lsq tune` "
-                "may find faster ones. Run this again when nothing else runs; if it stays so, train"
-                " in floats here."
+                " float32 here. Run this again when nothing else runs; if it stays so, train in"
+                " floats here."
             )
         return tuple(advice)
 

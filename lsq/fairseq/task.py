@@ -62,8 +62,8 @@ class TaskOptions(GradientOptions, DeviceOptions):
         default=None,
         metadata={
             "help": (
-                "write to this file, after training, which products were not tuned; for `lsq"
-                " tune --shapes`"
+                "write to this file, after training on a GPU, which products were not tuned; for"
+                " `lsq tune --shapes`"
             )
         },
     )
