@@ -22,14 +22,15 @@ FORMATS = ("int6/row", "int4/group32", "vsquant4", "nvfp4", "mxfp8-e4m3", "log4.
 BASELINE = "float32"
 
 
+class MeasuredOnce(QuantConfig):
+    calibration_passes = 1
+
+
 def sides(
     hidden: int, heads: int, feed_forward: int, words: int, sentences: int
 ) -> dict[str, Callable[[], None]]:
     """Steps by name."""
-    decoded = {
-        name: QuantConfig(weight_format=name, activation_format=name, calibration_passes=1)
-        for name in FORMATS
-    }
+    decoded = {name: MeasuredOnce(weight_format=name, activation_format=name) for name in FORMATS}
     quants = {BASELINE: QuantConfig(mode="float"), "int8": QuantConfig()} | decoded
     x = torch.randn(words, sentences, hidden, requires_grad=True)
     gradient = torch.randn(words, sentences, hidden)

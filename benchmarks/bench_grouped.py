@@ -11,12 +11,12 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import common
 import torch
 
-from lsq import gemm
-from lsq.gemm import lookup
+from lsq.gemm import cpu
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.native import loader, tiles
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, packed_bytes
@@ -57,12 +57,14 @@ def of_rows(
         format=WeightFormat(name="int8", bits=8, grain=Grain.ROW), codes=weight, scale=scale
     )
     plain = Project(x=Rows(coded=x), weight=stored, out=out)
-    with gemm.requested() as found:
-        scratch = [place.allocate(*spec) for spec in plain.cpu_scratch()]
-    use = lookup.table().use(found[0])
-    use.configuration = CpuConfiguration(kernel=instructions)
     scratch = [place.allocate(*spec) for spec in plain.cpu_scratch()]
-    yield "int8", lambda: plain.cpu(*scratch)
+    way = CpuConfiguration(kernel=instructions)
+
+    def multiply() -> None:
+        with mock.patch.object(cpu, "configuration_of", lambda *product: way):
+            plain.cpu(*scratch)
+
+    yield "int8", multiply
     packed = PackedProject(x=x, weight=PackedWeight.of(weight, scale, instructions), out=out)
     yield "int8, packed", packed.cpu
 

@@ -14,7 +14,7 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
-from lsq.run.cpu import CPU
+from lsq.run.backends import CPU
 
 ROWS, INPUTS, OUTPUTS = (1, 8, 32, 512), 512, 2048
 QUICK = (1, 3), 40, 33

@@ -80,8 +80,7 @@ def layer_sides(dimensions: tuple[int, int, int]) -> dict[str, Callable]:
         torch.autograd.grad(y, (x, *plain.parameters()), gradient.bfloat16())
 
     quantized = {
-        "int8, backward float32": QuantConfig(backward="float"),
-        "int8, backward bfloat16": QuantConfig(backward="float", backward_dtype="bfloat16"),
+        "int8, backward float": QuantConfig(backward="float"),
         "int8, backward int8": QuantConfig(backward="int8"),
     }
     sides = {"float32": partial(run, plain), "bfloat16": run_half}

@@ -1,10 +1,10 @@
-"""Products of a training step with their ends: lsq's tiles, oneDNN with loops over its sums, and
-products of floats.
+"""Products of a training step with their epilogues by lsq's tiles, beside bare products of oneDNN
+and of floats.
 
-Every operation of a step that multiplies codes is run as it is in a training: "onednn" makes blocks
-of sums that all threads then read, and the kernels of tiles (lsq/csrc/cpu/tiles.h) end what they
-have multiplied. "bfloat16" and "float32" are torch.mm of the same shape without any end, which is
-less work. Ratios are to oneDNN; "mean" rows are geometric means.
+Every operation of a step that multiplies codes runs as in a training, by each kernel of tiles
+(lsq/csrc/cpu/tiles.h). "onednn" is torch._int_mm, "bfloat16" and "float32" are torch.mm of the same
+shape without any epilogue, which is less work. Ratios are to oneDNN; "mean" rows are geometric
+means.
 """
 
 import math
@@ -12,15 +12,15 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from unittest import mock
 
 import common
 import torch
 from operations import QUICK, Call, Size, calls
 
 from lsq import gemm
-from lsq.gemm import lookup
-from lsq.gemm.configuration import ONEDNN, CpuConfiguration
-from lsq.gemm.cpu_product import scratch_bytes
+from lsq.gemm import cpu
+from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.product_key import ProductKey
 from lsq.native import tiles
 from lsq.program.operation import Operation
@@ -28,6 +28,7 @@ from lsq.program.samples import Sampler
 from lsq.run.backends import backend
 
 SIZE = Size(name="base", hidden=512, feed_forward=2048, heads=8, sentences=64)
+ONEDNN = "onednn"
 OPERATIONS = (
     "Project",
     "ProjectInputGradient",
@@ -44,12 +45,6 @@ def product_of(operation) -> ProductKey | None:
     return found[0] if found else None
 
 
-def configurations(key: ProductKey) -> dict[str, CpuConfiguration]:
-    """Each kernel as it runs untuned."""
-    found = {ONEDNN: CpuConfiguration(rows=key.request.rows)}
-    return found | {name: CpuConfiguration(kernel=name) for name in tiles.preferred()}
-
-
 def drawn(call: Call) -> Operation:
     """The operation on random tensors, of which one activation in a hundred is clipped, about as in
     a training."""
@@ -63,23 +58,23 @@ def drawn(call: Call) -> Operation:
 
 def sides_of(call: Call, key: ProductKey) -> dict[str, Callable[[], object]]:
     """The operation with each kernel, and products of floats."""
-    operation, place, use = drawn(call), backend("cpu"), lookup.table().use(key)
-    ways = configurations(key)
-    largest = max(scratch_bytes(key, way) for way in ways.values())
-    wanted = [
-        ((max(largest, *shape),), dtype) if dtype == torch.uint8 else (shape, dtype)
-        for shape, dtype in place.scratch(operation)
-    ]
-    run = place.prepare([(operation, [place.allocate(*each) for each in wanted])])
+    operation, place = drawn(call), backend("cpu")
+    scratch = [place.allocate(*spec) for spec in place.scratch(operation)]
+    run = place.prepare([(operation, scratch)])
 
-    def side(way: CpuConfiguration) -> Callable[[], object]:
+    def side(kernel: str) -> Callable[[], object]:
+        way = CpuConfiguration(kernel=kernel)
+
         def multiply() -> None:
-            use.configuration = way
-            run()
+            with mock.patch.object(cpu, "configuration_of", lambda *product: way):
+                run()
 
         return multiply
 
-    found = {name: side(way) for name, way in ways.items()}
+    a, b = (torch.randint(-127, 128, (size, key.k), dtype=torch.int8) for size in (key.m, key.n))
+    sums = torch.empty(key.m, key.n, dtype=torch.int32)
+    found = {ONEDNN: lambda: gemm.int8_product(a, b, out=sums)}
+    found |= {name: side(name) for name in tiles.preferred()}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = torch.randn(key.m, key.k, dtype=dtype), torch.randn(key.k, key.n, dtype=dtype)
         out = torch.empty(key.m, key.n, dtype=dtype)

@@ -48,9 +48,6 @@ SIDES: dict[str, Callable] = {
     "torchao int8": _side(*FAIRSEQ, change=transformer.torchao_int8),
     "torchao int8, bfloat16": _side(*FAIRSEQ, change=transformer.torchao_int8, autocast=True),
     "lsq int8, backward float32": _side(*LSQ, "--lsq-backward", "float"),
-    "lsq int8, backward bfloat16": _side(
-        *LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"
-    ),
     "lsq int8, backward int8": _side(*LSQ, "--lsq-backward", "int8"),
 }
 """Name -> what builds the side for a shape."""

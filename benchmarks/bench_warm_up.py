@@ -27,10 +27,15 @@ from lsq.layers.module import ProgramModule
 from lsq.layers.schedule import WEIGHTS_AT
 from lsq.ops.calibration import Calibration
 
+
+class MeasuredOnce(QuantConfig):
+    calibration_passes = 1
+
+
 MODELS = "gpt2", "llama"
 ONCE, ABSMAX, NEAR, ANEW = SIDES = "once", "absmax", "near", "anew"
 QUANT = {
-    ONCE: QuantConfig(clips="learned", calibration_passes=1),
+    ONCE: MeasuredOnce(clips="learned"),
     ABSMAX: QuantConfig(clips="absmax"),
     NEAR: QuantConfig(clips="learned"),
     ANEW: QuantConfig(clips="learned"),

@@ -60,7 +60,7 @@ from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
-from lsq.run.absent import AbsentGPU
+from lsq.run.cuda import AbsentGPU
 from lsq.serving.decode.architecture import Architecture, StackArchitecture
 from lsq.serving.decode.programs import encoder_program, step_program
 
@@ -108,7 +108,7 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
     """The layers of a model, in every mode that changes kernels."""
     for quant in (
         QuantConfig(backward="int8"),
-        QuantConfig(backward="float", backward_dtype="bfloat16"),
+        QuantConfig(backward="float"),
         QuantConfig(clip_gradient="lsq", backward="int8"),
         QuantConfig(mode="float"),
         QuantConfig(weight_format="nvfp4", activation_format="int6/row"),

@@ -37,7 +37,7 @@ from lsq.program.program import Program
 from lsq.program.samples import Sampler
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
-from lsq.run.absent import AbsentGPU
+from lsq.run.cuda import AbsentGPU
 from lsq.run.products import launched_by_operation
 
 LAYERS = 6

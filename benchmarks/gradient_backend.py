@@ -19,7 +19,7 @@ from lsq.program.backend import Call
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
 from lsq.quant.formats import GRADIENT
-from lsq.run.cpu import CPU
+from lsq.run.backends import CPU
 
 PRODUCTS = ProjectInputGradient, ProjectWeightGradient
 

@@ -30,7 +30,7 @@ CONFIG = LayerConfig(
     heads=2,
     feed_forward=32,
     dropout=0.1,
-    quant=QuantConfig(backward="int8", calibration_passes=0, activation_init="fixed"),
+    quant=QuantConfig(backward="int8", clip_init="fixed"),
 )
 
 

@@ -21,6 +21,7 @@ import operations
 import torch
 import transformer
 
+import lsq
 from lsq import gemm
 from lsq.config import QuantConfig
 from lsq.layers import programs
@@ -185,7 +186,8 @@ def peak(name: str) -> float:
             str(library),
             str(SOURCE),
         ]
-        subprocess.run([*command, f"-I{Path(tiles.__file__).parent / 'cpu'}"], check=True)
+        headers = Path(lsq.__file__).parent / "csrc" / "cpu"
+        subprocess.run([*command, f"-I{headers}"], check=True)
         run = ctypes.CDLL(str(library)).lsq_peak
     run.restype = ctypes.c_int64
     threads = torch.get_num_threads()

@@ -1,7 +1,6 @@
 """The int8 layers against lsq/reference.py, bit by bit."""
 
 import inspect
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,7 @@ def test_whole_numbers_and_halves():
         16,
         16,
         bias=False,
-        quant=replace(QUANT["learned"], activation_init="fixed", activation_clip=127.0),
+        quant=QuantConfig(clip_init="fixed", activation_clip=127.0),
     )
     halves = torch.arange(-128.0, 128.0, 0.5).view(
         2, 16, 16

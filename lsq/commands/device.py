@@ -17,8 +17,8 @@ from lsq.fairseq.device import (
     EMULATOR,
     check,
 )
-from lsq.run.absent import AbsentGPU
-from lsq.run.backends import Backend, for_device, gpu_fault
+from lsq.run.backends import Backend, for_device
+from lsq.run.cuda import AbsentGPU, gpu_fault
 
 logger = logging.getLogger(__name__)
 

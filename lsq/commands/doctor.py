@@ -35,7 +35,8 @@ from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import border_tensors
 from lsq.program.tensor import VirtualTensor
-from lsq.run.backends import backend, gpu_fault
+from lsq.run.backends import backend
+from lsq.run.cuda import gpu_fault
 
 FLOAT_LIMIT = 1e-4
 """Largest difference of floats in the emulator, relative to the largest magnitude."""

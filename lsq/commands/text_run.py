@@ -31,7 +31,7 @@ from lsq.fairseq.compatibility.loading import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.fairseq.memory import made_up_dictionary
 from lsq.files.lock import locked_folder
-from lsq.layers.decoded_tensors import told
+from lsq.layers.model_formats import decoded_summary
 from lsq.text.corpus import read_items, write_items
 from lsq.text.score import scores
 
@@ -146,7 +146,7 @@ def check_training(prepared: Prepared, options: RunOptions) -> str | None:
             words.pad_to_multiple_(DIMENSION_MULTIPLE)
             task = TASK_REGISTRY[args.task](args, words, words)
             task.build_criterion(args)
-            return told(task.build_model(args))
+            return decoded_summary(task.build_model(args))
     return None
 
 

@@ -29,7 +29,7 @@ from lsq.dist.scratch import Scratch
 from lsq.dist.small import small_places, take_out
 from lsq.dist.topology import Topology, find_topology
 from lsq.dist.two_hop import TwoHop
-from lsq.run import homes
+from lsq.run import bucket_views
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class GradientCompression:
         self._average: GCQ | TwoHop | None = None
         self._executor: WorkerThread | SideStream | None = None
         self._feedback: ErrorFeedback | None = None
-        self._buckets: defaultdict[int, homes.Bucket] | None = None
+        self._buckets: defaultdict[int, bucket_views.Bucket] | None = None
         self._groups: list[ProcessGroup] = []
         """Whose means, one after another, are the mean of all workers."""
         self._small: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}
@@ -139,7 +139,7 @@ class GradientCompression:
 
     def write_into_buckets(self) -> None:
         """From the next exchange on, gradients of lsq's layers are written into their buckets."""
-        self._buckets = defaultdict(homes.Bucket)
+        self._buckets = defaultdict(bucket_views.Bucket)
 
     def _prepare(
         self, config: GradientConfig, model: DistributedDataParallel, device: torch.device

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lsq.config import require_model
 from lsq.dist import roll_call
-from lsq.run import shards, upkeep
+from lsq.run import parameter_state, shards
+from lsq.run.parameter_state import steps
 from lsq.run.shards import HasClips
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def watch(module: HasClips) -> None:
     if not _watching:
         _watching = True
         register_module_module_registration_hook(_registered)
-        upkeep.agreements.append(_agree)
+        steps.before.append(_agree)
 
 
 def _registered(module: nn.Module, name: str, child: nn.Module) -> None:
@@ -158,7 +159,7 @@ class _Trained:
             _warn(
                 "an optimizer steps within the backward pass, where the clips that each process"
                 " measures cannot be "
-                "averaged: step after it, or convert with QuantConfig(calibration_passes=1)"
+                "averaged: step after it"
             )
             return True
         return False
@@ -212,7 +213,7 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
         module.limit_clip_steps()
-        news = shards.news(module)
+        news = module.measured.take_news()
         for name, clip in module.clips().items():
             if not shards.is_shard(clip):
                 clips[id(clip)] = clip, name in news or clips.get(id(clip), (clip, False))[1]
@@ -226,7 +227,7 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
         parameters, [one.view_as(clip) for one, clip in zip(values, parameters, strict=True)]
     )
     for module in modules:
-        upkeep.remember(module.clips().values(), module.quant.clip_step)
+        parameter_state.remember(module.clips().values(), module.quant.clip_step)
 
 
 @torch.no_grad()
@@ -243,7 +244,8 @@ def _average_shards(mesh) -> None:
     ]
     if not named:
         return
-    news = [shards.news(module).get(name) for module, name, _ in named]
+    news = {module: module.measured.take_news() for module, _, _ in named}
+    news = [news[module].get(name) for module, name, _ in named]
     device = shards.local(named[0][2]).device
     own = torch.cat(
         [
@@ -263,7 +265,7 @@ def _average_shards(mesh) -> None:
         named, means.split(sizes), counts.split(sizes), strict=True
     ):
         if found[0] > 0:
-            shards.replace(module, name, clip, value.view(clip.shape))
+            module.measured.replace(name, clip, value.view(clip.shape))
 
 
 def _means(

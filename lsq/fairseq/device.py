@@ -10,8 +10,9 @@ from omegaconf import II
 from torch import nn
 
 from lsq.layers import ProgramModule
-from lsq.layers.decoded_tensors import told
-from lsq.run.backends import Backend, backend, for_device, gpu_fault
+from lsq.layers.model_formats import decoded_summary
+from lsq.run.backends import Backend, backend, for_device
+from lsq.run.cuda import gpu_fault
 
 logger = logging.getLogger(__name__)
 
@@ -120,5 +121,5 @@ def report(model: nn.Module, options: Any) -> None:
         else ""
     )
     logger.info("layers compute on %s, activations in %s%s", where.name, activations, reason)
-    if (decoded := told(model)) is not None:
+    if (decoded := decoded_summary(model)) is not None:
         logger.info(decoded)

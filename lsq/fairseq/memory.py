@@ -15,7 +15,7 @@ from lsq.fairseq.criterion import LSQLabelSmoothedCrossEntropyCriterion
 from lsq.layers.memory import describe_memory, plan_memory
 from lsq.native import loader
 from lsq.run.backends import Backend
-from lsq.run.frames import StepMemory
+from lsq.run.planned import StepMemory
 from lsq.run.step import StepPlan
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from lsq.fairseq.decoder import LSQTransformerDecoder
 from lsq.fairseq.encoder import LSQTransformerEncoder
 from lsq.fairseq.paddings import Paddings
 from lsq.layers import Packing
+from lsq.layers.model_formats import check_patterns
 from lsq.layers.packing import packing_options
-from lsq.layers.places import check_patterns
 
 MODEL = "lsq_transformer"
 

@@ -10,7 +10,7 @@ from torch import nn
 from lsq.config import LayerConfig
 from lsq.layers import Embedding, programs
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.places import placed
+from lsq.layers.model_formats import config_at
 from lsq.layers.stack import Stack
 
 
@@ -48,7 +48,7 @@ def configs_of(
         (programs.decoder_layer, (one, one)) if memory else (programs.encoder_layer, (one,))
     )
     build = partial(layer, config, *sizes)
-    return [placed(config, f"{side}.layers.{number}", build) for number in range(layers)]
+    return [config_at(config, f"{side}.layers.{number}", build) for number in range(layers)]
 
 
 class FairseqStack(Stack):

@@ -1,17 +1,38 @@
-"""PyTorch modules whose projections run in int8."""
+"""PyTorch modules whose projections run in int8, imported when they are first used."""
 
-from lsq.layers.attention import MultiheadAttention
-from lsq.layers.decoder_layer import TransformerDecoderLayer
-from lsq.layers.embedding import Embedding
-from lsq.layers.encoder_layer import TransformerEncoderLayer
-from lsq.layers.feed_forward import FeedForward
-from lsq.layers.language_model import TransformerLanguageModel
-from lsq.layers.linear import QuantizedLinear
-from lsq.layers.module import ProgramModule
-from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
-from lsq.layers.statistics import TensorStatistics, observe, quantized_tensors
-from lsq.layers.vocabulary import VocabularyProjection
+from importlib import import_module
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from lsq.layers.attention import MultiheadAttention
+    from lsq.layers.decoder_layer import TransformerDecoderLayer
+    from lsq.layers.embedding import Embedding
+    from lsq.layers.encoder_layer import TransformerEncoderLayer
+    from lsq.layers.feed_forward import FeedForward
+    from lsq.layers.language_model import TransformerLanguageModel
+    from lsq.layers.linear import QuantizedLinear
+    from lsq.layers.module import ProgramModule
+    from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
+    from lsq.layers.statistics import TensorStatistics, observe, quantized_tensors
+    from lsq.layers.vocabulary import VocabularyProjection
+
+_FILES = {
+    "Embedding": "embedding",
+    "FeedForward": "feed_forward",
+    "MultiheadAttention": "attention",
+    "Packing": "packing",
+    "ProgramModule": "module",
+    "QuantizedLinear": "linear",
+    "TensorStatistics": "statistics",
+    "TransformerDecoderLayer": "decoder_layer",
+    "TransformerEncoderLayer": "encoder_layer",
+    "TransformerLanguageModel": "language_model",
+    "VocabularyProjection": "vocabulary",
+    "observe": "statistics",
+    "pack_time_major": "packing",
+    "quantized_tensors": "statistics",
+    "unpack_time_major": "packing",
+}
 __all__ = [
     "Embedding",
     "FeedForward",
@@ -29,3 +50,9 @@ __all__ = [
     "quantized_tensors",
     "unpack_time_major",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _FILES:
+        return getattr(import_module(f"lsq.layers.{_FILES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,11 @@
 """What the clips in a state dict mean: the format of the model that they were learned in, beside
-them."""
+them; and what earlier versions kept there."""
 
+import functools
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from lsq.config import QuantConfig
 from lsq.quant.choices import format_choice
 from lsq.quant.numbers.names import all_parts
+
+logger = logging.getLogger(__name__)
 
 NAME = "format"
 """In state dicts: float32, the bytes of a text in JSON, fields of QuantConfig by name.
@@ -23,6 +27,10 @@ FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 """Fields of QuantConfig that say what clips mean."""
 EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
 """What there was before state dicts said it."""
+OUTDATED_CLIPS = ("hidden_clip", "out_clip")
+"""Of products before their bias."""
+OUTDATED_COUNTS = ("calibrated", "passes")
+"""Of inner modules."""
 DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
 
 
@@ -129,3 +137,22 @@ def _meant(value: Any) -> Any:
 def option(field: str, prefix: str = "--") -> str:
     """A field on a command line."""
     return prefix + field.replace("_", "-")
+
+
+def upgrade(state_dict: dict[str, torch.Tensor], prefix: str, declared: Collection[str]) -> None:
+    """Drop from the state of a module, whose names begin with `prefix`, what earlier versions kept.
+
+    `declared`: its parameters, whose activations' clips are then measured again.
+    """
+    parts = {name.rpartition(".")[0] for name in declared} - {""}
+    outdated = {f"{part}.{name}" for part in parts for name in (*OUTDATED_CLIPS, *OUTDATED_COUNTS)}
+    outdated = {*outdated, *OUTDATED_CLIPS} - set(declared)
+    found = [name for name in outdated if state_dict.pop(prefix + name, None) is not None]
+    if found and prefix + "calibrated" in state_dict:
+        _warn()
+        state_dict[prefix + "calibrated"] = torch.tensor(False, device="cpu")
+
+
+@functools.cache  # once, not for every layer
+def _warn() -> None:
+    logger.warning("a checkpoint of an older version; clips of activations are measured again")

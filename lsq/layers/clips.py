@@ -1,5 +1,5 @@
-"""What every module with declared parameters shares: its parameters, and clips that are measured,
-limited and saved."""
+"""Modules with the parameters that a program declares, and clips that are measured, limited and
+saved."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -13,35 +13,43 @@ from lsq.layers import clip_format
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.followed_clips import FollowedClips
 from lsq.layers.schedule import Schedule
-from lsq.layers.weight_codes import WeightCodes
 from lsq.layers.weight_masks import SUFFIX, WeightMasks
+from lsq.layers.weight_state import WeightState
 from lsq.ops.calibration import Calibration
 from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program
 from lsq.quant import largest_clips
-from lsq.run import shards, upkeep
+from lsq.run import parameter_state
+from lsq.run.shards import MeasuredClips, is_shard
 
 
 class ClippedModule(nn.Module):
     """A module that has the parameters that a program declares.
 
     A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child
-    module `self_attn`.
+    module `self_attn`. Clips stay float32 when the module is converted to another dtype.
 
-    `schedule` says when clips are measured: in the first training pass, and again while tensors
-    still grow fast. `codes` are those of its weights, and `weight_masks` say what of the weights
-    programs read, if not all. Clips stay float32 when the module is converted to another dtype.
+    Attributes:
+        schedule: when clips are measured: in the first training pass, and again while tensors still
+            grow fast.
+        weight_state: the codes of its weights.
+        weight_masks: what of the weights programs read, if not all.
+        followed: clips of activations that do not learn.
+        measured: what passes have measured of clips, until all know it.
     """
 
     def begin(self, quantization: QuantConfig) -> None:
         """Set what is not a parameter."""
         self.quant = quantization
         self.declared: dict[str, Parameter] = {}
-        self.codes = WeightCodes()
+        self.weight_state = WeightState()
         self.schedule = Schedule(quantization)
         self.followed = FollowedClips()
+        self.measured = MeasuredClips()
         self.weight_masks: WeightMasks | None = None
         replicas.watch(self)
+
+    # Parameters
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
         """Make the parameters that a program declares, beside those that are there already, which
@@ -73,11 +81,13 @@ class ClippedModule(nn.Module):
         return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
-        """What `get_parameter` finds, in a tenth of the time: every pass asks for all, several
-        times.
+        """What `get_parameter` finds, in a tenth of the time: every pass asks for all.
 
         Where pruning, weight norm or a parametrization have taken its place, it is what they make.
         """
+        found = self._parameters.get(name)
+        if found is not None:
+            return found
         module = self
         *path, last = name.split(".")
         for part in path:
@@ -97,6 +107,30 @@ class ClippedModule(nn.Module):
         """What programs read of a declared parameter: all of it, or what a mask leaves."""
         found = self.own_parameter(name)
         return found if self.weight_masks is None else self.weight_masks.apply(self, name, found)
+
+    def changes(self, parts: Sequence[torch.Tensor], clip: torch.Tensor) -> bool:
+        """Whether training changes a weight of these parameters, or its clip, so that each pass
+        makes its codes anew."""
+        if not self.training or clip.requires_grad:
+            return self.training
+        for part in parts:
+            if part.requires_grad:
+                return True
+        return False
+
+    def every_parameter(self) -> list[nn.Parameter]:
+        """What `parameters` yields, in a tenth of the time where no module is in this one: every
+        pass asks for them."""
+        if self._modules:
+            return list(self.parameters())
+        return [parameter for parameter in self._parameters.values() if parameter is not None]
+
+    def trained(self) -> bool:
+        """Whether any of its parameters is; else codes of weights are kept in training mode,
+        too."""
+        return any([parameter.requires_grad for parameter in self.every_parameter()])
+
+    # Masks
 
     def prunable(self) -> list[str]:
         """The weights that masks may be of: those of products."""
@@ -119,12 +153,7 @@ class ClippedModule(nn.Module):
         masked = self.weight_masks.names if self.weight_masks is not None else ()
         return [self.state_name(name) + SUFFIX for name in masked]
 
-    def every_parameter(self) -> list[nn.Parameter]:
-        """What `parameters` yields, in a tenth of the time where no module is in this one: every
-        pass asks for them."""
-        if self._modules:
-            return list(self.parameters())
-        return [parameter for parameter in self._parameters.values() if parameter is not None]
+    # Clips
 
     def clips(self) -> dict[str, nn.Parameter]:
         """Every clip of this module by name."""
@@ -134,6 +163,14 @@ class ClippedModule(nn.Module):
             if one.kind in CLIPS
         }
 
+    def activation_clips(self) -> dict[str, nn.Parameter]:
+        """Every clip of an activation by name."""
+        return {
+            name: self.own_parameter(name)
+            for name, one in self.declared.items()
+            if one.kind is Kind.ACTIVATION_CLIP
+        }
+
     @property
     def calibrated(self) -> bool:
         """Whether the clips of activations hold measured values."""
@@ -141,30 +178,33 @@ class ClippedModule(nn.Module):
 
     @property
     def passes(self) -> int:
-        """Training passes so far; -1: the first pass will measure all clips.
-
-        In state dicts, as `calibrated` is.
-        """
+        """Training passes so far; -1: the first pass will measure all clips."""
         return self.schedule.passes
 
     @property
-    def fallen(self) -> bool:
-        """Whether it goes on in floats; in state dicts, too."""
-        return self.schedule.fallen
+    def float_fallback(self) -> bool:
+        """Whether it goes on in floats."""
+        return self.schedule.float_fallback
 
     @property
     def format(self) -> dict[str, Any]:
-        """What its clips mean, as fields of QuantConfig; in state dicts, too."""
+        """What its clips mean, as fields of QuantConfig. In state dicts, as those above."""
         return clip_format.fields_of(self.quant)
+
+    def let_clips_learn(self, trained: bool) -> None:
+        """Let clips be trained with the weights beside them, unless they are measured in every
+        pass."""
+        for clip in self.clips().values():
+            clip.requires_grad_(trained and self.quant.learned)
 
     # Measuring
 
     def calibrate_weights(self) -> None:
-        """Measure the clip of every weight in this module, as `weight_init` says."""
+        """Measure the clip of every weight in this module, as `clip_init` says."""
         calibration = Calibration(self.target)
         self._measure_weights(calibration)
         torch.autograd.graph.increment_version(list(self.clips().values()))
-        shards.measured(self, calibration.written)
+        self.measured.note(calibration.written)
         calibration.finish()
 
     def _measure_weights(
@@ -185,23 +225,23 @@ class ClippedModule(nn.Module):
             all: of all weights; else of those in `anew`.
         """
         for name, declared in self.declared.items():
-            if declared.clip is not None and (all or name in anew) and not self.is_coded(name):
-                values, near = self.values_of(name), again and name not in anew
-                if not self.codes.changed(name, values) and near:
-                    continue
-                method = self.quant.weight_init if self.quant.learned else "absmax"
-                self._measure(
-                    calibration,
-                    name,
-                    values.t() if declared.in_out else values,
-                    declared.clip,
-                    method,
-                    self.quant.weight_form(name),
-                    again=near,
-                    per_channel=self.quant.weight_clips(name, 2) == 2,
-                    fixed=self.quant.weight_clip,
-                    percentile=self.quant.percentile,
-                )
+            if declared.clip is None or not (all or name in anew) or self.is_coded(name):
+                continue
+            values, near = self.values_of(name), again and name not in anew
+            if not self.weight_state.changed(name, values) and near:
+                continue
+            self._measure(
+                calibration,
+                name,
+                values.t() if declared.in_out else values,
+                declared.clip,
+                self.quant.clip_init if self.quant.learned else "absmax",
+                self.quant.weight_form(name),
+                again=near,
+                per_channel=self.quant.weight_clips(name, 2) == 2,
+                fixed=self.quant.weight_clip,
+                percentile=self.quant.percentile,
+            )
         self._drop_codes()
         self._forget_clips()
 
@@ -223,31 +263,30 @@ class ClippedModule(nn.Module):
         """
         parameter = self.own_parameter(clip)
         kept = parameter.data
-        place = kept.float() if into is None else into
-        before = place.clone() if widens else None
-        calibration.measure(name, x, place, *how, lenient=widens, **options)
+        target = kept.float() if into is None else into
+        before = target.clone() if widens else None
+        calibration.measure(name, x, target, *how, lenient=widens, **options)
         if before is not None:
-            torch.maximum(place.data, before.data, out=place.data)
-        if place.data_ptr() != kept.data_ptr():
-            kept.copy_(place)
+            torch.maximum(target.data, before.data, out=target.data)
+        if target.data_ptr() != kept.data_ptr():
+            kept.copy_(target)
         calibration.written[clip] = parameter
 
     def _start_clips(self) -> None:
         """Let clips that nobody has measured be where weights are, and hold what they begin
         with."""
-        self._place_clips()
+        self._allocate_clips()
         for name, clip in self.clips().items():
             self.declared[name].initialise(clip.data)
 
-    def _place_clips(self) -> None:
+    def _allocate_clips(self) -> None:
         """Give memory to clips of the meta device, once the parameters beside them have some."""
         device = next((one.device for one in self.parameters() if not one.is_meta), None)
         for name, clip in self.clips().items():
             if clip.is_meta and device is not None:
                 holder, last = self._holder(name)
-                holder.register_parameter(
-                    last, _made(self.declared[name], device, clip.requires_grad)
-                )
+                made = _made(self.declared[name], device, clip.requires_grad)
+                holder.register_parameter(last, made)
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
         """Make clips anew in `parameters`, those that `program` reads, where their weights have
@@ -264,10 +303,9 @@ class ClippedModule(nn.Module):
             if declared.kind not in CLIPS:
                 raise ValueError(
                     f"{self.state_name(name)} of this {type(self).__name__} is {list(found.shape)},"
-                    " but was "
-                    f"{list(virtual.shape)} when the layer was made or converted; make it anew, or"
-                    " call "
-                    "lsq.revert(model) before sizes change and lsq.convert(model) afterwards"
+                    f" but was {list(virtual.shape)} when the layer was made or converted; make it"
+                    " anew, or call lsq.revert(model) before sizes change and lsq.convert(model)"
+                    " afterwards"
                 )
             self.declared |= {one.name: one.declared for one in program.parameters}
             holder, last = self._holder(name)
@@ -278,7 +316,6 @@ class ClippedModule(nn.Module):
 
     # Limits
 
-    @torch.no_grad()
     def limit_clip_steps(self) -> None:
         """Bring every clip back to within `clip_step`, relatively, of where the last training pass
         saw it. NaN stays.
@@ -292,45 +329,28 @@ class ClippedModule(nn.Module):
             RuntimeError: the first step has put clips back to what they were before they were
                 measured.
         """
-        shards.check_step(self)
-        if not self.quant.learned:
-            return
-        clips = {} if shards.sees_copies(self) else self.clips()
-        limited = [(clip.data, upkeep.before(clip)) for clip in clips.values()]
-        clips = [clip for clip, before in limited if before is not None]
-        if clips:
-            before = [value for _, value in limited if value is not None]
-            torch._foreach_maximum_(clips, torch._foreach_mul(before, 1 - self.quant.clip_step))
-            torch._foreach_minimum_(clips, torch._foreach_mul(before, 1 + self.quant.clip_step))
+        if self.measured.stepped:
+            self.measured.check_step(self.clips(), type(self).__name__)
+        if self.quant.learned and not self.measured.sharded:
+            parameter_state.limit_steps(self.clips().values(), self.quant.clip_step)
 
     def _remember_clips(self) -> None:
-        if self.quant.learned and not shards.pass_done(self, self.quant.clip_step):
-            upkeep.remember(self.clips().values(), self.quant.clip_step)
-
-    def let_clips_learn(self, trained: bool) -> None:
-        """Let clips be trained with the weights beside them, unless they are measured in every
-        pass."""
-        for clip in self.clips().values():
-            clip.requires_grad_(trained and self.quant.learned)
+        """A training pass has seen the clips."""
+        self.measured.limit = self.quant.clip_step if self.quant.learned else self.measured.limit
+        if self.quant.learned and not self.measured.sharded:
+            parameter_state.remember(self.clips().values(), self.quant.clip_step)
 
     def _forget_clips(self) -> None:
         for clip in self.clips().values():
-            upkeep.forget(clip)
-
-    def activation_clips(self) -> dict[str, nn.Parameter]:
-        """Every clip of an activation by name."""
-        kinds = ((name, one.kind) for name, one in self.declared.items())
-        return {
-            name: self.own_parameter(name) for name, kind in kinds if kind is Kind.ACTIVATION_CLIP
-        }
+            parameter_state.forget(clip)
 
     def follow_clips(self) -> None:
         """Bring clips of activations to what the last training pass has seen, unless they learn.
 
         Shards wait for the next pass.
         """
-        clips = self.activation_clips()
-        if not any(map(shards.is_shard, clips.values())):
+        clips = self.activation_clips() if self.followed.recorded else {}
+        if not any(map(is_shard, clips.values())):
             self.followed.follow(clips)
 
     @torch.no_grad()
@@ -342,19 +362,14 @@ class ClippedModule(nn.Module):
             return
         for name, declared in self.declared.items():
             clip = None if declared.clip is None else self.own_parameter(declared.clip)
-            if (
-                clip is None
-                or clip.is_meta
-                or any(map(shards.is_shard, (clip, *self.sources(name))))
-            ):
+            if clip is None or clip.is_meta or any(map(is_shard, (clip, *self.sources(name)))):
                 continue
-            if self.is_coded(name):
-                continue
-            values = self.values_of(name)
-            rows = values.t() if declared.in_out else values
-            # else weights were resized, and clips of that size come with the next pass
-            if len(clip) == len(rows):
-                clip.data.copy_(largest_clips(rows, clip))
+            if not self.is_coded(name):
+                values = self.values_of(name)
+                rows = values.t() if declared.in_out else values
+                # else weights were resized, and clips of that size come with the next pass
+                if len(clip) == len(rows):
+                    clip.data.copy_(largest_clips(rows, clip))
 
     # Whatever may change weights drops the kept codes, and so does a copy
 
@@ -364,16 +379,23 @@ class ClippedModule(nn.Module):
         self._drop_codes()
         self._forget_clips()
         self.followed.forget()
-        shards.forget(self)
+        self.measured.forget()
         swapped = torch.__future__.get_swap_module_params_on_conversion()
         for parameter in self.parameters():
-            if swapped or shards.is_shard(parameter):
-                upkeep.drop(parameter)
+            if swapped or is_shard(parameter):
+                parameter_state.drop(parameter)
 
     def _drop_codes(self) -> None:
-        self.codes.clear()
+        self.weight_state.clear()
         for parameter in self.every_parameter():
-            upkeep.withdraw(parameter)
+            parameter_state.withdraw(parameter)
+
+    def _settle_clips(self) -> None:
+        """Let clips be what the last pass and the last step made of them, for whoever reads
+        them."""
+        self.limit_clip_steps()
+        self.follow_clips()
+        parameter_state.limit_shards(self.measured.settle(self.clips()))
 
     def __getstate__(self):
         self.limit_clip_steps()  # the copy does not know where clips were
@@ -387,9 +409,7 @@ class ClippedModule(nn.Module):
     def train(self, mode: bool = True):
         if not (mode and self.training):
             self._drop_codes()
-        self.limit_clip_steps()
-        self.follow_clips()
-        upkeep.limit_shards(shards.settle(self))
+        self._settle_clips()
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *arguments, **options):
@@ -403,11 +423,9 @@ class ClippedModule(nn.Module):
 
         def applied(tensor: torch.Tensor) -> torch.Tensor:
             made = fn(tensor)
-            return (
-                tensor.to(made.device)
-                if id(tensor) in stay and made.dtype != tensor.dtype
-                else made
-            )
+            if id(tensor) in stay and made.dtype != tensor.dtype:
+                return tensor.to(made.device)
+            return made
 
         super()._apply(applied, *arguments, **options)
         if not self.schedule.begun:  # `to_empty` leaves anything in them

@@ -39,12 +39,11 @@ def check_ready(layer: ProgramModule) -> None:
     """
     if layer.training:
         raise ValueError("incremental decoding needs eval mode; call .eval() first")
-    if layer.schedule.fallen:
+    if layer.schedule.float_fallback:
         raise ValueError(
             "this layer went on in floats, since lsq.monitor found too much noise in it;"
-            " incremental decoding is in "
-            "int8: run it on whole targets, or set schedule.fallen = False to decode with that"
-            " noise"
+            " incremental decoding is in int8: run it on whole targets, or set"
+            " schedule.float_fallback = False to decode with that noise"
         )
     if layer.quant.quantized and not layer.schedule.calibrated:
         raise ValueError(

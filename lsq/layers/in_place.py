@@ -1,6 +1,5 @@
 """Modules that take the place of others by their class alone, and give it back."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -10,6 +9,9 @@ from torch import nn
 from lsq.config import QuantConfig
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
+
+_mode = functools.lru_cache(maxsize=1024)(Mode)
+"""Modes that are equal as one object, by which programs are found faster."""
 
 
 class InPlace(ProgramModule):
@@ -43,23 +45,27 @@ class InPlace(ProgramModule):
 
     def forget_floats(self, name: str) -> None:
         """Drop what was made of a weight's floats: it is codes alone from now on."""
-        self.codes.forget(name)
+        self.weight_state.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
         """How a program of this layer runs on these inputs now: what needs no gradient costs
         none."""
-        mode = self.mode(*inputs.values())
-        if not mode.backward:
-            return mode
-        needs = {name: self._trains(name) for name in self.declared}
-        needs |= {name: tensor.requires_grad for name, tensor in inputs.items()}
-        if all(needs.values()):
-            return mode
-        wanted = frozenset(name for name, needed in needs.items() if needed)
-        return dataclasses.replace(mode, wanted=wanted)
+        backward = self.wants_backward(*inputs.values())
+        wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
+        for name in self.declared if backward else ():
+            parameter = self._parameters.get(name)
+            if self._trains(name) if parameter is None else parameter.requires_grad:
+                wanted.append(name)
+        every = not backward or len(wanted) == len(inputs) + len(self.declared)
+        return _mode(
+            training=self.training,
+            backward=backward,
+            backend=self.target,
+            wanted=None if every else frozenset(wanted),
+        )
 
     def _trains(self, name: str) -> bool:
-        return any(parameter.requires_grad for parameter in self.sources(name))
+        return any([parameter.requires_grad for parameter in self.sources(name)])
 
     def give_place(self) -> None:
         """Become the other module again."""

@@ -10,17 +10,23 @@ from torch.nn.utils import parametrize
 
 from lsq.config import QuantConfig, check_dimension
 from lsq.layers import programs
+from lsq.layers.float_fallback import held
 from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.module import rows_of
 from lsq.layers.programs import Mode
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.layers.variants import held
 from lsq.program.program import Program
 
 ALONE = {"weight": ["weight"]}, {"input": ["input", "weight"]}
 """Names of the weights and activations of one product: see tensor_names."""
 FLOATS = {torch.float32, torch.bfloat16}
 """What crosses the border of a program as it is, where the backend takes either."""
+
+
+@functools.lru_cache
+def _check_sizes(inputs: int, outputs: int) -> None:
+    check_dimension("inputs", inputs)
+    check_dimension("outputs", outputs)
 
 
 class Projection(InPlace):
@@ -37,7 +43,8 @@ class Projection(InPlace):
     @property
     def sizes(self) -> tuple[int, int]:
         """Inputs and outputs, of the weight that there is now."""
-        return tuple(self.weight.shape) if self.in_out else tuple(self.weight.shape[::-1])
+        shape = self.weight.shape
+        return tuple(shape if self.in_out else shape[::-1])
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.begin(quant.at(path, *ALONE))
@@ -45,17 +52,16 @@ class Projection(InPlace):
         self.let_clips_learn(self.weight.requires_grad)
 
     def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
-        for name, size in zip(
-            ("inputs", "outputs") if self.quant.coded else (), self.sizes, strict=False
-        ):
-            check_dimension(name, size)
+        sizes = self.sizes
+        if self.quant.coded:
+            _check_sizes(*sizes)
         rounded = self.quant.coded and self.quant.backward == "int8"
         if not (mode.backend.either_border and rounded and FLOATS.issuperset(dtypes)):
             dtypes = (torch.float32,) * 3
         return programs.linear(
             self.quant,
             rows,
-            *self.sizes,
+            *sizes,
             mode,
             bias=self.bias is not None,
             in_out=self.in_out,
@@ -71,12 +77,11 @@ class Projection(InPlace):
 
     def _pass(self, x: torch.Tensor) -> torch.Tensor:
         inputs, outputs = self.sizes
-        if self.schedule.fallen:
+        if self.schedule.float_fallback:
             return held(self._in_floats(x), self.clips().values())
         if x.dim() and x.shape[-1] == inputs and x.numel() == 0:
             return self.reached(self._in_floats(x))
-        rows = rows_of(x, inputs)
-        wanted = result_dtype(x)
+        rows, wanted = rows_of(x, inputs), result_dtype(x)
         program = self._program(
             rows.shape[0], self.mode_of({"x": x}), (x.dtype, self.weight.dtype, wanted)
         )
@@ -106,8 +111,7 @@ class QuantizedLinear(Projection, nn.Linear):
     ):
         super().__init__(quant or QuantConfig())
         if self.quant.coded:
-            check_dimension("inputs", inputs)
-            check_dimension("outputs", outputs)
+            _check_sizes(inputs, outputs)
         self.in_features, self.out_features = inputs, outputs
         if not bias:
             self.register_parameter("bias", None)

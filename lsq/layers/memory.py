@@ -11,9 +11,9 @@ from lsq.config import require_model
 from lsq.layers.module import ProgramModule
 from lsq.native import loader
 from lsq.run import rehearsal
-from lsq.run.frames import StepMemory
 from lsq.run.guard import MARGIN, GuardedMemory
-from lsq.run.outside import counting_kept
+from lsq.run.planned import StepMemory
+from lsq.run.rehearsal import counting_kept
 from lsq.run.step import StepPlan, node_names, plan_step
 
 MODES = ("planned", "guard", "naive")
@@ -122,5 +122,5 @@ def release_memory(model: nn.Module) -> None:
     require_model(model)
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.step_memory is not None:
-            module.step_memory.loans.move()
+            module.step_memory.borrowed.copy_out()
             module.step_memory = None

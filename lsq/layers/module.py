@@ -1,55 +1,74 @@
-"""What every module that runs a program shares: parameters with clips, calibration, cached codes of
-weights."""
+"""Modules that run programs: a pass is prepared, run and settled."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lsq import quant
 from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.clips import ClippedModule
-from lsq.layers.devices import check_devices
+from lsq.layers.float_fallback import held, in_floats
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.tensor_names import tensor_names
 from lsq.layers.torch_compile import refusal
-from lsq.layers.upgrade import upgrade
-from lsq.layers.variants import held, in_floats
+from lsq.layers.weight_state import rounded_weights
 from lsq.ops.calibration import Calibration
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.values import SEEN
 from lsq.quant.random import draw_key, key_of
-from lsq.run import rehearsal, shards, upkeep
+from lsq.run import parameter_state, rehearsal, shards
 from lsq.run.backends import Backend, backend, for_device
-from lsq.run.executor import Execution, Hooks
-from lsq.run.frames import StepMemory
+from lsq.run.executor import NO_HOOKS, Execution, Hooks
+from lsq.run.parameter_state import steps
+from lsq.run.planned import StepMemory
 
-Watcher = Callable[
-    ["ProgramModule", Program, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], None
-]
+Watcher = Callable[["ProgramModule", Program, dict[str, Tensor], tuple[Tensor, ...]], None]
 """Sees every pass in training mode: module, program, inputs and parameters by name, results; see
 lsq.observe."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Pass:
+    """One pass of a module."""
+
+    program: Program
+    parameters: dict[str, Tensor]
+    backend: Backend
+    again: bool
+    """Whether gradient checkpointing runs it again."""
+    trained: bool
+    """Whether it goes back."""
+    calibrates: bool
+    """Whether it measures the clips of activations."""
+    weights_due: bool
+    """Whether the clips of all weights are measured before it."""
+    calibration: Calibration
 
 
 class ProgramModule(ClippedModule):
     """A module that computes by running a program, and has the parameters that the program
     declares.
 
-    `step_memory` is where the tensors of its training passes lie, if that was planned (see
-    `lsq.layers.memory`). `backend` is where it runs; None: where its parameters are.
+    Attributes:
+        backend: where it runs; None: where its parameters are.
+        step_memory: where the tensors of its training passes lie, if that was planned (see
+            `lsq.layers.memory`).
     """
 
     STATE = (
         "quant",
         "declared",
         "tensor_names",
-        "codes",
+        "weight_state",
         "schedule",
         "followed",
+        "measured",
         "weight_masks",
         "backend",
         "_observer",
@@ -86,15 +105,13 @@ class ProgramModule(ClippedModule):
         else:
             self.schedule.forget()
 
-    # Running
-
-    def wants_backward(self, *inputs: torch.Tensor) -> bool:
+    def wants_backward(self, *inputs: Tensor) -> bool:
         """Whether this call needs a program with a backward pass."""
-        return torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (*inputs, *self.every_parameter())
-        )
+        if not torch.is_grad_enabled():
+            return False
+        return any([one.requires_grad for one in inputs]) or self.trained()
 
-    def mode(self, *inputs: torch.Tensor) -> Mode:
+    def mode(self, *inputs: Tensor) -> Mode:
         """How a program of this module runs on these inputs now."""
         return Mode(
             training=self.training, backward=self.wants_backward(*inputs), backend=self.target
@@ -105,77 +122,112 @@ class ProgramModule(ClippedModule):
         """Where it runs."""
         return self.backend or for_device(self.every_parameter()[0].device)
 
-    def execute(
-        self, program: Program, inputs: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    # One pass
+
+    def execute(self, program: Program, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Run `program` on `inputs` and this module's parameters, calibrating first if that is due.
 
         Raises:
             ValueError: an input is on another device than the parameters.
         """
-        check_devices(self, inputs)
-        program = in_floats(program) if self.schedule.fallen else program
+        self._check_devices(inputs)
+        if self.schedule.float_fallback:
+            program = in_floats(program)
         rehearsed = rehearsal.active()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
-        target, trained = self.target, self.training and self.trained()
-        again, calibration = recomputing(), Calibration(target)
-        goes_back = bool(program.output_gradients)
-        calibrating = self.schedule.activations_due(self.training, again, trained=goes_back)
-        weights_due = self.schedule.weights_due(trained, again)
-        shards.begin_pass(self)
-        if not self.schedule.begun:
-            self._place_clips()
+        run = self._prepare(program)
+        tensors = self._tensors_of(run, inputs)
+        outputs = self._execution(run, tensors)(tensors)
+        return self._settle(run, tensors, outputs)
+
+    def _prepare(self, program: Program) -> Pass:
+        """Bring clips to what the last step left, and measure those of weights that are due."""
+        schedule, again, trained = self.schedule, recomputing(), bool(program.output_gradients)
+        calibrates = schedule.activations_due(self.training, again, trained=trained)
+        may_train = self.training and (not self.quant.learned or self.trained())
+        weights_due = schedule.weights_due(may_train, again)
+        if self.measured.sharded:
+            self.measured.begin_pass(self.clips())
+        if not schedule.begun:
+            self._allocate_clips()
         if self.training:
             self.limit_clip_steps()
-        parameters = self._parameters_of(program)
-        replaced = self._fit_clips(program, parameters) + self._check_codes(program)
-        if calibrating and not self.schedule.calibrated:
-            shards.measures_first(self)
+        parameters, target = self._parameters_of(program), self.target
+        run = Pass(
+            program=program,
+            parameters=parameters,
+            backend=target,
+            again=again,
+            trained=trained,
+            calibrates=calibrates,
+            weights_due=weights_due,
+            calibration=Calibration(target),
+        )
+        replaced = self._fit_clips(program, parameters) + self._drop_outdated(program)
+        if calibrates and not schedule.calibrated:
+            self.measured.measures_first(self.clips())
         if weights_due or replaced:
             self._measure_weights(
-                calibration, again=self.schedule.begun, anew=replaced, all=weights_due
+                run.calibration, again=schedule.begun, anew=replaced, all=weights_due
             )
-        key = self._random_key(program, inputs, target)
-        codes = self.codes.of(
-            program, parameters, target, changing=self._changes, sources=self.sources
-        )
-        tensors = {**parameters, **inputs, "random_key": key, **codes}
+        return run
+
+    def _tensors_of(self, run: Pass, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All that the program reads, by name: parameters, inputs, codes of weights, and where it
+        records magnitudes."""
+        key = self._random_key(run.program, inputs, run.backend)
+        codes = self.weight_state.codes(self, run.program, run.parameters, run.backend)
+        tensors = {**run.parameters, **inputs, "random_key": key, **codes}
         if self.quant.quantized and not self.quant.learned:
-            tensors |= self._follow_clips(program, again)
-        measuring = calibrating and self.quant.activation_init != "fixed"
-        hooks = Hooks(
-            before=partial(self._calibrate_operation, calibration) if measuring else None,
-            after=self._observer,
+            if self.training and not run.again:
+                self.follow_clips()
+            records, clips = _records(run.program), {}
+            if not self.followed.recorded:
+                clips = self.activation_clips()
+            tensors |= self.followed.memory(records, clips, counts=self.training)
+        return tensors
+
+    def _execution(self, run: Pass, tensors: dict[str, Tensor]) -> Execution:
+        """What runs the program."""
+        measures = run.calibrates and self.quant.clip_init != "fixed"
+        hooks = NO_HOOKS
+        if measures or self._observer is not None:
+            before = partial(self._calibrate_operation, run.calibration) if measures else None
+            hooks = Hooks(before=before, after=self._observer)
+        if self._observer is not None and run.trained:
+            self._observer.weights(self, {**tensors, **run.parameters})
+        # FSDP2 gathers clips anew to go back; the next use in this step may measure as well
+        fleeting = {*run.calibration.written, *self.measured.unsettled()}
+        return Execution(
+            run.program,
+            run.backend,
+            hooks=hooks,
+            memory=self.step_memory if self.training else None,
+            owner=self,
+            fleeting=fleeting | set(self.clips()) if measures else fleeting,
         )
-        if self._observer is not None and program.output_gradients:
-            self._observer.weights(self, {**tensors, **parameters})
-        memory = self.step_memory if self.training else None
-        # FSDP2 gathers clips anew to go back
-        fleeting = {
-            *calibration.written,
-            *shards.unsettled(self),
-        }
-        # the next use in this step may measure as well
-        fleeting |= set(self.clips()) if measuring else set()
-        outputs = Execution(
-            program, target, hooks=hooks, memory=memory, owner=self, fleeting=fleeting
-        )(tensors)
-        every = shards.sees_copies(self) and not self.quant.learned
-        shards.measured(self, self.clips() if every else calibration.written)
-        calibration.finish()
-        if weights_due:
+
+    def _settle(
+        self, run: Pass, tensors: dict[str, Tensor], outputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Note what the pass has measured and that it was made."""
+        every = self.measured.sharded and not self.quant.learned
+        self.measured.note(self.clips() if every else run.calibration.written)
+        run.calibration.finish()
+        if run.weights_due:
             self.schedule.measured_weights()
-        if calibrating:
-            self.schedule.measured_activations(trained=goes_back)
+        if run.calibrates:
+            self.schedule.measured_activations(trained=run.trained)
             self._forget_clips()
         if self.quant.quantized and self.training:
-            if program.output_gradients:
+            steps.watch()
+            if run.trained:
                 self._remember_clips()
-            self.schedule.count(again, trained=goes_back)
+            self.schedule.count(run.again, trained=run.trained)
         if self._watcher is not None and self.training:
-            self._watcher(self, program, {**tensors, **parameters}, outputs)
-        if self.schedule.fallen and program.output_gradients:
+            self._watcher(self, run.program, {**tensors, **run.parameters}, outputs)
+        if self.schedule.float_fallback and run.trained:
             outputs = held(outputs[0], self.clips().values()), *outputs[1:]
         return outputs
 
@@ -184,38 +236,59 @@ class ProgramModule(ClippedModule):
 
         Its clips stay, and do not change.
         """
-        self.schedule.fallen = True
+        self.schedule.float_fallback = True
         self._drop_codes()
 
-    def trained(self) -> bool:
-        """Whether any of its parameters is; else codes of weights are kept in training mode,
-        too."""
-        return any(parameter.requires_grad for parameter in self.every_parameter())
-
-    def reached(self, nothing: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    def reached(self, nothing: Tensor, *inputs: Tensor) -> Tensor:
         """A result without a value, [..., 0, ...], that depends on all parameters and `inputs`.
 
         Their gradients are zeros then, for which DistributedDataParallel waits.
         """
         return nothing + sum(one.sum() for one in (*self.parameters(), *inputs)).to(nothing.dtype)
 
-    def _parameters_of(self, program: Program) -> dict[str, torch.Tensor]:
-        own = [self.own_parameter(virtual.name) for virtual in program.parameters]
-        if any(map(shards.is_shard, own)):
-            raise ValueError(
-                f"parameters of this {type(self).__name__} are shards of FSDP2, of which nothing"
-                " can be computed; call "
-                "fully_shard on it, or on a module around it, and call that"
-            )
+    def calibration_due(self) -> bool:
+        """Whether the next training pass measures the clips of activations."""
+        return self.schedule.activations_due(training=True)
+
+    def _check_devices(self, inputs: dict[str, Tensor]) -> None:
+        """Refuse inputs that are elsewhere; nothing is copied behind anyone's back."""
+        device = self.every_parameter()[0].device
+        for name, tensor in inputs.items():
+            if tensor.device != device:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, but the parameters of this"
+                    f" {type(self).__name__} are on {device}; move one of the two with .to()"
+                )
+
+    def _parameters_of(self, program: Program) -> dict[str, Tensor]:
+        own = {}
+        for virtual in program.parameters:
+            tensor = own[virtual.name] = self.own_parameter(virtual.name)
+            if type(tensor) is not nn.Parameter and shards.is_shard(tensor):
+                raise ValueError(
+                    f"parameters of this {type(self).__name__} are shards of FSDP2, of which"
+                    " nothing can be computed; call fully_shard on it, or on a module around it,"
+                    " and call that"
+                )
         if self.weight_masks is None:
-            return {virtual.name: one for virtual, one in zip(program.parameters, own, strict=True)}
+            return own
         if self.training and program.output_gradients:
             self.weight_masks.warn_alone()
-        return {virtual.name: self.values_of(virtual.name) for virtual in program.parameters}
+        return {name: self.values_of(name) for name in own}
 
-    def _random_key(
-        self, program: Program, inputs: dict[str, torch.Tensor], target: Backend
-    ) -> torch.Tensor:
+    def _drop_outdated(self, program: Program) -> list[str]:
+        """Forget kept codes of weights that have changed; names of those whose clips are to be
+        measured anew."""
+        if not self.weight_state.stamped:
+            return []
+        rows = max((one.shape[0] for one in program.inputs if one.shape), default=1)
+        clips = {one.name: self.own_parameter(one.clip) for one in rounded_weights(program)}
+        replaced = self.weight_state.drop_outdated(self, clips, rows)
+        # else whoever makes codes does
+        measures = self.quant.learned and self.quant.clip_init != "fixed"
+        return replaced if measures and self.schedule.begun else []
+
+    def _random_key(self, program: Program, inputs: dict[str, Tensor], target: Backend) -> Tensor:
         """For what a pass does at random, int64 [1].
 
         Each pass in training mode draws it from PyTorch's generator, also one that needs none:
@@ -227,59 +300,9 @@ class ProgramModule(ClippedModule):
             return key
         if not program.draws:
             return torch.zeros(1, dtype=torch.int64, device=target.place)
-        trained = sorted(
-            (one for one in self.every_parameter() if one.requires_grad), key=torch.Tensor.numel
-        )
-        return key_of(next(iter(inputs.values())), *trained[-1:])  # another one after each update
-
-    def _changes(self, weight: str, clip: torch.Tensor) -> bool:
-        """Whether training changes a weight or its clip, so that each pass makes its codes anew."""
-        return self.training and any(one.requires_grad for one in (clip, *self.sources(weight)))
-
-    def _check_codes(self, program: Program) -> list[str]:
-        """Forget kept codes of weights that have changed; names of those that got other values
-        without a clip.
-
-        So does who loads weights by `copy_`. Clips that an optimizer or a user has frozen beside
-        weights stay.
-        """
-        rows, replaced = max((one.shape[0] for one in program.inputs if one.shape), default=1), []
-        for virtual in program.weights.values():
-            if virtual.written:
-                name, clip = virtual.values.name, self.own_parameter(virtual.clip.name)
-                if self._changes(name, clip):
-                    continue
-                parts = self.sources(name)
-                written = self.codes.check(name, parts, clip, rows)
-                if written and (
-                    clip.requires_grad or not any(part.requires_grad for part in parts)
-                ):
-                    replaced.append(name)
-        # else whoever makes codes does
-        measures = self.quant.learned and self.quant.weight_init != "fixed"
-        return replaced if measures and self.schedule.begun else []
-
-    def _follow_clips(self, program: Program, again: bool) -> dict[str, torch.Tensor]:
-        """Let the clips of activations follow the passes before, and say where this one records
-        what it rounds.
-
-        Args:
-            program: about to run.
-            again: gradient checkpointing runs the pass again, which rounds under the clips of the
-                first time.
-        """
-        if self.training and not again:
-            self.follow_clips()
-        self.followed.begin(self.activation_clips())
-        return {
-            one.name: self.followed.place(one.name.removesuffix(SEEN), self.training)
-            for one in program.inputs
-            if one.name.endswith(SEEN)
-        }
-
-    def calibration_due(self) -> bool:
-        """Whether the next training pass measures the clips of activations."""
-        return self.schedule.activations_due(training=True)
+        trained = [one for one in self.every_parameter() if one.requires_grad]
+        largest = sorted(trained, key=Tensor.numel)[-1:]
+        return key_of(next(iter(inputs.values())), *largest)  # another one after each update
 
     def _calibrate_operation(
         self, calibration: Calibration, declared: Operation, operation: Operation
@@ -295,7 +318,7 @@ class ProgramModule(ClippedModule):
             name,
             operation.unrounded(self.target.run),
             clip,
-            self.quant.activation_init if self.quant.learned else "absmax",
+            self.quant.clip_init if self.quant.learned else "absmax",
             self.quant.activation_form(name),
             percentile=self.quant.percentile,
             into=rounding.clip,
@@ -316,7 +339,7 @@ class ProgramModule(ClippedModule):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self.limit_clip_steps()
         self.bring_clips_up()
-        upkeep.limit_shards(shards.settle(self))
+        parameter_state.limit_shards(self.measured.settle(self.clips()))
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.quant.quantized:
             self.schedule.save(destination, prefix)
@@ -333,7 +356,7 @@ class ProgramModule(ClippedModule):
             if name in state_dict:
                 quant.check_clip(shards.local(state_dict[name]), name)
         self._let_go()
-        upgrade(state_dict, prefix, self.declared)
+        clip_format.upgrade(state_dict, prefix, self.declared)
         if self.weight_masks is not None:
             self.weight_masks.load(self, state_dict, prefix)
         lacking = self.schedule.load(state_dict, prefix) if self.quant.quantized else []
@@ -344,10 +367,20 @@ class ProgramModule(ClippedModule):
             self.schedule.forget()
             lacking, found = [], [name for name in found if name not in own]
         missing += (lacking if strict else []) + found
-        self._place_clips()
+        self._allocate_clips()
 
 
-def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
+def _records(program: Program) -> tuple[tuple[str, str], ...]:
+    """(input where a magnitude is recorded, its clip) of a program, looked up once."""
+    found = program.prepared.get("records")
+    if found is None:
+        names = [one.name for one in program.inputs if one.name.endswith(SEEN)]
+        found = tuple((name, name.removesuffix(SEEN)) for name in names)
+        program.prepared["records"] = found
+    return found
+
+
+def rows_of(x: Tensor, width: int) -> Tensor:
     """x [..., width] as rows [M, width].
 
     Raises:

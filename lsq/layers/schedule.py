@@ -5,11 +5,12 @@ the parameters.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from lsq.config import QuantConfig
-from lsq.run import upkeep
+from lsq.run.parameter_state import steps
 
 WINDOW, WIDEST = 8, 32
 """Passes one after another that measure activations, so that kinds of batches may take turns:
@@ -20,6 +21,8 @@ WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
 
 
+FALLEN = "fallen"
+"""What earlier versions call `float_fallback`."""
 ROUNDING = 2**-7
 """What a mean of zeros or of ones may be off, in bfloat16."""
 NEVER = -1
@@ -40,10 +43,10 @@ class Schedule:
         calibrated: whether the clips of activations hold measured values.
         passes: training passes so far, each counted once if gradient checkpointing runs it again;
             or NEVER.
-        fallen: whether the module goes on in floats, so that no clip is measured any more.
+        float_fallback: whether the module goes on in floats, so that no clip is measured any more.
     """
 
-    NAMES = ("calibrated", "passes", "fallen")
+    NAMES = ("calibrated", "passes", "float_fallback")
     """In state dicts: float64 [], so that the mean of several state dicts means something."""
     MOST_PASSES = 2**40
     """Beyond any training: a thousand passes a second for thirty years."""
@@ -51,7 +54,7 @@ class Schedule:
     def __init__(self, quantization: QuantConfig):
         self._quant = quantization
         self.passes = 0
-        self.fallen = False
+        self.float_fallback = False
         self._begin_anew()
         self.restart()
 
@@ -76,7 +79,7 @@ class Schedule:
 
     def restart(self) -> None:
         """The clips of activations are not measured any more; fixed ones need not be."""
-        self.calibrated = self._quant.activation_init == "fixed"
+        self.calibrated = self._quant.clip_init == "fixed"
 
     def forget(self) -> None:
         """No clip is measured any more."""
@@ -126,11 +129,11 @@ class Schedule:
         time 9 % later."""
         within = self._quant.learned and self._within(WEIGHTS_AT)
         anew = training and not again and within and self._weights_at != self.passes
-        return self._rounds and (not self.begun or (anew and self._quant.weight_init != "fixed"))
+        return self._rounds and (not self.begun or (anew and self._quant.clip_init != "fixed"))
 
     @property
     def _rounds(self) -> bool:
-        return self._quant.quantized and not self.fallen
+        return self._quant.quantized and not self.float_fallback
 
     def _within(self, passes: frozenset[int]) -> bool:
         return self.passes in passes and self.passes <= self._quant.calibration_passes
@@ -154,7 +157,7 @@ class Schedule:
         """
         if trained and (not again or self._uncounted):
             self.passes += 1
-            step, self._step = self._step, upkeep.steps()
+            step, self._step = self._step, steps.count
             self._in_step = self._in_step + 1 if step == self._step else 1
             self._uses = max(self._uses, self._in_step)
         self._uncounted = not trained
@@ -168,12 +171,15 @@ class Schedule:
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
         """Take the state out of a state dict, or the mean of several; the names that it lacks.
 
-        One without `fallen` is of an earlier version, where nothing falls; there they are bool and
-        int64. Where some of several had clips that nobody had measured, all are measured anew.
+        Earlier versions call `float_fallback` `fallen`, or have none; in those the others are bool
+        and int64. Where some of several had clips that nobody had measured, all are measured anew.
 
         Raises:
             ValueError: one is out of its range.
         """
+        fallen = state_dict.pop(prefix + FALLEN, None)
+        if fallen is not None:
+            state_dict.setdefault(prefix + "float_fallback", fallen)
         given = {name: state_dict.pop(prefix + name, None) for name in self.NAMES}
         for name, value in given.items():
             least, most = (NEVER, self.MOST_PASSES) if name == "passes" else (0, 1)
@@ -185,7 +191,7 @@ class Schedule:
                 )
         known = {name: float(value) for name, value in given.items() if value is not None}
         if known:
-            self.fallen = known.get("fallen", 0.0) > ROUNDING
+            self.float_fallback = known.get("float_fallback", 0.0) > ROUNDING
         if "passes" in known:
             self.passes = round(known["passes"])
         if "calibrated" in known:
@@ -193,4 +199,13 @@ class Schedule:
             if not self.calibrated and known["calibrated"] > ROUNDING:
                 self.forget()
         self._begin_anew()
-        return [prefix + name for name in self.NAMES if name not in {*known, "fallen"}]
+        return [prefix + name for name in self.NAMES if name not in {*known, "float_fallback"}]
+
+
+def renamed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict in which what earlier versions keep has its name of now."""
+    old = {name for name in state if name.rpartition(".")[2] == FALLEN}
+    return {
+        name.removesuffix(FALLEN) + "float_fallback" if name in old else name: value
+        for name, value in state.items()
+    }

@@ -2,7 +2,7 @@
 that help."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch.autograd import forward_ad
@@ -13,18 +13,21 @@ REASON = (
     "compile without fullgraph=True"
 )
 _MODES = torch._C._TorchDispatchModeKey
-LOOKING_IN: Mapping[str, Callable[[], object]] = {
-    "torch.func": torch._C._are_functorch_transforms_active,
-    "torch.jit.trace": torch._C._get_tracing_state,
-    "torch.export": torch.compiler.is_exporting,
-    "torch.fx": lambda: (
-        _symbolic_trace._is_fx_tracing_flag or torch._C._get_dispatch_mode(_MODES.PROXY)
-    ),
-    "forward-mode differentiation": lambda: forward_ad._current_level >= 0,
-    "FakeTensorMode": lambda: torch._C._get_dispatch_mode(_MODES.FAKE),
-}
-"""What asks each function of PyTorch what it does -> whether it is at work; programs have none that
-it knows."""
+
+
+def looking_in() -> str | None:
+    """What asks each function of PyTorch what it does now; programs have none that it knows."""
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func"
+    if torch._C._get_tracing_state():
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if _symbolic_trace._is_fx_tracing_flag or torch._C._get_dispatch_mode(_MODES.PROXY):
+        return "torch.fx"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    return "FakeTensorMode" if torch._C._get_dispatch_mode(_MODES.FAKE) else None
 
 
 def beside_the_graph(method: Callable) -> Callable:
@@ -34,14 +37,14 @@ def beside_the_graph(method: Callable) -> Callable:
     This is `torch.compiler.disable` as PyTorch itself uses it, which imports torch._dynamo at the
     first call and not
     here: that takes as long as importing PyTorch, and who only reads an exported model calls no
-    layer. The method raises RuntimeError where something of LOOKING_IN is at work.
+    layer. The method raises RuntimeError where somebody is `looking_in`.
     """
 
     @functools.wraps(method)
     def checked(*arguments, **options):
-        for name, active in LOOKING_IN.items():
-            if active():
-                raise RuntimeError(refusal(name))
+        looker = looking_in()
+        if looker is not None:
+            raise RuntimeError(refusal(looker))
         return method(*arguments, **options)
 
     beside = torch._disable_dynamo(checked)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lsq.layers.statistics import quantized_tensors
-from lsq.run import upkeep
+from lsq.run.parameter_state import steps
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def watch(model: nn.Module) -> None:
         model = kept()
         if model is not None and _parameters(optimizer).isdisjoint(map(id, model.parameters())):
             return  # it is another model's
-        upkeep.agreements.remove(look)
+        steps.before.remove(look)
         clips = (
             {id(clip) for _, clip in quantized_tensors(model) if clip.requires_grad}
             if model is not None
@@ -40,7 +40,7 @@ def watch(model: nn.Module) -> None:
                 type(model).__name__,
             )
 
-    upkeep.agreements.append(look)
+    steps.before.append(look)
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -11,7 +11,7 @@ from lsq import quant
 from lsq.config import require_model
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
-from lsq.layers.schedule import Schedule
+from lsq.layers.schedule import Schedule, renamed
 from lsq.models.other_format import CLIP, formats_of, load_other_format
 from lsq.run import shards
 
@@ -69,7 +69,7 @@ def load_clip_state(
             `other_format`) of another format, clips have other shapes, or one cannot be used.
             Nothing is loaded then.
     """
-    own = model.state_dict()
+    own, state = model.state_dict(), renamed(state)
     names = _names(model, "no clips can be loaded")
     if other_format:
         load_other_format(model, state, names)

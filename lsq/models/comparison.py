@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lsq.layers.float_fallback import in_floats
 from lsq.layers.packing import Packing
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
-from lsq.layers.variants import in_floats
 from lsq.models.batch import causal
 from lsq.run import rehearsal
 from lsq.run.backends import backend

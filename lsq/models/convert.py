@@ -14,7 +14,7 @@ from lsq.layers.coded_weight import CodedWeight, decode_all
 from lsq.layers.head import head_class
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import QuantizedLinear, in_out_of
-from lsq.layers.places import check_patterns
+from lsq.layers.model_formats import check_patterns
 from lsq.models import clip_optimizer
 from lsq.models.clip_state import clip_names, keep_apart
 from lsq.models.fusion import fusions, name_classes, of_transformers, told
@@ -91,7 +91,7 @@ def convert(
     )
     report = Report(
         layers=told(choices, whole),
-        numbers=quant.told,
+        numbers=quant.summary,
         whole=tuple(one.whole for one in whole),
         stacks=stacks_of(model, minimum_width),
         unknown=type(model).__name__ if fused and not whole and of_transformers(model) else None,

@@ -10,11 +10,11 @@ from torch import nn
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
-from lsq.layers.weight_codes import encoded
+from lsq.layers.weight_state import encoded
 from lsq.models.convert import check_bare
 from lsq.program.parameters import Kind
 from lsq.quant import WeightFormat
-from lsq.run import upkeep
+from lsq.run import parameter_state
 
 SAVED = "of a head that has an adapter, with which PEFT saves it"
 """Why such a weight is left."""
@@ -101,7 +101,7 @@ def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
     if module.is_coded(name):
         return "codes alone already"
     if (
-        module.schedule.fallen
+        module.schedule.float_fallback
         or clip is None
         or not isinstance(module.quant.weight_form(name), WeightFormat)
     ):
@@ -146,6 +146,6 @@ def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
         count = codes.rows if declared.in_out else len(part)
         holder._parameters[last] = CodedWeight.parameter(codes, first, first + count, part.dtype)
         first += count
-        upkeep.withdraw(part)
+        parameter_state.withdraw(part)
     module.forget_floats(name)
     return len(parts), sum(part.nbytes for part in parts), codes.nbytes

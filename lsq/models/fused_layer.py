@@ -18,9 +18,9 @@ from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.in_place import InPlace
+from lsq.layers.model_formats import config_at
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, packing_options
-from lsq.layers.places import placed
 from lsq.layers.positions import position_inputs
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
@@ -213,7 +213,7 @@ class FusedLayer(InPlace):
         self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
         one = PackedSequences(rows=1, count=1)
         build = partial(self.program, one, source=one if self.CROSS else None)
-        self.config = placed(self.config, path, build, self.state_names)
+        self.config = config_at(self.config, path, build, self.state_names)
         self.begin(self.config.quant)
         self.rounded = Rounded()
         self.joined: dict[str, torch.Tensor | None] = {}
@@ -225,7 +225,7 @@ class FusedLayer(InPlace):
             return f"its own code, since {self.departed}"
         return (
             "one program in"
-            f" {'int8' if self.quant.quantized and not self.schedule.fallen else 'floats'}"
+            f" {'int8' if self.quant.quantized and not self.schedule.float_fallback else 'floats'}"
         )
 
     # Parameters, which others hold

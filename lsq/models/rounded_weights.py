@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lsq.layers.weight_codes import rounded_values
+from lsq.layers.weight_state import rounded_values
 from lsq.program.parameters import Kind, Parameter
 from lsq.quant import WeightFormat, largest_clips
 from lsq.quant.numbers import ScaledFormat
@@ -70,7 +70,7 @@ def rounded_weights(layer: FusedLayer, rows: int = 0) -> Iterator[None]:
 
 
 def _rounds(layer: FusedLayer) -> bool:
-    return layer.quant.quantized and layer.schedule.begun and not layer.schedule.fallen
+    return layer.quant.quantized and layer.schedule.begun and not layer.schedule.float_fallback
 
 
 def _swap(

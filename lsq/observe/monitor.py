@@ -81,7 +81,9 @@ class Monitor:
     @property
     def fallen(self) -> tuple[str, ...]:
         """Names of the modules that go on in floats, also those that a checkpoint brought."""
-        return tuple(name for name, module in self._modules().items() if module.schedule.fallen)
+        return tuple(
+            name for name, module in self._modules().items() if module.schedule.float_fallback
+        )
 
     def __str__(self) -> str:
         """The last readings, the worst of modules that differ by numbers in their names alone."""
@@ -166,7 +168,7 @@ class Monitor:
             self._watched = {
                 module: name
                 for name, module in self._modules().items()
-                if not module.schedule.fallen
+                if not module.schedule.float_fallback
             }
             for module in self._watched:
                 module._watcher = self._see

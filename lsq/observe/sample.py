@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lsq.layers.blocks import PackedSequences
+from lsq.layers.float_fallback import in_floats
 from lsq.layers.programs import origins
-from lsq.layers.variants import in_floats
 from lsq.observe.reading import Reading, decibels
 from lsq.program.backend import Backend
 from lsq.program.parameters import CLIPS

@@ -13,8 +13,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lsq.ops.adam import scalars
 from lsq.optim.updates import Members, Updates, check_moments
-from lsq.run import upkeep
 from lsq.run.backends import Backend, for_device
+from lsq.run.parameter_state import take
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
 """What there is of each parameter that has stepped."""
@@ -208,7 +208,7 @@ class Adam(Optimizer):
                 )
         for device, found in members.items():
             if device not in self._updates or not self._updates[device].fits(found, len(rows)):
-                upkeep.take(self, found.parameters)
+                take(self, found.parameters)
                 self._updates[device] = Updates(
                     self.backend or for_device(device), found, len(rows)
                 )

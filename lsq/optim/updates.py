@@ -1,7 +1,7 @@
 """Steps of many parameters on one device, prepared once and repeated as long as their memory stays
 where it is."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from torch import Tensor
 from lsq.native.places import contiguous_address
 from lsq.ops.adam import NORM_RUN, NUMBERS, Adam, AdamSteps, GradientNorm, Table, tiles_of
 from lsq.program.values import Weight
-from lsq.run import upkeep
 from lsq.run.backends import Backend
 from lsq.run.cuda import CUDA
-from lsq.run.prepared import Slot
+from lsq.run.frames import Slot
+from lsq.run.parameter_state import WeightCodes, state_of
 from lsq.run.shards import is_shard, local
 
 ROW = 8
@@ -43,8 +43,9 @@ class Members:
 
     def memory(self) -> tuple[list, ...]:
         """What a prepared step depends on, gradients apart."""
-        kept = list(map(upkeep.of, self.parameters))
-        clips = [one.clip and one.clip() for one in kept]
+        states = list(map(state_of, self.parameters))
+        codes = [state.codes for state in states]
+        clips = [one and one.clip and one.clip() for one in codes]
         parts = list(map(local, self.parameters))
         return (
             list(map(id, self.parameters)),
@@ -54,21 +55,10 @@ class Members:
                 list(map(Tensor.data_ptr, tensors))
                 for tensors in (parts, self.firsts, self.seconds)
             ),
-            [one.limit for one in kept],
-            [one.rounded for one in kept],
+            [state.limit for state in states],
+            [one and one.rounded for one in codes],
             [clip is not None and clip.data_ptr() for clip in clips],
         )
-
-
-def rounded(parameter: Tensor) -> Weight | None:
-    """Where the codes of a new weight belong, if they are wanted and can be had."""
-    kept = upkeep.of(parameter)
-    clip = kept.clip and kept.clip()
-    if clip is None or kept.rounded.format.packed or kept.rounded.codes.device != parameter.device:
-        return None
-    if kept.rounded.codes.shape[1:] != parameter.shape[1:] or len(clip) not in (1, len(parameter)):
-        return None  # it has another size by now
-    return replace(kept.rounded, clip=clip.detach())
 
 
 class Updates:
@@ -86,7 +76,11 @@ class Updates:
         self._given = backend.allocate([rows + 1, ROW], torch.float32)
         self._factor = self._given[rows, :1]
         self._norm = backend.allocate([1], torch.float32)
-        codes = list(map(rounded, members.parameters))
+        states = [state_of(parameter).codes for parameter in members.parameters]
+        codes = [
+            state and state.for_optimizer(parameter)
+            for state, parameter in zip(states, members.parameters, strict=True)
+        ]
         self._order = sorted(range(len(codes)), key=lambda number: codes[number] is not None)
         self._steps = tuple(self._step(members, number, codes[number]) for number in self._order)
         gradient = next(leaf for leaf in Adam.leaves() if leaf.name == "gradient")
@@ -96,8 +90,10 @@ class Updates:
         ] = []  # that were put, and where: copies lie elsewhere
         self.parameters = members.parameters
         """That step."""
-        self._rounded = [
-            members.parameters[number] for number in self._order if codes[number] is not None
+        self._rounded: list[tuple[WeightCodes, Tensor]] = [
+            (states[number], members.parameters[number])
+            for number in self._order
+            if codes[number] is not None
         ]
         self._counted = [one for one in members.parameters if not is_shard(one)]
         self.sharded = len(self._counted) < len(members.parameters)
@@ -132,7 +128,7 @@ class Updates:
             second=second,
             numbers=self._given[members.rows[number], :NUMBERS],
             gradient_factor=self._factor,
-            limit=upkeep.of(parameter).limit,
+            limit=state_of(parameter).limit,
             new_weight=weight,
             new_first=first,
             new_second=second,
@@ -211,8 +207,8 @@ class Updates:
             slot.clear()
         self._gradients = []
         torch.autograd.graph.increment_version(self._counted)
-        for parameter in self._rounded:
-            upkeep.made(parameter)
+        for codes, parameter in self._rounded:
+            codes.written(parameter)
 
     def _upload(self, host: Tensor, there: Tensor) -> None:
         """Copy without waiting: PyTorch keeps pinned memory until what reads it is done."""

@@ -41,7 +41,7 @@ class Program:
     @cached_property
     def prepared(self) -> dict:
         """What is kept to run it off planned memory, as long as it is there; see
-        lsq.run.fresh."""
+        lsq.run.frames."""
         return {}
 
     @cached_property

@@ -1,30 +1,69 @@
 """Where operations run: the reference in plain PyTorch, the CPU, a GPU, and the emulator of one."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 
-from lsq.native import loader
-from lsq.program.backend import Backend
-from lsq.program.operation import Operation
-from lsq.run.cpu import CPU
-from lsq.run.cuda import CUDA, emulated_device, gpu
-from lsq.run.reference import Reference
-from lsq.run.requirements import gpu_fault
+from lsq.native import loader, tiles
+from lsq.program.backend import Backend, Call
+from lsq.program.operation import Operation, Spec
+
+if TYPE_CHECKING:
+    from lsq.run.cuda import CUDA
 
 NAMES = ("reference", "cpu", "cuda", "emulated")
 
-__all__ = [
-    "ACTIVATIONS",
-    "NAMES",
-    "Backend",
-    "backend",
-    "for_device",
-    "gpu_fault",
-    "register",
-    "run",
-]
+
+class Reference(Backend):
+    """Runs `Operation.reference`: plain PyTorch, slow, and what the others are tested against."""
+
+    name = "reference"
+    either_border = True
+
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
+        def run() -> None:
+            for operation, _ in calls:
+                operation.store(operation.reference())
+
+        return run
+
+
+class CPU(Backend):
+    """Runs `Operation.cpu`; operations that are a C++ loop and nothing else run in one foreign call
+    together."""
+
+    name = "cpu"
+    refillable = True
+    packs_weights = True
+    either_border = True
+
+    @property
+    def multiplies_groups(self) -> bool:
+        return tiles.vectorised()
+
+    def scratch(self, operation: Operation) -> Sequence[Spec]:
+        return operation.cpu_scratch()
+
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
+        steps: list[Callable[[], None]] = []
+        for is_loop, group in groupby(calls, lambda call: type(call[0]).cpu is Operation.cpu):
+            if is_loop:
+                steps.append(loader.sequence([operation for operation, _ in group]))
+            else:
+                steps += [
+                    functools.partial(operation.cpu, *scratch) for operation, scratch in group
+                ]
+        if len(steps) == 1:
+            return steps[0]
+
+        def run() -> None:
+            for step in steps:
+                step()
+
+        return run
 
 
 ACTIVATIONS = {
@@ -105,12 +144,16 @@ def run(operation: Operation) -> None:
 
 
 @functools.cache
-def _on_gpu(index: int, activations: torch.dtype) -> CUDA:
+def _on_gpu(index: int, activations: torch.dtype) -> "CUDA":
+    from lsq.run.cuda import CUDA, gpu  # here, since on a CPU nothing of it is needed
+
     return CUDA(gpu(index), activations=activations)
 
 
 @functools.cache
-def _emulated(activations: torch.dtype) -> CUDA:
+def _emulated(activations: torch.dtype) -> "CUDA":
+    from lsq.run.cuda import CUDA, emulated_device
+
     return CUDA(emulated_device(), activations=activations)
 
 
@@ -119,13 +162,14 @@ def _on_cpu(name: str) -> Backend:
     return {"reference": Reference, "cpu": CPU}[name]()
 
 
+def _of_cpu(device: torch.device, activations: torch.dtype | None) -> Backend:
+    return _on_cpu("cpu" if loader.available() else "reference")
+
+
 def _of_gpu(device: torch.device, activations: torch.dtype | None) -> Backend:
     index = torch.cuda.current_device() if device.index is None else device.index
     return _on_gpu(index, activations or ACTIVATIONS["cuda"][0])
 
 
-_makers: dict[str, Maker] = {
-    "cpu": lambda device, activations: backend("cpu" if loader.available() else "reference"),
-    "cuda": _of_gpu,
-}
-"""By type of device."""
+_makers: dict[str, Maker] = {"cpu": _of_cpu, "cuda": _of_gpu}
+"""By type of device. A registry, since devices of others are registered (tests have one)."""

@@ -1,9 +1,15 @@
-"""A GPU, or the emulator of one: lists of launches that one call replays."""
+"""A GPU, or the emulator of one: lists of launches that one call replays.
+
+What an operation launches depends on shapes alone. So it is asked on tensors without memory, each
+with a storage of its own: by that an argument is known as a field or as scratch memory, also where
+it is a part of one. Launches read everything through structs, so that tensors may move between two
+runs.
+"""
 
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -12,16 +18,49 @@ from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
 from lsq.native import compiler
 from lsq.native.device import Device
-from lsq.native.launch_list import LaunchList
-from lsq.native.places import tensor_address
+from lsq.native.launch_list import LaunchList, Part
+from lsq.native.places import MovingPlaces, contiguous_address, tensor_address
+from lsq.native.products import ProductLibrary, find_cublaslt
 from lsq.native.runtime import Driver
 from lsq.program.backend import Backend, Call
+from lsq.program.declare import address_words
 from lsq.program.operation import Operation, Spec
-from lsq.run.launches import part_of
-from lsq.run.requirements import require_gpu
 
 KEPT = 1024
 """Lists that are kept for calls on the same memory; those used longest ago are dropped."""
+
+
+def require_gpu(index: int = 0) -> tuple[str, Driver]:
+    """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees, by its
+    number.
+
+    No context is made, so that a process may ask about a GPU that another one will use.
+
+    Raises:
+        RuntimeError: there is no such GPU, no driver or compiler, or its driver is older than the
+            compiler.
+        ValueError: the GPU is too old for the kernels.
+    """
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()});"
+            f" {compiler.remedy()}, "
+            "or train on the CPU"
+        )
+    target = compiler.architecture(torch.cuda.get_device_capability(index))
+    driver = Driver("libcuda.so.1", index)
+    compiler.check_driver(driver.version)
+    return target, driver
+
+
+def gpu_fault(index: int = 0) -> str | None:
+    """Why layers cannot run on that GPU, in a sentence with its remedy; None: they can."""
+    try:
+        require_gpu(index)
+        ProductLibrary(find_cublaslt())
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 @functools.cache
@@ -59,7 +98,7 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
         choose: picks the algorithms of products; None: as they are tuned.
 
     Raises:
-        RuntimeError, ValueError: it cannot be used; see `lsq.run.requirements`.
+        RuntimeError, ValueError: it cannot be used; see `require_gpu`.
     """
     target, driver = require_gpu(index)
     place = torch.device("cuda", index)
@@ -149,3 +188,54 @@ class CUDA(Backend):
             if len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         return found
+
+
+class AbsentGPU(CUDA):
+    """A GPU that is not here: programs are built for it, to be planned, counted or compiled, and
+    nothing runs.
+
+    Args:
+        activations: their dtype in programs: float32 or bfloat16.
+    """
+
+    name = "cuda"
+
+    def __init__(self, activations: torch.dtype = torch.bfloat16):
+        self.activations = activations
+
+
+def part_of(
+    operation: Operation, scratch: Sequence[torch.Tensor], place: torch.device, *, hold: bool = True
+) -> Part:
+    """The launches of an operation on real tensors, for a list (lsq.native.launch_list.LaunchList).
+
+    Args:
+        operation: its struct, Operation.packed, is read at every run.
+        scratch: tensors for itself, which stay; where their memory lies is looked up when places
+            `follow`.
+        place: the device where they must lie.
+        hold: whether the list keeps the operation and its memory.
+
+    Raises:
+        ValueError: the operation cannot take these tensors.
+    """
+
+    def held() -> Iterable[torch.Tensor]:
+        return (*operation.inputs, *operation.outputs, *scratch)
+
+    bound, memory = operation.bind(_without_memory), [_without_memory(tensor) for tensor in scratch]
+    places = MovingPlaces(bound, operation.packed, held if hold else tuple)
+    words = address_words(type(operation))
+    for leaf in operation.leaves():
+        tensor = leaf.of(operation)
+        if tensor is not None:
+            contiguous_address(tensor, place, f"{operation.name}.{leaf.name}")
+            places.know_field(leaf.of(bound), words[leaf.path])
+    for tensor, known in zip(scratch, memory, strict=True):
+        contiguous_address(tensor, place, f"scratch memory of {operation.name}")
+        places.know_scratch(known, tensor)
+    return Part(entries=bound.cuda(*memory), places=places, title=operation.name)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

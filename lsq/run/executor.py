@@ -1,15 +1,15 @@
 """Runs a program, and hangs it into PyTorch's autograd as one node.
 
-The outputs of operations come from the run's frame: fresh memory, or the places that a plan of the
+The outputs of operations come from the run's frame: fresh memory, or the offsets that a plan of the
 whole step has for them. A pass is prepared once and runs as a whole. Where somebody looks on
-(hooks, profile), and on the reference, it
-goes operation by operation: outputs are allocated when it runs and dropped after their last reader.
+(hooks, profile), and on the reference, it goes operation by operation: outputs are allocated when
+it runs and dropped after their last reader.
 """
 
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run import homes
-from lsq.run.frames import Frame, StepMemory
-from lsq.run.fresh import FreshFrame
+from lsq.run import bucket_views, shards
+from lsq.run.frames import Frame, FreshFrame, Values
+from lsq.run.planned import StepMemory
 
 _seconds: defaultdict[str, float] | None = None
 
@@ -45,9 +45,6 @@ class Hooks:
 
     before: Callable[[Operation, Operation], None] | None = None
     after: Callable[[Operation, Operation], None] | None = None
-
-    def __bool__(self) -> bool:
-        return self.before is not None or self.after is not None
 
 
 NO_HOOKS = Hooks()
@@ -74,18 +71,15 @@ class Execution:
         program: Program,
         backend: Backend,
         *,
-        hooks: Hooks | None = None,
+        hooks: Hooks = NO_HOOKS,
         memory: StepMemory | None = None,
         owner: object = None,
         fleeting: Collection[str] = (),
     ):
-        self.program, self.backend = program, backend
-        self.hooks = hooks or NO_HOOKS
-        self.memory = memory
-        self.owner = owner
-        self.fleeting = fleeting
+        self.program, self.backend, self.hooks = program, backend, hooks
+        self.memory, self.owner, self.fleeting = memory, owner, fleeting
 
-    def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run forward.
 
         Gradients flow to the inputs and parameters of a program that has a backward pass.
@@ -96,30 +90,28 @@ class Execution:
         Raises:
             ValueError: a tensor is missing, or its shape or dtype is not the program's.
         """
-        program = self.program
-        arguments = [
-            _checked(virtual, tensors, program)
-            for virtual in (*program.inputs, *program.parameters)
-        ]
+        program, borders = self.program, {}
+        for virtual in (*program.inputs, *program.parameters):
+            tensor = borders[virtual] = tensors.get(virtual.name)
+            if tensor is None or tensor.dtype is not virtual.dtype or tensor.shape != virtual.shape:
+                _check(virtual, tensor, program)
         if program.output_gradients:
-            frame = (
-                self._fresh()
-                if self.memory is None
-                else self.memory.open(self.owner, program, tensors)
-            )
-            return _Node.apply(self, frame, *arguments)
+            frame = self._fresh()
+            if self.memory is not None:
+                frame = self.memory.open(self.owner, program, tensors)
+            graph = [virtual for virtual, tensor in borders.items() if tensor.requires_grad]
+            run = self, frame, borders, graph
+            return _Node.apply(run, *[borders[virtual] for virtual in graph])
         with torch.no_grad():
-            values = _placed((*program.inputs, *program.parameters), arguments)
+            values = _as_read(borders)
             self.run_pass(range(program.forward_length), values, self._fresh())
-            return tuple(values[output] for output in program.outputs)
+            return tuple([values[output] for output in program.outputs])
 
-    def run_pass(
-        self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame
-    ) -> None:
+    def run_pass(self, indices: range, values: Values, frame: Frame) -> None:
         """Run the operations `indices` of a whole pass on `values`, which gains what crosses the
         program's borders."""
         hooks = NO_HOOKS if indices.start else self.hooks
-        looked_at = _seconds is not None or hooks
+        looked_at = _seconds is not None or hooks is not NO_HOOKS
         if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
             if indices.start:
                 values.update({**frame.kept(self.program), **values})
@@ -128,13 +120,7 @@ class Execution:
     def _fresh(self) -> FreshFrame:
         return FreshFrame(self.backend.place)
 
-    def run(
-        self,
-        indices: range,
-        values: dict[VirtualTensor, torch.Tensor],
-        frame: Frame,
-        hooks: Hooks = NO_HOOKS,
-    ) -> None:
+    def run(self, indices: range, values: Values, frame: Frame, hooks: Hooks = NO_HOOKS) -> None:
         """Run `indices` one by one on `values`, which gains their outputs and loses what has no
         reader left."""
         program = self.program
@@ -158,10 +144,7 @@ class Execution:
                 values.pop(tensor, None)
 
 
-def _checked(
-    virtual: VirtualTensor, tensors: dict[str, torch.Tensor], program: Program
-) -> torch.Tensor:
-    tensor = tensors.get(virtual.name)
+def _check(virtual: VirtualTensor, tensor: torch.Tensor | None, program: Program) -> None:
     if tensor is None:
         raise ValueError(f"program {program.name} needs a tensor called {virtual.name!r}")
     fits = tensor.dtype == virtual.dtype or (
@@ -170,23 +153,21 @@ def _checked(
     if tuple(tensor.shape) != virtual.shape or not fits:
         raise ValueError(
             f"{virtual.name} is {tensor.dtype} {tuple(tensor.shape)}; program {program.name} was"
-            " built for "
-            f"{virtual.dtype} {virtual.shape}"
+            f" built for {virtual.dtype} {virtual.shape}"
         )
-    return tensor
 
 
-def _placed(
-    borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]
-) -> dict[VirtualTensor, torch.Tensor]:
+def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
     """What crosses a border, as the program reads it; no new view of what need not be copied.
 
     Autograd is off.
     """
-    return {
-        virtual: (tensor.to(virtual.dtype) if tensor.dtype in FLOATS else tensor).contiguous()
-        for virtual, tensor in zip(borders, tensors, strict=True)
-    }
+    values = {}
+    for virtual, tensor in borders.items():
+        if tensor.dtype is not virtual.dtype and tensor.dtype in FLOATS:
+            tensor = tensor.to(virtual.dtype)
+        values[virtual] = tensor if tensor.is_contiguous() else tensor.contiguous()
+    return values
 
 
 SECOND = (
@@ -215,39 +196,40 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 class _Node(torch.autograd.Function):
-    """One program as one node of the autograd graph."""
+    """One program as one node of the autograd graph, applied to the tensors that want gradients."""
 
     @staticmethod
-    def forward(ctx, execution: Execution, frame: Frame, *arguments):
-        program = execution.program
-        borders = (*program.inputs, *program.parameters)
-        values = _placed(borders, arguments)
-        with frame.running(backward=False):
-            execution.run_pass(range(program.forward_length), values, frame)
-        ctx.execution, ctx.frame = execution, frame
-        ctx.saved = tuple(
-            tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
-        )
-        given = dict(zip(borders, arguments, strict=True))  # as they came, not a converted copy
-        fleeting = [
-            tensor for tensor in ctx.saved if tensor.name in execution.fleeting and tensor in given
-        ]
+    def forward(ctx, run: tuple, *_):
+        execution, frame, borders, graph = run
+        program, length = execution.program, execution.program.forward_length
+        values = _as_read(borders)
+        frame.enter(backward=False)
+        try:
+            execution.run_pass(range(length), values, frame)
+        finally:
+            frame.leave()
+        saved = [virtual for virtual in values if program.lifetimes[virtual][1] >= length]
+        ctx.execution, ctx.frame, ctx.graph, ctx.saved = execution, frame, graph, saved
+        values = {**values, **borders}  # borders as they came, not converted copies
+        fleeting = [one for one in saved if one.name in execution.fleeting and one in borders]
         if fleeting:
-            # in one launch
-            copies = torch._foreach_mul([given[tensor].detach() for tensor in fleeting], 1)
-            given.update(zip(fleeting, copies, strict=True))
-        ctx.save_for_backward(*(given.get(tensor, values[tensor]) for tensor in ctx.saved))
-        return tuple(values[output] for output in program.outputs)
+            copied = shards.copies([values[virtual].detach() for virtual in fleeting])
+            values.update(zip(fleeting, copied, strict=True))
+        ctx.save_for_backward(*[values[virtual] for virtual in saved])
+        return tuple([values[output] for output in program.outputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        program = ctx.execution.program
-        values = _placed(ctx.saved, ctx.saved_tensors)
-        values |= _placed(program.output_gradients, gradients)
-        ctx.frame.homes = dict(homes.claim(program, ctx.next_functions))
-        with ctx.frame.running(backward=True):
-            ctx.execution.run_pass(program.backward_range, values, ctx.frame)
+        program, frame = ctx.execution.program, ctx.frame
+        values = _as_read(dict(zip(ctx.saved, ctx.saved_tensors, strict=True)))
+        values |= _as_read(dict(zip(program.output_gradients, gradients, strict=True)))
         results = dict(zip(program.differentiable, program.gradients, strict=True))
-        found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
-        return None, None, *(None if gradient is None else values[gradient] for gradient in found)
+        wanted = [results.get(virtual) for virtual in ctx.graph]
+        frame.bucket_views = bucket_views.claim(wanted, ctx.next_functions)
+        frame.enter(backward=True)
+        try:
+            ctx.execution.run_pass(program.backward_range, values, frame)
+        finally:
+            frame.leave()
+        return None, *[None if gradient is None else values[gradient] for gradient in wanted]

@@ -1,40 +1,25 @@
-"""Where the tensors of a running program come from: the places of a step's plan, or fresh memory
-(fresh.py).
+"""Memory of one run of a program, and passes that are prepared once and run as a whole.
 
-A *frame* is the memory of one run of a program, forward and backward. It hands out the tensors that
-operations write.
+A *frame* hands out the tensors that operations write: fresh memory here, the offsets of a step's
+plan in lsq.run.planned. A pass is prepared once. Everything inside it has its tensors for good.
+What crosses its borders (inputs, parameters, results, what is saved) may lie elsewhere in each run:
+its addresses are put in before, and nothing of it is held afterwards.
 """
 
-import math
-import threading
-import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Mapping
 
 import torch
 
 from lsq.memory import kept
-from lsq.memory.arena import Arena
+from lsq.memory.workspace import Room, Workspace
 from lsq.program.backend import Backend
+from lsq.program.declare import NOWHERE, Declared, Leaf, address_words
+from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run.loans import Loans
-from lsq.run.outside import described
-from lsq.run.prepared import PreparedPass
-from lsq.run.step import StepPlan, is_placed, signature
-
-ADVICE = (
-    "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan"
-    " (release_memory; "
-    "LsqCallback without largest_batch; in fairseq --lsq-memory naive)"
-)
-
+from lsq.run.step import is_placed
 
 Values = dict[VirtualTensor, torch.Tensor]
-PREPARED_KEPT = 2048
-"""Prepared passes that a memory keeps, those used last; one takes about 30 KB."""
 
 
 def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
@@ -44,12 +29,122 @@ def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
+class Slot:
+    """A tensor field of a bound operation and of its struct, for tensors of one shape and dtype.
+
+    Args:
+        operation: has a contiguous tensor there.
+        leaf: which one.
+    """
+
+    __slots__ = ("fields", "name", "struct", "word")
+
+    def __init__(self, operation: Operation, leaf: Leaf):
+        holder: Declared = operation
+        for part in leaf.path[:-1]:
+            holder = getattr(holder, part)
+        self.fields, self.name = vars(holder), leaf.path[-1]
+        self.struct, self.word = operation.packed, address_words(type(operation))[leaf.path]
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """From now on the operation works on `tensor`."""
+        self.fields[self.name] = tensor
+        self.struct[self.word] = tensor.data_ptr() or NOWHERE
+
+    def clear(self) -> None:
+        """Let go of the tensor."""
+        self.fields[self.name] = None
+
+    def update(self) -> None:
+        """The tensor is the same, but its memory may lie elsewhere by now."""
+        self.struct[self.word] = self.fields[self.name].data_ptr() or NOWHERE
+
+
+class PreparedPass:
+    """The operations `indices` of a program on memory of theirs.
+
+    Args:
+        program: on a backend whose prepared work sees what is put into its operations later
+            (Backend.refillable).
+        indices: of the pass.
+        inside: the tensors that do not cross its borders, scratch memory among them.
+        borders: the others, of this run.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        indices: range,
+        backend: Backend,
+        *,
+        inside: Mapping[VirtualTensor, torch.Tensor],
+        borders: Mapping[VirtualTensor, torch.Tensor],
+    ):
+        tensors = {**borders, **inside}
+        bound = [program.operations[index].bind(tensors.__getitem__) for index in indices]
+        slots: dict[VirtualTensor, list[Slot]] = {}
+        self._inside: list[Slot] = []
+        for index, operation in zip(indices, bound, strict=True):
+            for leaf in operation.leaves():
+                virtual = leaf.of(program.operations[index])
+                if virtual is not None:
+                    kind = self._inside if virtual in inside else slots.setdefault(virtual, [])
+                    kind.append(Slot(operation, leaf))
+        self._slots = [(virtual, virtual.dtype, found) for virtual, found in slots.items()]
+        self._check = None if type(backend).check is Backend.check else backend.check
+        scratch = ([inside[tensor] for tensor in program.scratch[index]] for index in indices)
+        self._run = backend.prepare(list(zip(bound, scratch, strict=True)))
+        self._clear()
+
+    def update(self) -> None:
+        """The memory inside lies elsewhere by now."""
+        for slot in self._inside:
+            slot.update()
+
+    def run(self, borders: Mapping[VirtualTensor, torch.Tensor]) -> None:
+        """Run it on other tensors at its borders, of the same shapes.
+
+        Slots are filled in line: every pass of a training does it.
+
+        Raises:
+            ValueError: one of them has another dtype or is not contiguous, or the backend cannot
+                take it.
+        """
+        check = self._check
+        try:
+            for virtual, dtype, slots in self._slots:
+                tensor = borders[virtual]
+                if tensor.dtype is not dtype or not tensor.is_contiguous():
+                    raise ValueError(
+                        f"{virtual.name} is {tensor.dtype} with strides {tensor.stride()}; it must"
+                        f" be a contiguous tensor of {dtype}"
+                    )
+                if check is not None:
+                    check(tensor, virtual.name)
+                address = tensor.data_ptr() or NOWHERE
+                for slot in slots:
+                    slot.fields[slot.name] = tensor
+                    slot.struct[slot.word] = address
+            self._run()
+        finally:
+            self._clear()
+
+    def _clear(self) -> None:
+        for _, _, slots in self._slots:
+            for slot in slots:
+                slot.fields[slot.name] = None
+
+
 class Frame:
-    """The memory of one run of a program."""
+    """The memory of one run of a program.
+
+    Attributes:
+        bucket_views: where gradients of this pass belong that have memory already; see
+            lsq.run.bucket_views.
+    """
 
     def __init__(self):
-        self.homes: Values = {}
-        """Where gradients of this pass belong that have memory already; see lsq.run.homes."""
+        self.bucket_views: Values = {}
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
         """Tensors for operation `index` to write into: its outputs, then its scratch memory."""
@@ -70,282 +165,87 @@ class Frame:
         autograd."""
         return {}
 
-    @contextmanager
-    def running(self, backward: bool) -> Iterator[None]:
-        """Around each pass."""
-        yield
+    def enter(self, backward: bool) -> None:
+        """A pass begins; `leave` ends it."""
+
+    def leave(self) -> None:
+        """The pass that began is over, or has failed."""
 
 
-class PlannedFrame(Frame):
-    """Tensors at the places of a plan; what crosses a border is lent, or gets fresh memory.
+class FreshFrame(Frame):
+    """Every tensor in memory of its own on a device."""
 
-    Args:
-        memory: the plan's.
-        node: which run of the step it is.
-        program: what runs; it has the operations of the planned program, and no larger tensors.
-        leaves: references to the leaves of autograd's graph that the program reads, by name. What
-            was planned as the first gradient of a leaf is lent if it is one.
-        repeated: whether it has run before.
-    """
-
-    def __init__(
-        self,
-        memory: "StepMemory",
-        node: int,
-        program: Program,
-        *,
-        leaves: Mapping[str, weakref.ref],
-        repeated: bool,
-    ):
-        super().__init__()
-        self.memory, self.node = memory, node
-        self._leaves, self._repeated = leaves, repeated
-        self.step_number: int | None = None
-        """Number of the step in which the forward pass ran."""
+    def __init__(self, device: torch.device):
+        self.bucket_views = {}
+        self._device = device
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        return [
-            self._tensor(tensor, index, number)
-            for number, tensor in enumerate(program.written(index))
-        ]
+        return [self._tensor(tensor) for tensor in program.written(index)]
+
+    def _tensor(self, tensor: VirtualTensor) -> torch.Tensor:
+        view = self.bucket_views.pop(tensor, None)
+        return fresh(tensor, self._device) if view is None else view
 
     def run_prepared(
         self, program: Program, indices: range, backend: Backend, values: Values
     ) -> bool:
-        if not (self._repeated and backend.refillable):
+        if not backend.refillable:
             return False
-        for index in indices:
-            for number, tensor in enumerate(program.outputs_of[index]):
-                if not is_placed(tensor):
-                    values[tensor] = self._tensor(tensor, index, number)
-        self._prepared(program, indices, backend, values).run(values)
+        key = indices.start, backend
+        passes = program.prepared.get(key)
+        if passes is None:
+            passes = program.prepared.setdefault(key, FreshPasses(program, indices))
+        if self.bucket_views or self._device.type != "cpu":
+            for tensor in passes.handed_on:
+                values[tensor] = self._tensor(tensor)
+        else:
+            for tensor in passes.handed_on:
+                values[tensor] = kept.tensor(tensor.shape, tensor.dtype)
+        passes.run(program, indices, backend, values)
         return True
 
-    def _prepared(
-        self, program: Program, indices: range, backend: Backend, values: Values
-    ) -> PreparedPass:
-        kept, key = self.memory.prepared, (program, self.node, indices, backend)
-        if key not in kept:
-            inside = self._inside(program)
-            kept[key] = PreparedPass(program, indices, backend, inside=inside, borders=values)
-            if len(kept) > PREPARED_KEPT:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
-        return kept[key]
 
-    def kept(self, program: Program) -> Values:
-        return self._inside(program)
+class FreshPasses:
+    """The operations `indices` of a program, prepared in as many rooms as there are threads that
+    run them at a time.
 
-    def _inside(self, program: Program) -> Values:
-        """Everything that has a place."""
-        return {
-            tensor: self._tensor(tensor, index, number)
-            for index in range(len(program.operations))
-            for number, tensor in enumerate(program.written(index))
-            if is_placed(tensor)
-        }
+    What lives inside the pass alone shares a workspace, in which other passes work before and
+    after.
 
-    def _tensor(self, tensor: VirtualTensor, index: int, number: int) -> torch.Tensor:
-        home = self.homes.pop(tensor, None)
-        if home is not None:
-            return home
-        place = self.place(index, number)
-        if place is None or not tensor.size:
-            return fresh(tensor, self.memory.arena.device)
-        if is_placed(tensor):
-            return self.memory.arena.tensor(place, tensor.shape, tensor.dtype)
-        lending = self.memory.step.lent[self.node, index, number]
-        return self.memory.loans.lend(
-            place,
-            tensor.shape,
-            tensor.dtype,
-            until=lending.until,
-            keep=lending.keep,
-            leaf=lending.leaf and self._leaves[lending.leaf.name],
-            label=f"{tensor.name} of {self.memory.names[self.node]}",
-        )
-
-    def place(self, index: int, number: int) -> int | None:
-        """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh
-        memory."""
-        key = self.node, index, number
-        lending = self.memory.step.lent.get(key)
-        if (
-            lending is not None
-            and lending.leaf is not None
-            and lending.leaf.name not in self._leaves
-        ):
-            return None
-        return self.memory.step.places.get(key)
-
-    @contextmanager
-    def running(self, backward: bool) -> Iterator[None]:
-        with self.memory.running(self, backward):
-            yield
-
-
-class StepMemory:
-    """The arena of one model's training step, and the order in which it is used.
-
-    Passes must come in the planned order, else tensors would lie where others still live. Some may
-    be left out. A forward pass that is out of turn begins the next step; what the step before has
-    saved is gone then, and its backward passes are refused. So is a pass that begins while another
-    one runs, and a batch larger than planned.
-
-    Args:
-        step: the plan.
-        owners: the module of each node.
-        names: of the nodes, for messages.
-        device: where the arena lies.
-        outside: bytes that modules of others keep for the backward pass of the step, by class.
+    Attributes:
+        handed_on: what they write that is needed afterwards.
     """
 
-    frame = PlannedFrame
+    def __init__(self, program: Program, indices: range):
+        written = [tensor for index in indices for tensor in program.written(index)]
+        self._inside = [
+            tensor
+            for tensor in written
+            if is_placed(tensor) and program.lifetimes[tensor][1] in indices
+        ]
+        inside = set(self._inside)
+        self.handed_on = [tensor for tensor in written if tensor not in inside]
+        self._prepared: dict[Room, tuple[Workspace, PreparedPass]] = {}
 
-    def __init__(
-        self,
-        step: StepPlan,
-        owners: list[object],
-        names: tuple[str, ...],
-        device: torch.device | str = "cpu",
-        *,
-        outside: Mapping[str, int] = MappingProxyType({}),
-    ):
-        self.step = step
-        self.names = names
-        self.outside = outside
-        self.arena = Arena(step.plan.peak, device)
-        self.loans = Loans(self.arena)
-        self._owners = [weakref.ref(owner) for owner in owners]
-        self._positions = {
-            (one.node, one.backward): position for position, one in enumerate(step.passes)
+    def run(self, program: Program, indices: range, backend: Backend, values: Values) -> None:
+        """Run them on `values`, which has all that crosses their borders."""
+        with kept.room(backend.place) as room:
+            if room not in self._prepared:
+                self._prepared[room] = self._prepare(room, program, indices, backend, values)
+            workspace, prepared = self._prepared[room]
+            with workspace.opened() as moved:
+                if moved:
+                    prepared.update()
+                prepared.run(values)
+
+    @torch.inference_mode(False)  # the next run may be where gradients are
+    def _prepare(
+        self, room: Room, program: Program, indices: range, backend: Backend, values: Values
+    ) -> tuple[Workspace, PreparedPass]:
+        lives = [(one.size, *program.lifetimes[one]) for one in self._inside]
+        workspace = Workspace(room, lives)
+        inside = {
+            tensor: workspace.tensor(number, tensor.shape, tensor.dtype)
+            for number, tensor in enumerate(self._inside)
         }
-        self._programs = {one.node: one.program for one in step.passes}
-        self._fitting: dict[int, weakref.WeakSet[Program]] = {
-            node: weakref.WeakSet() for node in self._programs
-        }
-        self.prepared: OrderedDict[tuple, PreparedPass] = OrderedDict()
-        """By program, node, operations and backend. Shapes that come once are not prepared."""
-        self._busy = threading.Lock()
-        self._step_number = 0
-        self._position = -1
-
-    def __str__(self) -> str:
-        plan = self.step.plan
-        return (
-            f"{len(plan.offsets)} tensors of lsq's layers in {self.arena.size / 2**20:.1f} MiB,"
-            f" {plan.gap:.2%} above "
-            f"the lower bound; outside of it {described(self.outside)}"
-        )
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self}>"
-
-    def __deepcopy__(self, memo):
-        return None  # a copy of a model has its own steps, which nobody has planned yet
-
-    def __reduce__(self):
-        return type(None), ()
-
-    def open(
-        self,
-        owner: object,
-        program: Program,
-        tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ):
-        """The PlannedFrame for the next run of `program` by `owner` on `tensors`.
-
-        Raises:
-            RuntimeError: the plan has no such run.
-            ValueError: the batch is larger than planned.
-        """
-        nodes = [node for node, known in enumerate(self._owners) if known() is owner]
-        if not nodes:
-            raise RuntimeError(
-                f"{program.name} is run by a module that was not part of the planned step; {ADVICE}"
-            )
-        node = next(
-            (node for node in nodes if self._positions[node, False] > self._position), nodes[0]
-        )
-        repeated = program in self._fitting[node]
-        if not repeated:
-            self._check(node, program)
-        leaves = {
-            name: weakref.ref(tensor)
-            for name, tensor in tensors.items()
-            if tensor.is_leaf and tensor.requires_grad
-        }
-        return self.frame(self, node, program, leaves=leaves, repeated=repeated)
-
-    def _check(self, node: int, program: Program) -> None:
-        planned = self._programs[node]
-        if signature(program) != signature(planned):
-            raise RuntimeError(
-                f"{self.names[node]} runs other operations than memory was planned for; {ADVICE}"
-            )
-        for index in range(len(program.operations)):
-            for tensor, bound in zip(program.written(index), planned.written(index), strict=True):
-                if tensor.size > bound.size:
-                    raise ValueError(
-                        f"the batch is too large for the planned memory: {self.names[node]} needs"
-                        f" {tensor.size} bytes "
-                        f"for {tensor!r}; planned were {bound.size} bytes for {bound!r}. Plan for"
-                        " larger batches "
-                        "(plan_memory; largest_batch of LsqCallback; in fairseq --max-tokens,"
-                        " --batch-size, "
-                        "--max-source-positions, --max-target-positions), or make smaller ones"
-                    )
-        self._fitting[node].add(program)
-
-    @contextmanager
-    def running(self, frame: PlannedFrame, backward: bool) -> Iterator[None]:
-        """Around a pass of `frame`.
-
-        Raises:
-            RuntimeError: another pass is running, this one must not run now, or a view of what was
-                lent is still held.
-        """
-        name = self.names[frame.node]
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{name} runs while another pass in the same planned memory is running; {ADVICE}"
-            )
-        try:
-            if backward:
-                self._turn_back(frame, name)
-            else:
-                self._enter(frame)
-            yield
-        finally:
-            self._busy.release()
-
-    def _enter(self, frame: PlannedFrame) -> None:
-        position = self._positions[frame.node, False]
-        if position <= self._position:
-            self.next_step()
-        self.end_loans(position)
-        self._position, frame.step_number = position, self._step_number
-
-    def next_step(self) -> None:
-        """Whatever lies in the arena is not needed any more."""
-        self.end_loans(math.inf)
-        self._step_number += 1
-
-    def end_loans(self, position: float) -> None:
-        """Take back what was lent until a pass before `position`; raises as `Loans.end`."""
-        self.loans.end(position)
-
-    def _turn_back(self, frame: PlannedFrame, name: str) -> None:
-        if frame.step_number != self._step_number:
-            raise RuntimeError(
-                f"what {name} has saved for its backward pass is gone: its model has begun another"
-                f" step since; {ADVICE}"
-            )
-        position = self._positions.get((frame.node, True), -1)
-        if position <= self._position:
-            raise RuntimeError(
-                f"the backward pass of {name} has begun before, or comes out of the planned order;"
-                f" {ADVICE}"
-            )
-        self.end_loans(position)
-        self._position = position
+        return workspace, PreparedPass(program, indices, backend, inside=inside, borders=values)

@@ -14,7 +14,7 @@ import torch
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run.frames import PlannedFrame, StepMemory
+from lsq.run.planned import PlannedFrame, StepMemory
 from lsq.run.step import Key, is_placed, operations_of
 
 MARGIN = 256
@@ -40,7 +40,7 @@ class Alive:
     last: int
     """The last operation of the step that may read it."""
     until: int | None
-    """Of what is lent: position of the pass after which its place is free."""
+    """Of what is borrowed: position of the pass after which its bytes are reused."""
     tensor: torch.Tensor
 
 
@@ -75,10 +75,10 @@ class GuardedFrame(PlannedFrame):
                 self.memory.read((self.node, *self._writers[tensor]), tensor.name, what)
         made = super().tensors_for(program, index)
         for number, tensor in enumerate(made):
-            place = self.place(index, number)
-            if place is not None:
-                seen = self.memory.arena.tensor(place, tensor.shape, tensor.dtype)
-                self.memory.write((self.node, index, number), seen, place, what)
+            offset = self.offset(index, number)
+            if offset is not None:
+                seen = self.memory.arena.tensor(offset, tensor.shape, tensor.dtype)
+                self.memory.write((self.node, index, number), seen, offset, what)
         return made
 
     def done(self, program: Program, index: int) -> None:
@@ -129,15 +129,15 @@ class GuardedMemory(StepMemory):
         if (self.red_zone(one) != RED).any():
             self.fire(f"something wrote behind the end of {one.label}; found out {what}")
 
-    def end_loans(self, position: float) -> None:
-        super().end_loans(position)
+    def end_borrowed(self, position: float) -> None:
+        super().end_borrowed(position)
         for key, one in list(self.alive.items()):
             if one.until is not None and one.until < position:
-                self._end(key, "after it was lent")
+                self._end(key, "after it was borrowed")
 
     def write(self, key: Key, tensor: torch.Tensor, start: int, what: str) -> None:
         """`tensor` at byte `start` comes alive, to be written by operation `what`."""
-        buffer, lending = self.step.buffers[key], self.step.lent.get(key)
+        buffer, borrow = self.step.buffers[key], self.step.borrowed.get(key)
         end = start + tensor.numel() * tensor.dtype.itemsize
         for other in self.alive.values():
             if start < other.end + MARGIN and other.start < end + MARGIN:
@@ -148,7 +148,7 @@ class GuardedMemory(StepMemory):
             end=end,
             last=buffer.last,
             tensor=tensor,
-            until=lending and lending.until,
+            until=borrow and borrow.until,
         )
         poison(tensor)
         self.red_zone(one).fill_(RED)

@@ -1,62 +1,22 @@
-"""What passes have measured of clips, until all that are to know of it do.
+"""Clips that passes have measured, until the parameters and all processes hold the values.
 
-Under FSDP2 passes see gathered copies of clips, which are gone after them; optimizers step on
-shards of the clips. So what passes measure is written to the shards before an optimizer steps, and
-steps are limited there. Where several processes train a model, they average it before that
+Under FSDP2 a pass sees gathered copies of clips, which are gone afterwards; optimizers step on
+shards. So what passes measure is written to the shards before an optimizer steps, and steps are
+limited there. Where several processes train a model, they average it before that
 (lsq.dist.replicas).
 """
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-
-@runtime_checkable
-class HasClips(Protocol):
-    """A module whose training passes see clips."""
-
-    def clips(self) -> Mapping[str, Tensor]:
-        """All of them by name."""
-
-    def limit_clip_steps(self) -> None:
-        """Let no clip have changed by more than a step may."""
-
-
 LEAST_JUMP, BACK = 0.1, 0.1
 """What the first measurement changes of a clip, relatively, and the share of it that is left when
 it was put back."""
-
-
-@dataclass(eq=False)
-class _Seen:
-    limit: float = 0.0
-    sharded: bool = False
-    measured: dict[str, tuple[weakref.ref, Tensor]] = field(default_factory=dict)
-    """(the parameter that holds it, value) since shards were written last."""
-    news: dict[str, Tensor] = field(default_factory=dict)
-    """Values that other processes do not know of yet."""
-    before: dict[str, Tensor] = field(default_factory=dict)
-    """Clips before they were measured for the first time, until an optimizer steps."""
-    stepping: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """(the same, clips before the step), until the next pass."""
-
-
-_modules: weakref.WeakKeyDictionary[HasClips, _Seen] = weakref.WeakKeyDictionary()
-
-
-def know(module: HasClips) -> None:
-    """`module` may be trained."""
-    _modules.setdefault(module, _Seen())
-
-
-def known() -> list[HasClips]:
-    """Every module that may be trained, in the order in which they were made."""
-    return list(_modules)
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -69,161 +29,181 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shard(tensor) else tensor
 
 
-def pass_done(module: HasClips, limit: float) -> bool:
-    """A training pass of `module` has seen its clips, which are to change by `limit` relatively in
-    a step at most.
+@runtime_checkable
+class HasClips(Protocol):
+    """A module whose training passes see clips."""
 
-    Returns:
-        whether it saw copies, so that nothing that is done to them lasts.
+    measured: "MeasuredClips"
+
+    def clips(self) -> Mapping[str, Tensor]:
+        """All of them by name."""
+
+    def limit_clip_steps(self) -> None:
+        """Let no clip have changed by more than a step may."""
+
+
+_modules: weakref.WeakKeyDictionary[HasClips, None] = weakref.WeakKeyDictionary()
+"""Every module that may be trained, in the order in which they were made, which is that of all
+processes. A registry, since optimizers are given parameters and no modules."""
+
+
+def know(module: HasClips) -> None:
+    """`module` may be trained."""
+    _modules.setdefault(module)
+
+
+def known() -> list[HasClips]:
+    """Every module that may be trained, in the order in which they were made."""
+    return [module for module in _modules if "measured" in vars(module)]  # not reverted since
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in one launch; torch._foreach_clone is younger than PyTorch 2.11."""
+    return list(torch._foreach_mul(tensors, 1)) if tensors else []
+
+
+class MeasuredClips:
+    """Those of one module. A copy of a module has none.
+
+    Attributes:
+        limit: largest relative change of a clip in a step.
+        sharded: whether it is known that passes see gathered copies, so that nothing that is done
+            to them lasts.
     """
-    seen = _modules.setdefault(module, _Seen())
-    seen.limit = limit
-    return seen.sharded
 
+    def __init__(self):
+        self.limit = 0.0
+        self.sharded = False
+        self._values: dict[str, tuple[weakref.ref, Tensor]] = {}
+        """(the parameter that holds it, value) since shards were written last."""
+        self._news: dict[str, Tensor] = {}
+        """Values that other processes do not know of yet."""
+        self._before: dict[str, Tensor] = {}
+        """Clips before they were measured for the first time, until an optimizer steps."""
+        self._stepping: dict[str, tuple[Tensor, Tensor]] = {}
+        """(the same, clips before the step), until the next pass."""
 
-def sees_copies(module: HasClips) -> bool:
-    """Whether it is known that passes of `module` see gathered copies."""
-    return module in _modules and _modules[module].sharded
+    def __reduce__(self):
+        return MeasuredClips, ()
 
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has made its first step since clips were measured first."""
+        return bool(self._stepping)
 
-@torch.no_grad()
-def measured(module: HasClips, clips: Mapping[str, Tensor]) -> None:
-    """A pass of `module` has measured clips, by names, and written them to what it sees as
-    these."""
-    if clips:
-        # copies, in one launch
-        values = torch._foreach_mul([clip.data for clip in clips.values()], 1)
-        seen = _modules.setdefault(module, _Seen())
+    def note(self, clips: Mapping[str, Tensor]) -> None:
+        """A pass has measured clips, by names, and written them to what it sees as these."""
+        values = copies([clip.data for clip in clips.values()])
         for (name, clip), value in zip(clips.items(), values, strict=True):
-            seen.measured[name] = weakref.ref(clip), value
-            seen.news[name] = value
+            self._values[name] = weakref.ref(clip), value
+            self._news[name] = value
 
+    def measures_first(self, clips: Mapping[str, Tensor]) -> None:
+        """A pass is about to measure these clips for the first time."""
+        values = copies([clip.data for clip in clips.values()])
+        self._before = dict(zip(clips, values, strict=True)) | self._before
 
-@torch.no_grad()
-def measures_first(module: HasClips) -> None:
-    """A pass of `module` is to measure its clips for the first time."""
-    names, clips = list(module.clips()), [clip.data for clip in module.clips().values()]
-    for name, value in zip(names, torch._foreach_mul(clips, 1) if clips else (), strict=True):
-        _modules.setdefault(module, _Seen()).before.setdefault(name, value)
+    def take_news(self) -> dict[str, Tensor]:
+        """Values measured since this was asked last, by names of clips."""
+        news, self._news = self._news, {}
+        return news
 
+    def replace(self, name: str, clip: Tensor, value: Tensor) -> None:
+        """Write `value` to a shard, in place of what a pass has measured."""
+        self._values[name] = weakref.ref(clip), value
 
-@torch.no_grad()
-def check_step(module: HasClips) -> None:
-    """Look, after the first step, whether it has put clips back to where they were before a pass
-    measured them.
+    def unsettled(self) -> set[str]:
+        """Names of clips of which the shards do not hold the measured value yet."""
+        return set(self._values)
 
-    Raises:
-        RuntimeError: it has.
-    """
-    if module not in _modules or not _modules[module].stepping:
-        return
-    clips, stepping = module.clips(), _modules[module].stepping
-    _modules[module].stepping = {}
-    compared = [
-        (name, clips[name].data, *values)
-        for name, values in stepping.items()
-        if not is_shard(clips[name])
-    ]
-    if not compared:
-        return
-    moved = torch.stack(
-        [
-            torch.stack(
+    def forget(self) -> None:
+        """Clips come from elsewhere: what was measured counts no more."""
+        for kept in (self._values, self._news, self._before, self._stepping):
+            kept.clear()
+
+    @torch.no_grad()
+    def begin_pass(self, clips: Mapping[str, Tensor]) -> None:
+        """Let gathered copies of clips hold what passes have measured."""
+        for name, (_, value) in self._values.items():
+            if name in clips:
+                clips[name].data.copy_(value)
+
+    @torch.no_grad()
+    def settle(self, clips: Mapping[str, Tensor]) -> list[tuple[Tensor, float]]:
+        """Write what was measured to clips that are shards now: (each shard, limit of its
+        steps)."""
+        found = []
+        for name, clip in clips.items():
+            parameter, value = self._values.pop(name, (lambda: None, None))
+            if is_shard(clip):
+                self.sharded = True
+                found.append((clip, self.limit))
+                if parameter() is not None:
+                    local(clip).copy_(_part_of(value, clip))
+        return found
+
+    def before_step(self, clips: Mapping[str, Tensor]) -> None:
+        """An optimizer is about to step: keep what clips are now, to compare."""
+        before, self._before = self._before, {}
+        if before:
+            now = {name: one.detach().clone() for name, one in clips.items() if not is_shard(one)}
+            self._stepping = {name: (old, now[name]) for name, old in before.items() if name in now}
+
+    @torch.no_grad()
+    def check_step(self, clips: Mapping[str, Tensor], owner: str) -> None:
+        """Look, after the first step, whether it has put clips back to where they were before a
+        pass measured them.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        stepping, self._stepping = self._stepping, {}
+        rows = {
+            name: torch.stack(
                 [
-                    (now - old).abs().mean(),
+                    (clips[name].data - old).abs().mean(),
                     (measured - old).abs().mean(),
                     measured.mean(),
                     old.mean(),
                 ]
             )
-            for _, now, old, measured in compared
-        ]
-    )
-    for (name, *_), (distance, jump, measured, old) in zip(compared, moved.tolist(), strict=True):
-        if jump > LEAST_JUMP * measured and distance < BACK * jump:
-            raise RuntimeError(
-                f"{type(module).__name__}: a pass has measured {name} as {measured:.4g}, and the"
-                " optimizer's step has "
-                f"put it back to {old:.4g}: the optimizer has a copy of the parameters that was"
-                " made before "
-                "(DeepSpeed's ZeRO, for one). Run one batch through the model before"
-                " deepspeed.initialize, or "
-                "whatever makes the copy"
-            )
-
-
-def news(module: HasClips) -> dict[str, Tensor]:
-    """What was measured since this was asked last, by names of clips."""
-    seen = _modules.setdefault(module, _Seen())
-    found, seen.news = seen.news, {}
-    return found
-
-
-def replace(module: HasClips, name: str, clip: Tensor, value: Tensor) -> None:
-    """Let `value` be what is written to a shard, in place of what a pass has measured."""
-    _modules[module].measured[name] = weakref.ref(clip), value
-
-
-def unsettled(module: HasClips) -> set[str]:
-    """Names of clips that passes have measured, of which the shards know nothing yet."""
-    return set(_modules[module].measured) if module in _modules else set()
-
-
-def forget(module: HasClips) -> None:
-    """Clips of `module` come from elsewhere: what was measured counts no more."""
-    if module in _modules:
-        _modules[module].measured.clear()
-        for kept in (_modules[module].news, _modules[module].before, _modules[module].stepping):
-            kept.clear()
-
-
-@torch.no_grad()
-def begin_pass(module: HasClips) -> None:
-    """Let gathered copies of clips hold what passes have measured since the shards were written."""
-    if sees_copies(module):
-        for name, clip in module.clips().items():
-            if name in _modules[module].measured:
-                clip.data.copy_(_modules[module].measured[name][1])
-
-
-@torch.no_grad()
-def settle(module: HasClips) -> list[tuple[Tensor, float]]:
-    """Write what was measured to the clips of `module` that are shards now: (each shard, limit of
-    its steps)."""
-    seen, found = _modules.setdefault(module, _Seen()), []
-    for name, clip in module.clips().items():
-        parameter, value = seen.measured.pop(name, (lambda: None, None))
-        if is_shard(clip):
-            seen.sharded = True
-            found.append((clip, seen.limit))
-            if parameter() is not None:
-                local(clip).copy_(_part_of(value, clip))
-    return found
+            for name, (old, measured) in stepping.items()
+            if not is_shard(clips[name])
+        }
+        means = torch.stack(list(rows.values())).tolist() if rows else ()  # waits once
+        for name, (distance, jump, measured, old) in zip(rows, means, strict=True):
+            if jump > LEAST_JUMP * measured and distance < BACK * jump:
+                raise RuntimeError(
+                    f"{owner}: a pass has measured {name} as {measured:.4g}, and the"
+                    f" optimizer's step has put it back to {old:.4g}: the optimizer has a"
+                    " copy of the parameters that was made before (DeepSpeed's ZeRO, for one). Run"
+                    " one batch through the model before deepspeed.initialize, or whatever makes"
+                    " the copy"
+                )
 
 
 def settle_all(sharded: bool) -> list[tuple[Tensor, float]]:
-    """The same for all modules that have trained, before the step of an optimizer; whether it has
-    shards."""
-    for module, seen in _modules.items():
-        if seen.before and isinstance(module, HasClips):
-            clips = {
-                name: clip.detach().clone()
-                for name, clip in module.clips().items()
-                if not is_shard(clip)
-            }
-            seen.stepping = {
-                name: (old, clips[name]) for name, old in seen.before.items() if name in clips
-            }
-            seen.before = {}
-    modules = [module for module, seen in _modules.items() if sharded or seen.measured]
-    return [one for module in modules if isinstance(module, HasClips) for one in settle(module)]
+    """Write what passes of all modules have measured to shards, before the step of an optimizer.
+
+    Args:
+        sharded: whether the optimizer has shards.
+
+    Returns:
+        (each shard, limit of its steps).
+    """
+    found = []
+    for module in known():
+        measured = module.measured
+        if measured._before:
+            measured.before_step(module.clips())
+        if sharded or measured._values:
+            found += measured.settle(module.clips())
+    return found
 
 
 def _part_of(value: Tensor, clip: Tensor) -> Tensor:
     # there are shards, so it is imported already
-    from torch.distributed.tensor import (
-        distribute_tensor,
-    )
+    from torch.distributed.tensor import distribute_tensor
 
     whole = value.expand(clip.shape).contiguous()
     return distribute_tensor(

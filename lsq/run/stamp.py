@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -34,33 +33,43 @@ class Stamp:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, exact: bool = True):
+        self.exact = exact
         self._counted = [_counted(tensor) for tensor in tensors]
-        self._samples = [sample.clone() for sample in map(_sample, tensors)]
+        self._samples = [_sample(tensor).clone() for tensor in tensors]
         self._sums = [checksum(tensor) if exact else None for tensor in tensors]
 
     def holds(self, tensors: Sequence[torch.Tensor], *, rows: int = 0) -> bool:
-        """Whether `tensors` are what they were: the same memory with the same values.
+        """Whether no tensor has changed; see `changed`."""
+        return not self.changed(tensors, rows=rows)
+
+    def changed(self, tensors: Sequence[torch.Tensor], *, rows: int = 0) -> set[int]:
+        """Numbers of the tensors that are not the same memory with the same values.
 
         `rows`: of the pass that asks; with fewer than FEW_ROWS, some values of large tensors may
         change unseen.
         """
-        if self._counted != [_counted(tensor) for tensor in tensors]:
-            return False
-        return all(map(partial(_same, rows >= FEW_ROWS), tensors, self._samples, self._sums))
+        if len(tensors) != len(self._counted):
+            return set(range(max(len(tensors), len(self._counted))))
+        return {
+            number
+            for number, tensor in enumerate(tensors)
+            if self._counted[number] != _counted(tensor)
+            or not self._same(number, tensor, whole=rows >= FEW_ROWS)
+        }
 
     def same_values(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether they hold the same, wherever they lie; True on other devices than the CPU."""
-        return self._sums == [checksum(tensor) for tensor in tensors]
+        """Whether the first tensors hold the same, wherever they lie; True on other devices than
+        the CPU."""
+        return self._sums[: len(tensors)] == [checksum(tensor) for tensor in tensors]
 
-
-def _same(exactly: bool, tensor: torch.Tensor, sample: torch.Tensor, total: int | None) -> bool:
-    """Whether a tensor has the values of which `sample` and the checksum `total` were taken; True
-    on other devices."""
-    if tensor.device.type != "cpu":
-        return True
-    if exactly and total is not None and tensor.numel() > SMALL:
-        return total == checksum(tensor)
-    return torch.equal(sample, _sample(tensor))
+    def _same(self, number: int, tensor: torch.Tensor, *, whole: bool) -> bool:
+        """Whether a tensor has the values that it had; True on other devices than the CPU."""
+        if tensor.device.type != "cpu":
+            return True
+        total = self._sums[number]
+        if whole and total is not None and tensor.numel() > SMALL:
+            return total == checksum(tensor)
+        return torch.equal(self._samples[number], _sample(tensor))
 
 
 def checksum(tensor: torch.Tensor) -> int | None:

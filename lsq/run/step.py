@@ -5,7 +5,7 @@ The passes of a rehearsed step follow each other in one count of operations. Wha
 saves lives until the backward pass of the same node has read it for the last time; everything else
 dies inside its pass, so temporaries of all layers share their bytes. Of what crosses a program's
 border, results that go straight into other programs are placed, too, and gradients of those and of
-the leaves of autograd's graph: they are lent (lsq.run.loans). The rest belongs to others and
+the leaves of autograd's graph: they are borrowed (lsq.run.planned). The rest belongs to others and
 stays with PyTorch's allocator.
 """
 
@@ -24,8 +24,8 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lending:
-    """A tensor that crosses a border of its program and may be lent."""
+class Borrow:
+    """When a tensor that crosses a border of its program is borrowed from the arena."""
 
     until: int
     """Position of the pass after which nobody needs it."""
@@ -44,10 +44,10 @@ class StepPlan:
     starts: tuple[int, ...]
     """The first operation of each pass, in the count of the whole step."""
     buffers: dict[Key, Buffer]
-    lent: dict[Key, Lending]
+    borrowed: dict[Key, Borrow]
     plan: Plan
-    places: dict[Key, int]
-    """Offsets in bytes."""
+    offsets: dict[Key, int]
+    """In bytes."""
 
 
 def is_placed(tensor: VirtualTensor) -> bool:
@@ -71,24 +71,24 @@ def operations_of(one: Pass) -> range:
     return range(length, len(one.program.operations)) if one.backward else range(length)
 
 
-def lent_by(passes: Sequence[Pass]) -> dict[Key, Lending]:
+def borrowed_in(passes: Sequence[Pass]) -> dict[Key, Borrow]:
     """Results that other programs read, and gradients of those and of the leaves of autograd's
     graph."""
     last_read = _last_reads(passes)
     backward = {one.node: position for position, one in enumerate(passes) if one.backward}
     gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
     end = len(passes) - 1
-    found: dict[Key, Lending] = {}
+    found: dict[Key, Borrow] = {}
     firsts: dict[int, Key] = {}
     for position, one in enumerate(passes):
         for key, border, source in crossing(one):
             if not one.backward:
                 if source in last_read:
-                    found[key] = Lending(until=last_read[source])
+                    found[key] = Borrow(until=last_read[source])
                 continue
             first = firsts.setdefault(source, key)
             leaf = border if first == key and source not in gone_back else None
-            found[key] = Lending(until=position, keep=first != key, leaf=leaf)
+            found[key] = Borrow(until=position, keep=first != key, leaf=leaf)
             found[first] = replace(found[first], until=max(position, gone_back.get(source, end)))
     return found
 
@@ -146,7 +146,7 @@ def buffers_of(
     starts = _starts(passes)
     begins = {(one.node, one.backward): start for one, start in zip(passes, starts, strict=True)}
     end = starts[-1] + len(operations_of(passes[-1]))
-    lent = lent_by(passes)
+    borrowed = borrowed_in(passes)
 
     def moment(node: int, program: Program, operation: int) -> int:
         backward = operation >= program.forward_length
@@ -159,13 +159,13 @@ def buffers_of(
         for index in operations_of(one):
             for number, tensor in enumerate(one.program.written(index)):
                 key = one.node, index, number
-                if is_placed(tensor) or key in lent:
+                if is_placed(tensor) or key in borrowed:
                     first, last = (
                         moment(one.node, one.program, time)
                         for time in one.program.lifetimes[tensor]
                     )
-                    if key in lent:
-                        until = lent[key].until
+                    if key in borrowed:
+                        until = borrowed[key].until
                         last = starts[until] + len(operations_of(passes[until])) - 1
                     found[key] = Buffer(
                         name=f"{names[one.node]}/{tensor.name}",
@@ -199,9 +199,9 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
         passes=passes,
         starts=_starts(passes),
         buffers=buffers,
-        lent=lent_by(passes),
+        borrowed=borrowed_in(passes),
         plan=made,
-        places={key: made.offsets[buffer.name] for key, buffer in buffers.items()},
+        offsets={key: made.offsets[buffer.name] for key, buffer in buffers.items()},
     )
 
 

@@ -239,12 +239,12 @@ def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
     watched."""
     trained = [module for module in model.modules() if module.training]
     programs = [module for module in model.modules() if isinstance(module, ProgramModule)]
-    before = [(module, module.backend, module.schedule.fallen) for module in programs]
+    before = [(module, module.backend, module.schedule.float_fallback) for module in programs]
     watching = functools.cache(lambda inner: _Watching(inner, seen))
     try:
         model.eval()
         for module in programs:
-            module.backend, module.schedule.fallen = watching(module.target), True
+            module.backend, module.schedule.float_fallback = watching(module.target), True
             if module.weight_masks is not None:
                 module.values_of = functools.partial(_values_of, module, seen)
         yield
@@ -252,7 +252,7 @@ def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
         for module in programs:
             vars(module).pop("values_of", None)
         for module, backend, fallen in before:
-            module.backend, module.schedule.fallen = backend, fallen
+            module.backend, module.schedule.float_fallback = backend, fallen
         for module in trained:
             module.training = True
 

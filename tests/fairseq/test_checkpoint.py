@@ -205,7 +205,8 @@ def test_the_mean_of_checkpoints_is_one(build, batch, mean):
         expected = torch.stack([state[name].double() for state in states]).mean(0)
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-7)
     schedules = [layer.schedule for layer in (*averaged.encoder.layers, *averaged.decoder.layers)]
-    assert all((one.calibrated, one.passes, one.fallen) == (True, 2, False) for one in schedules)
+    states = {(one.calibrated, one.passes, one.float_fallback) for one in schedules}
+    assert states == {(True, 2, False)}
     clips = {name: clip.clone() for name, clip in quantized_tensors(averaged)}
     logits, _ = averaged.eval()(**sample)
     assert logits.isfinite().all()
@@ -225,7 +226,7 @@ def test_a_checkpoint_of_integers_is_loaded(model):
     """As it was before all of a model's state were floats."""
     state, kinds = (
         model.state_dict(),
-        {"passes": torch.int64, "calibrated": torch.bool, "fallen": torch.bool},
+        {"passes": torch.int64, "calibrated": torch.bool, "float_fallback": torch.bool},
     )
     for name, value in state.items():
         state[name] = value.to(kinds.get(name.rpartition(".")[2], value.dtype))

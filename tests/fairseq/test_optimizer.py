@@ -7,7 +7,7 @@ import torch
 
 from lsq.fairseq.optimizer import LSQAdam
 from lsq.ops.rounding import RoundWeight
-from lsq.run import upkeep
+from lsq.run.parameter_state import state_of
 from tests import sampling
 from tests.fairseq.test_task import command, losses  # noqa: F401
 from tests.fairseq.two_workers import train_by_two
@@ -102,7 +102,7 @@ def test_gradients_are_left_as_they_are():
     assert (parameter.grad == 2.0).all() and float(optimizer.gradient_factor) == pytest.approx(0.25)
     optimizer.step()
     assert (
-        optimizer.gradient_factor == 1.0 and upkeep.of(parameter).optimizer() is optimizer.optimizer
+        optimizer.gradient_factor == 1.0 and state_of(parameter).optimizer() is optimizer.optimizer
     )
     optimizer.zero_grad()
     assert parameter.grad is None

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lsq.config import QuantConfig
-from lsq.layers import QuantizedLinear, clip_format
+from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer, clip_format
+from tests.layers.shapes import config_of
 
 
 def layer(**options) -> QuantizedLinear:
@@ -119,3 +120,26 @@ def test_of_later_versions_more_is_refused_unless_it_is_known():
 def test_a_damaged_one_is_named(stored):
     with pytest.raises(ValueError, match="format is no format of clips .* load a sound checkpoint"):
         layer().load_state_dict(layer().state_dict() | {"format": stored})
+
+
+@pytest.mark.parametrize("build", [TransformerEncoderLayer, FeedForward])
+def test_a_checkpoint_of_an_older_version_is_measured_again(build, caplog):
+    """Products were rounded before their bias, under clips that are gone, and blocks counted for
+    themselves."""
+    layer = build(config_of())
+    prefix = "feed_forward." if build is TransformerEncoderLayer else ""
+    state = layer.state_dict() | {
+        "calibrated": torch.tensor(True),
+        prefix + "hidden_clip": torch.ones(1),
+    }
+    if prefix:
+        state |= {
+            "feed_forward.calibrated": torch.tensor(True),
+            "feed_forward.passes": torch.tensor(3),
+        }
+    clip_format._warn.cache_clear()
+    for _ in range(2):
+        layer.load_state_dict(state)
+        assert not layer.schedule.calibrated and caplog.text.count("of an older version") == 1
+    layer.load_state_dict(layer.state_dict() | {"calibrated": torch.tensor(True)})
+    assert layer.schedule.calibrated

@@ -9,7 +9,7 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers.coded_weight import CodedWeight, decode_all
-from lsq.layers.weight_codes import encoded, rounded_values
+from lsq.layers.weight_state import encoded, rounded_values
 from lsq.quant import largest_clips
 from lsq.run.backends import backend
 

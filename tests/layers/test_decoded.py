@@ -12,15 +12,14 @@ from lsq.layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     VocabularyProjection,
-    weight_codes,
+    weight_state,
 )
-from lsq.layers.decoded_tensors import decoded_tensors, told
+from lsq.layers.model_formats import decoded_summary, decoded_tensors
 from lsq.native import tiles
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.grouped_weight import pack_weight
 from lsq.quant.numbers import scaled_format
-from lsq.run.backends import Backend, backend
-from lsq.run.cpu import CPU
+from lsq.run.backends import CPU, Backend, backend
 from lsq.run.cuda import CUDA
 from tests.layers.shapes import HEADS, HIDDEN, INNER
 from tests.ops.cuda import current_device
@@ -76,8 +75,11 @@ def test_what_is_decoded_is_told():
         "log4.3/tensor": {"activations": 1 + 2},
         "fp8-e5m2/row": {"gradients": 4 + 7},
     }
-    assert told(torch.nn.ModuleList([torch.nn.Linear(2, 2), QuantizedLinear(16, 16)])) is None
-    assert told(QuantizedLinear(16, 16, quant=QuantConfig(weight_format="nvfp4"))) == (
+    assert (
+        decoded_summary(torch.nn.ModuleList([torch.nn.Linear(2, 2), QuantizedLinear(16, 16)]))
+        is None
+    )
+    assert decoded_summary(QuantizedLinear(16, 16, quant=QuantConfig(weight_format="nvfp4"))) == (
         "multiplied as decoded values, no faster than floats: nvfp4 (1 weight), int8/tensor (1"
         " activation)"
     )
@@ -151,7 +153,7 @@ def test_a_vocabulary_and_a_projection_on_cuda(granularity):
         "activation_format": "fp4-e2m1/row",
         "gradient_format": "int8",
     }
-    quant = QuantConfig(**options, weight_granularity=granularity, weight_init="mse")
+    quant = QuantConfig(**options, weight_granularity=granularity, clip_init="mse")
     results = []
     for where in (CUDA(current_device()), backend("reference")):
         torch.manual_seed(0)
@@ -202,7 +204,7 @@ def test_a_projection_multiplies_decoded_values():
 
 
 def test_weights_are_decoded_once_in_eval_mode(monkeypatch):
-    quant = QuantConfig(weight_format="nvfp4", activation_format="float32", weight_init="fixed")
+    quant = QuantConfig(weight_format="nvfp4", activation_format="float32", clip_init="fixed")
     layer = VocabularyProjection(21, 36, quant=quant).eval()
     x, runs = torch.randn(4, 36), []
     monkeypatch.setattr(
@@ -250,7 +252,7 @@ def test_codes_in_eval_mode_give_what_decoded_values_give(formats, options):
         encoder, decoder = ours = copy.deepcopy(layers).eval()
         encoder.backend = decoder.backend = where
         results.append(decoder(encoder(x), memory))
-        kept.append({name.rpartition(".")[2] for layer in ours for name in layer.codes.kept})
+        kept.append({name.rpartition(".")[2] for layer in ours for name in layer.weight_state.kept})
     assert kept == [{"grouped"}, {"decoded"}, {"decoded"}]
     assert all((one - results[0]).norm() <= 2e-2 * results[0].norm() for one in results[1:])
 
@@ -268,7 +270,10 @@ def test_a_projection_in_eval_mode(formats, rows, inputs, outputs):
     layer(x)
     found = layer.eval()(x)
     layer.backend = Decoding()
-    assert near(found, layer(x)) and set(layer.codes.kept) == {"weight.grouped", "weight.decoded"}
+    assert near(found, layer(x)) and set(layer.weight_state.kept) == {
+        "weight.grouped",
+        "weight.decoded",
+    }
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def test_formats_without_a_common_product_stay_decoded(formats):
     x = torch.randn(3, 40)
     layer(x)
     layer.eval()(x)
-    assert set(layer.codes.kept) == {"weight.decoded"}
+    assert set(layer.weight_state.kept) == {"weight.decoded"}
 
 
 @fast
@@ -302,7 +307,7 @@ def test_a_weight_is_packed_once_in_eval_mode(monkeypatch):
     layer(x)
     layer.eval()
     monkeypatch.setattr(
-        weight_codes, "pack_weight", lambda *given: (packed.append(given), pack_weight(*given))
+        weight_state, "pack_weight", lambda *given: (packed.append(given), pack_weight(*given))
     )
     with torch.no_grad():
         first = layer(x)
@@ -325,7 +330,7 @@ def test_groups_beyond_the_last_input_take_no_memory():
     x = torch.randn(4, 40)
     wanted = layer(x)
     assert near(layer.eval()(x), wanted)
-    (packed,) = layer.codes.kept.values()
+    (packed,) = layer.weight_state.kept.values()
     assert packed.numel() < 5 * layer.weight.numel()
 
 
@@ -370,7 +375,7 @@ def test_state_dicts_hold_the_clips_and_no_values():
     )
     layer(torch.randn(2, 40))
     assert layer.weight_clip.shape == (1,)
-    assert set(layer.state_dict()) - {"passes", "calibrated", "fallen", "format"} == {
+    assert set(layer.state_dict()) - {"passes", "calibrated", "float_fallback", "format"} == {
         "weight",
         "weight_clip",
         "bias",

@@ -11,7 +11,7 @@ from lsq.layers.blocks import PackedSequences
 from lsq.program import samples
 from lsq.program.parameters import CLIPS
 from lsq.run.executor import Execution, Hooks
-from lsq.run.fresh import FreshFrame
+from lsq.run.frames import FreshFrame
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
 from tests.layers.shapes import config_of
 

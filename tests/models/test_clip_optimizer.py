@@ -7,7 +7,7 @@ import torch
 
 import lsq
 from lsq.config import QuantConfig
-from lsq.run import upkeep
+from lsq.run.parameter_state import steps
 from tests.models.models import loss_of, model, tokens
 
 LEARNED = QuantConfig(clips="learned")
@@ -38,13 +38,13 @@ def test_an_optimizer_that_was_made_before(quant, warnings, caplog):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_clips_that_an_optimizer_has(apart, caplog):
-    watched = len(upkeep.agreements)
+    watched = len(steps.before)
     converted = model()
     lsq.convert(converted, LEARNED)
-    assert len(upkeep.agreements) == watched + 1
+    assert len(steps.before) == watched + 1
     other = torch.nn.Linear(2, 2)
     train(converted, torch.optim.SGD(other.parameters(), lr=0.1))  # says nothing about this model
-    assert len(upkeep.agreements) == watched + 1
+    assert len(steps.before) == watched + 1
     named = dict(converted.named_parameters())
     parts = [
         [one for name, one in named.items() if name.endswith("_clip") is clips]
@@ -52,13 +52,13 @@ def test_clips_that_an_optimizer_has(apart, caplog):
     ]
     groups = parts if apart else [sum(parts, [])]
     train(converted, *(torch.optim.SGD(group, lr=0.01) for group in groups))
-    assert not caplog.records and len(upkeep.agreements) == watched
+    assert not caplog.records and len(steps.before) == watched
 
 
 def test_a_model_that_is_gone_is_watched_no_more():
-    watched = len(upkeep.agreements)
+    watched = len(steps.before)
     lsq.convert(model(), LEARNED)
     other = torch.nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert len(upkeep.agreements) == watched
+    assert len(steps.before) == watched

@@ -35,7 +35,7 @@ def test_names_and_values():
     model = made()
     state = clip_state(model)
     assert state.keys() == clip_names(model)
-    names = {"weight_clip", "input_clip", "calibrated", "passes", "fallen", "format"}
+    names = {"weight_clip", "input_clip", "calibrated", "passes", "float_fallback", "format"}
     assert {name.rpartition(".")[2] for name in state} == names
     model.layers[0].weight_clip.data.fill_(7.0)
     assert not state["layers.0.weight_clip"].eq(7.0).any()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import lsq
 from lsq.config import QuantConfig
-from lsq.layers import weight_codes
+from lsq.layers import weight_state
 from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.layers.module import ProgramModule
 from lsq.layers.statistics import observe
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_codes(fused):
         assert len(str(report).splitlines()) == 1
         step(model)
         for layer in model.modules():
-            assert not (isinstance(layer, ProgramModule) and layer.codes.kept)
+            assert not (isinstance(layer, ProgramModule) and layer.weight_state.kept)
             assert not (
                 isinstance(layer, FusedLayer)
                 and any(one is not None for one in layer.joined.values())
@@ -163,7 +163,7 @@ def test_passes_make_no_floats_and_no_codes(fused, dtype, monkeypatch):
         raise AssertionError("a weight was decoded, or rounded again")
 
     monkeypatch.setattr(Codes, "decode", refuse)
-    monkeypatch.setattr(weight_codes, "_make", refuse)
+    monkeypatch.setattr(weight_state, "_make", refuse)
     step(model)
     with torch.no_grad():
         model.eval()(**BATCH)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import lsq
 from lsq.config import QuantConfig
 from lsq.optim import Adam
-from lsq.run.cpu import CPU
+from lsq.run.backends import CPU
 from tests.layers.shapes import decibels
 from tests.models.models import WIDTH, loss_of, model, tokens
 from tests.sampling import first
@@ -147,9 +147,7 @@ def test_autocast():
 def test_what_is_wanted_is_what_it_always_was(name, frozen):
     torch.manual_seed(1)
     whole = model()
-    lsq.convert(
-        whole, QuantConfig(calibration_passes=0, activation_init="absmax", weight_init="absmax")
-    )
+    lsq.convert(whole, QuantConfig(calibration_passes=0, clip_init="absmax"))
     layer = getattr(whole.blocks[0], name)
     x = torch.randn(11, layer.sizes[0], requires_grad=True)
     layer(x)
@@ -184,13 +182,13 @@ def test_a_frozen_layer_does_nothing_for_its_weight():
         layer(x).sum().backward()
     assert operations.count("ProjectWeightGradient") == 0
     assert operations.count("ProjectInputGradient") == 2
-    codes = layer.codes.kept["weight.codes"]
+    codes = layer.weight_state.kept["weight.codes"]
     layer(x)
-    assert layer.codes.kept["weight.codes"] is codes
+    assert layer.weight_state.kept["weight.codes"] is codes
     with torch.no_grad():
         layer.weight.neg_()
     layer(x)
-    assert torch.equal(layer.codes.kept["weight.codes"], -codes)
+    assert torch.equal(layer.weight_state.kept["weight.codes"], -codes)
 
 
 @contextmanager

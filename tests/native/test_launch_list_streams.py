@@ -11,7 +11,7 @@ from lsq.program.values import Coded
 from lsq.quant import Format, Grain
 from lsq.run import cuda
 from lsq.run.cuda import CUDA
-from lsq.run.prepared import Slot
+from lsq.run.frames import Slot
 from tests.emulator.emulated import Driver
 from tests.emulator.emulated_streams import Stream, captured, device, watched
 

@@ -357,12 +357,15 @@ def test_a_checkpoint_brings_what_has_fallen_and_takes_it_away():
 def test_states_that_say_nothing_of_it():
     model = fallen_model(DOWN)
     model.load_state_dict({"words.weight": model.words.weight}, strict=False)
-    assert model.get_submodule(DOWN).schedule.fallen
-    older = {
-        name: value for name, value in model.state_dict().items() if not name.endswith("fallen")
-    }
+    assert model.get_submodule(DOWN).schedule.float_fallback
+    state = model.state_dict()
+    renamed = {name.replace("float_fallback", "fallen"): value for name, value in state.items()}
+    other = fallen_model()
+    other.load_state_dict(renamed)  # of an earlier version
+    assert other.get_submodule(DOWN).schedule.float_fallback
+    older = {name: value for name, value in state.items() if not name.endswith("float_fallback")}
     model.load_state_dict(older)
-    assert not model.get_submodule(DOWN).schedule.fallen
+    assert not model.get_submodule(DOWN).schedule.float_fallback
 
 
 def test_copies_are_in_floats_and_not_watched():

@@ -184,5 +184,6 @@ def test_parts_are_copies():
     ((sample, _),) = samples_of(layer, x.requires_grad_(), rows=99)
     assert sample.tensors["x"].data_ptr() != x.data_ptr()
     assert sample.tensors["input_clip"].data_ptr() != layer.input_clip.data_ptr()
-    assert sample.tensors["weight.codes"].data_ptr() == layer.codes.kept["weight.codes"].data_ptr()
+    codes = layer.weight_state.kept["weight.codes"]
+    assert sample.tensors["weight.codes"].data_ptr() == codes.data_ptr()
     assert isinstance(Execution(sample.program, sample.backend)(sample.tensors)[0], torch.Tensor)

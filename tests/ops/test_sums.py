@@ -7,7 +7,7 @@ import torch
 from lsq.layers import programs
 from lsq.ops.sums import TOGETHER, FinishSums, PartialSums, finish_together
 from lsq.program.tensor import VirtualTensor
-from lsq.run.reference import Reference
+from lsq.run.backends import Reference
 from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
 from tests.layers.shapes import config_of
 from tests.ops.compare import empty, on_reference

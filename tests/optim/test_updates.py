@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsq.optim import Adam
-from lsq.run.prepared import Slot
+from lsq.run.frames import Slot
 
 
 def pair():

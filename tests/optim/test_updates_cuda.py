@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import Schedule
 from lsq.optim import Adam
-from lsq.program.values import Weight
-from lsq.run import upkeep
 from lsq.run.cuda import CUDA
+from lsq.run.parameter_state import WeightCodes, state_of, withdraw
 from tests.ops import cuda
 from tests.ops.adam_checks import codes_of
 
@@ -66,15 +66,17 @@ def turns():
     weight, clip = (
         torch.nn.Parameter(torch.rand(shape, device=target.place)) for shape in ((528, 272), (1,))
     )
-    codes = codes_of(clip, (528, 272)).bare()
-    upkeep.offer(weight, clip, codes.bind(lambda one: target.allocate(one.shape, one.dtype)))
+    rounded = codes_of(clip, (528, 272)).bare()
+    codes = WeightCodes((id(weight), id(clip)))
+    codes.rounded = rounded.bind(lambda one: target.allocate(one.shape, one.dtype))
+    codes.clip, state_of(weight).codes = weakref.ref(clip), codes
     optimizer = Adam([*few, weight], backend=target)
     for parameter in (*few, weight):
         parameter.grad = torch.ones_like(parameter)
     assert optimizer.clip_grad_norm(0.0).cpu() == pytest.approx(math.sqrt(1627 + 528 * 272))
     weight.grad[37, 200] = math.nan
     optimizer.step()
-    assert upkeep.of(weight).rounded.scale.isnan().all()
+    assert codes.rounded.scale.isnan().all()
 
 
 @pytest.mark.parametrize("bucket", [False, True])
@@ -159,7 +161,8 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
     config = QuantConfig(
         weight_granularity=granularity,
         calibration_passes=0,
-        activation_init="fixed",
+        clip_init="fixed",
+        weight_clip=0.1,
         clip_step=0.01,
     )
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
@@ -176,27 +179,26 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
             assert ((layer.weight_clip / clip - 1).abs() <= 0.0101).all() and not torch.equal(
                 layer.weight_clip, clip
             )
-        codes, scale = (layer.codes.kept[f"weight.{name}"] for name in ("codes", "scale"))
-        turned = layer.codes.kept.get("weight.codes.transposed")
-        rounded = Weight(format=layer.quant.weights, codes=codes, scale=scale, transposed=turned)
-        assert upkeep.current(layer.weight, layer.weight_clip, rounded)
+        codes, scale = (layer.weight_state.kept[f"weight.{name}"] for name in ("codes", "scale"))
+        turned = layer.weight_state.kept.get("weight.codes.transposed")
+        names = layer.weight_state.kept.keys()
+        written = state_of(layer.weight).codes
+        assert written.current(names, layer.weight, layer.weight_clip)
         assert turned is None or torch.equal(turned, codes.t())
         made = codes.clone(), scale.clone()
-        upkeep.withdraw(layer.weight)
+        withdraw(layer.weight)
         layer(x)
         assert torch.equal(codes, made[0]) and torch.equal(scale, made[1])
 
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_a_weight_that_is_not_a_number_poisons_its_scale(device, granularity):
-    config = QuantConfig(
-        weight_granularity=granularity, calibration_passes=0, activation_init="fixed"
-    )
+    config = QuantConfig(weight_granularity=granularity, calibration_passes=0, clip_init="fixed")
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
     layer.backend = device
     optimizer = Adam(layer.parameters(), backend=device)
     layer(torch.randn(5, 48, device=device.place)).sum().backward()
     layer.weight.grad[40, 7] = math.nan
     optimizer.step()
-    poisoned = layer.codes.kept["weight.scale"].isnan()
+    poisoned = layer.weight_state.kept["weight.scale"].isnan()
     assert poisoned.all() if granularity == "tensor" else poisoned.nonzero().tolist() == [[40]]

@@ -100,4 +100,4 @@ def test_codes_that_are_kept_are_the_packed_ones():
     linear, _ = layers(weight_format="turned")
     linear.eval()
     linear(torch.randn(5, 32))
-    assert {tuple(codes.shape) for codes in linear.codes.kept.values()} == {(16, 33), (16,)}
+    assert {tuple(codes.shape) for codes in linear.weight_state.kept.values()} == {(16, 33), (16,)}

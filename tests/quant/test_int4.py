@@ -88,7 +88,7 @@ def test_bytes():
     assert INT4.stored_columns(512) == 512 // 2 + 512 // 32 and INT4.stored_columns(48) == 34
     layer = QuantizedLinear(512, 64, quant=QuantConfig(weight_format="int4")).eval()
     layer(torch.randn(3, 512))
-    assert sorted(codes.nbytes for codes in layer.codes.kept.values()) == [
+    assert sorted(codes.nbytes for codes in layer.weight_state.kept.values()) == [
         4 * 64,
         64 * 512 * 17 // 32,
     ]

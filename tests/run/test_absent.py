@@ -9,8 +9,8 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
-from lsq.run.absent import AbsentGPU
 from lsq.run.backends import backend
+from lsq.run.cuda import AbsentGPU
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -73,7 +73,7 @@ def test_activations_are_those_that_a_backend_has(monkeypatch):
         ValueError, match="activations are torch.float16; the backend 'emulated' has them in"
     ):
         backend("emulated", activations=torch.float16)
-    monkeypatch.setattr(backends, "gpu", lambda index: emulated.device)
+    monkeypatch.setattr(cuda, "gpu", lambda index: emulated.device)
     backends._on_gpu.cache_clear()
     assert (
         backend("cuda").activations

@@ -11,7 +11,7 @@ from lsq.program.tensor import VirtualTensor
 from lsq.run.backends import backend
 from lsq.run.cuda import CUDA, emulated_device
 from lsq.run.executor import Execution, Hooks, profile
-from lsq.run.fresh import FreshFrame
+from lsq.run.frames import FreshFrame
 from tests.layers.examples import mode_on
 from tests.layers.oracle import assert_same_codes, recorded
 from tests.layers.shapes import config_of, gradients

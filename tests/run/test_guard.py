@@ -17,7 +17,7 @@ def guarded():
     model = Translator(backward="int8")
     memory = plan_memory(model, largest(model), mode="guard")
     memory.step = replace(
-        memory.step, buffers=dict(memory.step.buffers), places=dict(memory.step.places)
+        memory.step, buffers=dict(memory.step.buffers), offsets=dict(memory.step.offsets)
     )
     return model, memory
 
@@ -28,7 +28,7 @@ def step(model):
 
 def shortenable(memory):
     """Keys of buffers that are read after the operation that writes them, and are not lent."""
-    lent = memory.step.lent
+    lent = memory.step.borrowed
     return [
         key
         for key, buffer in memory.step.buffers.items()
@@ -52,10 +52,12 @@ def test_what_was_lent_ends_as_poison(guarded):
     model, memory = guarded
     step(model)
     step(model)
-    key, lending = next((key, one) for key, one in memory.step.lent.items() if one.leaf is not None)
+    key, lending = next(
+        (key, one) for key, one in memory.step.borrowed.items() if one.leaf is not None
+    )
     memory.next_step()
     assert (
-        memory.arena.tensor(memory.step.places[key], lending.leaf.shape, torch.float32)
+        memory.arena.tensor(memory.step.offsets[key], lending.leaf.shape, torch.float32)
         .isnan()
         .all()
     )
@@ -68,7 +70,8 @@ def test_a_write_behind_what_was_lent(guarded):
     key = next(iter(memory.alive))
     memory.red_zone(memory.alive[key])[7] = 0
     with pytest.raises(
-        MemoryGuardError, match="something wrote behind the end of .*; found out after it was lent"
+        MemoryGuardError,
+        match="something wrote behind the end of .*; found out after it was borrowed",
     ):
         step(model)
 
@@ -106,9 +109,9 @@ def test_two_tensors_in_one_place(guarded):
         if a < b
         and one.first < other.first < one.last
         and one.size > MARGIN < other.size
-        and memory.step.lent.keys().isdisjoint((a, b))
+        and memory.step.borrowed.keys().isdisjoint((a, b))
     )
-    memory.step.places[second] = memory.step.places[first]
+    memory.step.offsets[second] = memory.step.offsets[first]
     with pytest.raises(MemoryGuardError, match="writes .* over .*, which is still needed"):
         step(model)
 
@@ -144,5 +147,5 @@ def test_dead_tensors_are_poisoned(guarded):
     model, memory = guarded
     step(model)
     key = shortenable(memory)[-1]
-    dead = memory.arena.tensor(memory.step.places[key], (4,), torch.float32)
+    dead = memory.arena.tensor(memory.step.offsets[key], (4,), torch.float32)
     assert dead.isnan().all() or (dead.view(torch.uint8) == 0x80).all()

@@ -9,9 +9,8 @@ import torch
 from lsq.native.launch import launch
 from lsq.ops import prediction
 from lsq.ops.rounding import Add
-from lsq.run.cuda import CUDA
-from lsq.run.launches import part_of
-from lsq.run.prepared import Slot
+from lsq.run.cuda import CUDA, part_of
+from lsq.run.frames import Slot
 from tests.ops import cuda
 from tests.run.chains import WORDS, chain
 

@@ -10,7 +10,7 @@ from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode, Table, Vocabulary
 from lsq.native.launch import Product
-from lsq.run.absent import AbsentGPU
+from lsq.run.cuda import AbsentGPU
 from lsq.run.products import launched
 
 QUANT = QuantConfig(backward="int8")

@@ -7,7 +7,7 @@ from torch import nn
 
 import lsq
 from lsq.layers.memory import plan_memory, release_memory
-from lsq.run.outside import counting_kept, described
+from lsq.run.rehearsal import counting_kept, described
 
 ROWS, WIDTH = 5, 64
 BYTES = ROWS * WIDTH * 4

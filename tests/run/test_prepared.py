@@ -13,9 +13,9 @@ from lsq.layers.memory import plan_memory
 from lsq.native import loader
 from lsq.ops.rounding import RoundWeight
 from lsq.program.operation import Operation
-from lsq.run import frames
+from lsq.run import planned
 from lsq.run.backends import backend
-from lsq.run.executor import Hooks, profile
+from lsq.run.executor import profile
 from tests.layers.shapes import config_of
 from tests.layers.toy import batch, largest, twins
 
@@ -90,7 +90,7 @@ def test_a_pass_is_prepared_when_it_comes_again_and_then_never(layer, prepared):
     second = run(layer, x)
     assert prepared == [names[: program.forward_length], names[program.forward_length :]]
     layer.train()
-    layer.codes.clear()  # codes of weights lie elsewhere from now on
+    layer.weight_state.clear()  # codes of weights lie elsewhere from now on
     third = run(layer, x)
     assert len(prepared) == 2 and equal(second, third) and equal(second, first)
     run(layer, torch.randn(5, 2, 48))
@@ -167,10 +167,6 @@ def test_whoever_looks_on_sees_every_operation(layer):
     assert seconds and torch.equal(x.grad, expected[1])
 
 
-def test_hooks_are_true_where_there_are_any():
-    assert not Hooks() and Hooks(before=print) and Hooks(after=print)
-
-
 def test_a_run_that_fails_holds_nothing_and_the_next_one_is_right(layer, monkeypatch):
     x = torch.randn(4, 2, 48)
     layer(x)
@@ -190,7 +186,7 @@ def test_a_run_that_fails_holds_nothing_and_the_next_one_is_right(layer, monkeyp
 
 
 def test_passes_used_last_are_kept(layer, monkeypatch):
-    monkeypatch.setattr(frames, "PREPARED_KEPT", 4)
+    monkeypatch.setattr(planned, "PREPARED_KEPT", 4)
     for _ in range(2):
         for length in (2, 3, 4):
             run(layer, torch.randn(length, 2, 48))

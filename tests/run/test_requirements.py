@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lsq.native import compiler
-from lsq.run import requirements
-from lsq.run.backends import gpu_fault
+from lsq.run import cuda as requirements
+from lsq.run.cuda import gpu_fault
 
 
 @pytest.fixture

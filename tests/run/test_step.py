@@ -4,10 +4,10 @@ import pytest
 
 from lsq.run.rehearsal import rehearse
 from lsq.run.step import (
+    borrowed_in,
     buffers_of,
     crossing,
     is_placed,
-    lent_by,
     node_names,
     operations_of,
     plan_step,
@@ -44,7 +44,7 @@ def replay(passes):
 def test_lives_are_those_of_a_replay(options):
     model, rehearsal = rehearsed(**options)
     buffers = buffers_of(rehearsal.passes, range(len(rehearsal.owners)))
-    lent = lent_by(rehearsal.passes)
+    lent = borrowed_in(rehearsal.passes)
     found = {
         tuple(buffer.name.split("/", 1)): [buffer.first, buffer.last]
         for key, buffer in buffers.items()
@@ -83,7 +83,7 @@ def test_saved_tensors_of_all_layers_are_alive_at_the_turn():
 def test_of_what_crosses_a_border_gradients_of_parameters_alone_are_placed():
     """The toy's layers are not connected by rows: views of the results go from one to the next."""
     _, rehearsal = rehearsed(backward="int8")
-    lent = lent_by(rehearsal.passes)
+    lent = borrowed_in(rehearsal.passes)
     buffers = buffers_of(rehearsal.passes, range(len(rehearsal.owners)))
     assert lent.keys() < buffers.keys()
     for (node, index, number), buffer in buffers.items():
@@ -107,7 +107,7 @@ def test_what_is_lent_lives_to_the_end_of_a_pass():
     its own pass."""
     _, rehearsal = rehearsed(backward="int8", twice=True)
     passes = rehearsal.passes
-    buffers, lent = buffers_of(passes, range(len(rehearsal.owners))), lent_by(passes)
+    buffers, lent = buffers_of(passes, range(len(rehearsal.owners))), borrowed_in(passes)
     ends = [
         sum(len(operations_of(one)) for one in passes[: position + 1]) - 1
         for position in range(len(passes))
@@ -156,9 +156,9 @@ def test_margins_are_kept_free():
     assert all(
         apart.buffers[key].size == buffer.size + 256 for key, buffer in plain.buffers.items()
     )
-    assert apart.places.keys() == apart.buffers.keys()
+    assert apart.offsets.keys() == apart.buffers.keys()
     assert (
-        max(offset + apart.buffers[key].size for key, offset in apart.places.items())
+        max(offset + apart.buffers[key].size for key, offset in apart.offsets.items())
         == apart.plan.peak
     )
 

@@ -228,6 +228,6 @@ def test_everything_is_put_back_when_something_fails():
 
     with pytest.raises(KeyError):
         gather(model, run, (), 99)
-    assert model[0].backend is None and not model[0].schedule.fallen
+    assert model[0].backend is None and not model[0].schedule.float_fallback
     assert model.training and model[1].training and not model[2].training
     assert functional.linear is torch._C._nn.linear

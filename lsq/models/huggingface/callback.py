@@ -27,8 +27,8 @@ import lsq
 from lsq.config import require_choice
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.layers import ProgramModule, TensorStatistics, observe
-from lsq.layers.decoded_tensors import told
 from lsq.layers.memory import MODES, release_memory
+from lsq.layers.model_formats import decoded_summary
 from lsq.layers.signals import complaint, interval_of
 from lsq.models.clip_state import clip_names, clip_state, keep_apart, load_clip_state
 from lsq.models.huggingface.clip_files import load_clips, save_clips
@@ -155,7 +155,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
         self._watch(state)
-        if state.is_world_process_zero and (decoded := told(model)) is not None:
+        if state.is_world_process_zero and (decoded := decoded_summary(model)) is not None:
             logger.info(decoded)
         if wants_sparsity(model):
             self.sparsity = sparsity_of(model, updates=state.global_step)

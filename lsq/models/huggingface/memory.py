@@ -8,7 +8,7 @@ import torch
 
 from lsq.layers.memory import plan_memory
 from lsq.native import loader
-from lsq.run.frames import StepMemory
+from lsq.run.planned import StepMemory
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -3,7 +3,8 @@
 import torch
 
 from lsq.config import require_choice
-from lsq.run.backends import Backend, backend, gpu_fault
+from lsq.run.backends import Backend, backend
+from lsq.run.cuda import gpu_fault
 
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "emulator": "emulated"}
 """What it is called -> its backend."""

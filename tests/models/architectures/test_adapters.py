@@ -174,22 +174,21 @@ def test_codes_of_frozen_weights_are_made_once(monkeypatch):
     _, mine = converted(ALL, "peft")
     gradients(mine)
     layer = next(one for one in mine.modules() if isinstance(one, FusedLayer))
-    before = {name: one.data_ptr() for name, one in layer.codes.kept.items()}
-    kept = {name: one.clone() for name, one in layer.codes.kept.items()}
-    from lsq.layers import weight_codes
+    before = {name: one.data_ptr() for name, one in layer.weight_state.kept.items()}
+    kept = {name: one.clone() for name, one in layer.weight_state.kept.items()}
+    from lsq.layers import weight_state
 
     def refuse(*_):
         raise AssertionError("codes of frozen weights were made again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(weight_codes, "_make", refuse)
+        patched.setattr(weight_state, "_make", refuse)
         gradients(mine)
-    assert {name: one.data_ptr() for name, one in layer.codes.kept.items()} == before
+    assert {name: one.data_ptr() for name, one in layer.weight_state.kept.items()} == before
     layer.mlp.down_proj.base_layer.weight.data.mul_(2.0)  # so PEFT merges
     gradients(mine)
-    assert not torch.equal(
-        layer.codes.kept["feed_forward.fc2_weight.scale"], kept["feed_forward.fc2_weight.scale"]
-    )
+    name = "feed_forward.fc2_weight.scale"
+    assert not torch.equal(layer.weight_state.kept[name], kept[name])
 
 
 def test_adapters_learn(monkeypatch):

@@ -26,7 +26,7 @@ def test_codes_are_those_of_the_modules(options):
     compared = 0
     for path, one in module.named_modules():
         if isinstance(one, ProgramModule):
-            for name, codes in one.codes.kept.items():  # of the last pass
+            for name, codes in one.weight_state.kept.items():  # of the last pass
                 assert torch.equal(model.tensors[f"{path}.{name}"], codes)
                 compared += 1
     assert compared == sum(name.endswith((".codes", ".scale")) for name in model.tensors)

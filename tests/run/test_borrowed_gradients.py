@@ -15,7 +15,7 @@ from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.memory import plan_memory, release_memory
 from tests.layers.shapes import config_of
 from tests.layers.toy import batch, largest, twins
-from tests.run.lent import backward, both, equal, gradients, inside
+from tests.run.borrowing import backward, both, equal, gradients, inside
 from tests.sampling import in_turn
 
 PACKING = Packing(shape=(2, 4))

@@ -2,23 +2,22 @@
 them there at once.
 
 Autograd makes the first gradient of a step a parameter's `grad` as it is. Where that lies in its
-bucket already, DDP has nothing to copy. A home is given out once for each exchange, and only while
+bucket already, DDP has nothing to copy. A view is given out once for each exchange, and only while
 there is no `grad`, to which further gradients are added.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lsq.native.places import ALIGNMENT
-from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 
 
-class Home:
-    """That of one parameter.
+class BucketView:
+    """The view of one parameter.
 
     Args:
         parameter: whose.
@@ -33,7 +32,7 @@ class Home:
         )
         self.free = True
         """Whether nothing is there that is still wanted, apart from `grad`."""
-        _homes[id(parameter)] = self
+        _views[id(parameter)] = self
 
     def fits(self, parameter: Tensor, gradient: VirtualTensor) -> bool:
         """Whether a gradient of `parameter` can be written there now."""
@@ -50,16 +49,16 @@ class Home:
         return self._view.detach()
 
 
-_homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
-"""By the ids of parameters."""
+_views: weakref.WeakValueDictionary[int, BucketView] = weakref.WeakValueDictionary()
+"""By the ids of parameters. A registry, since autograd gives parameters and no buckets."""
 
 
 class Bucket:
-    """The homes in a bucket, which may take other memory or other parameters."""
+    """The views in a bucket, which may take other memory or other parameters."""
 
     def __init__(self):
         self._storage: torch.UntypedStorage | None = None
-        self._homes: list[Home] = []
+        self._views: list[BucketView] = []
 
     def exchanged(self, buffer: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """All gradients are in the bucket: the next backward pass may write there.
@@ -70,29 +69,28 @@ class Bucket:
         """
         storage = buffer.untyped_storage()
         if self._storage is None or storage._cdata != self._storage._cdata:
-            self._storage, self._homes = storage, [Home(*pair) for pair in pairs]
-        for home in self._homes:
-            home.free = True
+            self._storage, self._views = storage, [BucketView(*pair) for pair in pairs]
+        for view in self._views:
+            view.free = True
 
 
-def claim(program: Program, functions: Sequence[tuple]) -> Mapping[VirtualTensor, Tensor]:
-    """The homes that gradients of `program` go to in the backward pass that runs now.
+def claim(
+    gradients: Sequence[VirtualTensor | None], functions: Sequence[tuple]
+) -> dict[VirtualTensor, Tensor]:
+    """The views that gradients go to in the backward pass that runs now.
 
     Args:
-        program: its inputs and parameters are those of a node of autograd.
+        gradients: those of a node of autograd, one for each tensor that it was applied to.
         functions: `next_functions` of the node.
     """
-    if not _homes:
+    if not _views:
         return {}
-    gradients = dict(zip(program.differentiable, program.gradients, strict=True))
     found = {}
-    for border, (function, _) in zip(
-        (*program.inputs, *program.parameters), functions, strict=True
-    ):
-        parameter, gradient = getattr(function, "variable", None), gradients.get(border)
-        home = None if parameter is None or gradient is None else _homes.get(id(parameter))
-        if home is not None and home.fits(parameter, gradient) and _accumulates(function):
-            found[gradient] = home.take()
+    for gradient, (function, _) in zip(gradients, functions, strict=True):
+        parameter = getattr(function, "variable", None)
+        view = None if parameter is None or gradient is None else _views.get(id(parameter))
+        if view is not None and view.fits(parameter, gradient) and _accumulates(function):
+            found[gradient] = view.take()
     return found
 
 

@@ -14,7 +14,7 @@ from lsq.run.step import crossing
 from tests.dist.processes import run as run_processes
 from tests.layers.shapes import config_of
 from tests.layers.toy import PADDING, VOCABULARY, batch, largest, twins
-from tests.run.lent import backward, both, equal, gradients, inside
+from tests.run.borrowing import backward, both, equal, gradients, inside
 
 
 @pytest.fixture
@@ -55,13 +55,13 @@ def test_contributions_to_a_shared_table_are_added_in_its_first_place(pair):
             if one.backward and border.shape == table.shape:
                 tables.setdefault(source, []).append(key)
     ((first, *others),) = tables.values()
-    lent = [memory.step.lent[key] for key in (first, *others)]
+    lent = [memory.step.borrowed[key] for key in (first, *others)]
     assert [one.keep for one in lent] == [False, True, True] and lent[0].until == max(
         one.until for one in lent
     )
     before = table.grad.clone()
     backward(planned)
-    total = memory.arena.tensor(memory.step.places[first], table.shape, table.dtype)
+    total = memory.arena.tensor(memory.step.offsets[first], table.shape, table.dtype)
     torch.testing.assert_close(table.grad, before + total)
     assert total.abs().sum() > 0
 
@@ -224,7 +224,7 @@ def test_results_and_their_gradients_go_from_program_to_program(stacks):
         for key, border, _ in crossing(one)
         if border.role != "parameter"
     ]
-    assert len(memory.step.lent.keys() & set(lent)) == 6  # three results, and their gradients
+    assert len(memory.step.borrowed.keys() & set(lent)) == 6  # three results, and their gradients
 
 
 def test_results_may_be_kept(stacks):

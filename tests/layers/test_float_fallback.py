@@ -8,8 +8,8 @@ import torch
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import TransformerEncoderLayer, VocabularyProjection, programs
 from lsq.layers.blocks import PackedSequences
+from lsq.layers.float_fallback import held, in_floats
 from lsq.layers.programs import Mode
-from lsq.layers.variants import held, in_floats
 from lsq.run.backends import backend
 
 CONFIG = LayerConfig(hidden=32, heads=2, feed_forward=48)

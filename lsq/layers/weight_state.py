@@ -1,0 +1,320 @@
+"""The state of a module's weights, which answers one question: the codes of a weight, now."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from lsq.layers.coded_weight import CodedWeight, Codes
+from lsq.ops.fake_quantize import decode_weight
+from lsq.ops.grouped_weight import pack_weight
+from lsq.ops.rounding import RoundWeight
+from lsq.program.declare import NOWHERE
+from lsq.program.program import Program
+from lsq.program.values import Weight
+from lsq.quant import WeightFormat
+from lsq.quant.numbers import ScaledFormat
+from lsq.run.backends import Backend
+from lsq.run.frames import Slot
+from lsq.run.parameter_state import WeightCodes, state_of
+from lsq.run.stamp import Stamp, checksum
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedWeight:
+    """A weight that a program reads rounded."""
+
+    virtual: Weight
+    name: str
+    clip: str
+    """Names of the parameters."""
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    """Inputs of the program that are made from them: names, shapes, dtypes."""
+    names: frozenset[str]
+
+    @property
+    def by_optimizers(self) -> bool:
+        """Whether an optimizer can write the codes."""
+        return self.virtual.codes is not None and not self.virtual.in_out
+
+
+def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
+    """Those of a program, looked up once."""
+    found = program.prepared.get("rounded weights")
+    if found is None:
+        found = program.prepared["rounded weights"] = tuple(
+            RoundedWeight(
+                virtual=virtual,
+                name=virtual.values.name,
+                clip=virtual.clip.name,
+                tensors=tuple((one.name, one.shape, one.dtype) for one in virtual.written),
+                names=frozenset(one.name for one in virtual.written),
+            )
+            for virtual in program.weights.values()
+            if virtual.written
+        )
+    return found
+
+
+class WeightState:
+    """The codes of one module's weights.
+
+    A weight that training changes is rounded in every pass, into memory of its own, unless
+    lsq.optim.Adam has rounded it in its step. The memory is that of one parameter and its clip: an
+    earlier pass with others, such as those of torch.func.functional_call, may still await its
+    backward pass. Other weights, and all in eval mode, keep their codes until the stamp on them
+    (lsq.run.stamp) says that weight or clip changed. Those that are codes alone (lsq.freeze) keep
+    their own.
+    """
+
+    def __init__(self, sums: dict[str, int | None] | None = None):
+        """`sums`: those of another, of the same weights."""
+        self._weights: dict[str, WeightCodes] = {}
+        """By the names of the weights."""
+        self._sums = dict(sums or {})
+        """Checksums of weights when `changed` was asked last."""
+
+    def __reduce__(self):
+        return WeightState, (self._sums,)  # a copy of a module makes its own codes
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """All codes that there are, by the names of the programs' inputs."""
+        every = self._weights.values()
+        return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
+
+    @property
+    def stamped(self) -> bool:
+        """Whether codes are kept until a weight changes."""
+        for codes in self._weights.values():
+            if codes.stamp is not None and codes.stamp.exact:
+                return True
+        return False
+
+    def clear(self) -> None:
+        """All codes are of no use any more."""
+        self._weights = {}
+
+    def forget(self, name: str) -> None:
+        """The codes of one weight are of no use any more."""
+        self._weights.pop(name, None)
+
+    def changed(self, name: str, values: Tensor) -> bool:
+        """Whether a weight holds other values than when this was asked last; versions miss what
+        FSDP2 gathers.
+
+        On other devices than the CPU always, since the answer would have to be waited for.
+        """
+        before, self._sums[name] = self._sums.get(name), checksum(values)
+        return before is None or before != self._sums[name]
+
+    def drop_outdated(self, module: nn.Module, clips: Mapping[str, Tensor], rows: int) -> list[str]:
+        """Forget kept codes of weights that have changed; names of weights that got other values
+        while their clips stayed, as by `copy_`.
+
+        Clips that an optimizer or a user has frozen beside weights stay.
+
+        Args:
+            module: whose weights they are.
+            clips: clips by the names of weights.
+            rows: of the pass that asks, see Stamp.changed.
+        """
+        replaced = []
+        for name, codes in list(self._weights.items()):
+            if codes.stamp is None or not codes.stamp.exact or name not in clips:
+                continue
+            parts, clip = module.sources(name), clips[name]
+            if module.changes(parts, clip):
+                continue
+            changed = codes.stamp.changed([*parts, clip], rows=rows)
+            if changed:
+                self._weights.pop(name, None)
+                values_alone = len(parts) not in changed and not codes.stamp.same_values(parts)
+                trains = any(part.requires_grad for part in parts)
+                if values_alone and (clip.requires_grad or not trains):
+                    replaced.append(name)
+        return replaced
+
+    def codes(
+        self,
+        module: nn.Module,
+        program: Program,
+        parameters: Mapping[str, Tensor],
+        backend: Backend,
+    ) -> dict[str, Tensor]:
+        """Codes, scales and other layouts of every weight that `program` reads rounded, by the
+        names of its inputs.
+
+        Args:
+            module: whose weights they are.
+            program: about to run on `backend`.
+            parameters: what it reads, by name.
+        """
+        found, lasting = {}, {}
+        for weight in rounded_weights(program):
+            values, clip = parameters[weight.name], parameters[weight.clip]
+            parts = module.sources(weight.name)
+            if type(values) is CodedWeight:
+                found |= values.given(weight.virtual, (*parts, clip))
+                continue
+            codes = self._now(weight, values, parts, clip, module.changes(parts, clip), backend)
+            if isinstance(values, nn.Parameter) or codes.stamp is not None:
+                lasting[weight.name] = codes
+            for name, *_ in weight.tensors:
+                found[name] = codes.tensors[name]
+        self._weights = self._weights | lasting  # when they are whole: other threads may look
+        return found
+
+    def _now(
+        self,
+        weight: RoundedWeight,
+        values: Tensor,
+        parts: Sequence[Tensor],
+        clip: Tensor,
+        changing: bool,
+        backend: Backend,
+    ) -> WeightCodes:
+        """Codes of a weight as it is; `changing`: training changes it or its clip."""
+        codes, owner = self._weights.get(weight.name), (id(values), id(clip))
+        alone = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
+        if changing:
+            codes = codes if codes is not None and alone and codes.owner == owner else None
+            if codes is not None and codes.current(weight.names, values, clip):
+                return codes
+        elif codes is not None and (codes.stamp is None or not codes.stamp.exact):
+            codes = None  # those of a training, which may await a backward pass
+        elif codes is not None and codes.fresh >= weight.names:
+            return codes  # `drop_outdated` has looked at them
+        codes = codes or WeightCodes(owner)
+        stamped, codes.stamp = None if changing else codes.stamp, None
+        writer = codes.writers.get((weight.virtual.values.dtype, weight.names)) if alone else None
+        if writer is None or not codes.holds(weight.tensors):
+            _write_first(codes, weight, values, clip, backend, prepare=alone)
+        else:
+            writer(values, clip)
+        if changing and alone and weight.by_optimizers:
+            codes.clip = ref(clip)
+            state_of(values).codes = codes
+        if not changing and all(isinstance(part, nn.Parameter) for part in parts):
+            codes.fresh |= weight.names
+            codes.stamp = stamped or Stamp([*parts, clip])
+        return codes
+
+
+@torch.inference_mode(False)  # what is kept may be needed where gradients are
+@torch.no_grad()
+def _write_first(
+    codes: WeightCodes,
+    weight: RoundedWeight,
+    values: Tensor,
+    clip: Tensor,
+    backend: Backend,
+    *,
+    prepare: bool,
+) -> None:
+    """Allocate what is missing of a weight's codes and write them; `prepare`: to write again."""
+    if not codes.holds(weight.tensors):
+        for name, shape, dtype in weight.tensors:
+            tensor = codes.tensors.get(name)
+            if tensor is None or tensor.shape != shape:
+                codes.tensors[name] = backend.allocate(shape, dtype)
+        codes.rounded = None
+        codes.writers.clear()
+    read = {weight.name: values, weight.clip: clip}
+    real = weight.virtual.bind(
+        lambda one: (
+            read[one.name].detach().to(one.dtype).contiguous()
+            if one.name in read
+            else codes.tensors[one.name]
+        )
+    )
+    if weight.by_optimizers and codes.rounded is None:
+        codes.rounded, codes.rounded_names = real.bare(), weight.names
+    if prepare and real.codes is not None and backend.refillable:
+        key = weight.virtual.values.dtype, weight.names
+        codes.writers[key] = _writer(real, backend)
+        codes.writers[key](values, clip)
+    else:
+        write(real, backend)
+
+
+def write(weight: Weight, backend: Backend) -> None:
+    """Write what is written of a weight."""
+    if weight.codes is not None:
+        backend.run(RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None))
+    if weight.decoded is not None:
+        backend.run(decode_weight(weight))
+    if weight.grouped is not None:
+        pack_weight(weight, backend.run)
+
+
+def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None]:
+    """What writes the codes of a weight and a clip, prepared once."""
+    dtypes = weight.values.dtype, weight.clip.dtype
+    operation = RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None)
+    scratch = [backend.allocate(*spec) for spec in backend.scratch(operation)]
+    leaves = {leaf.name: leaf for leaf in operation.leaves()}
+    of_values = Slot(operation, leaves["weight.values"])
+    slots = [of_values, Slot(operation, leaves["weight.clip"])]
+    slots += [Slot(operation, leaves["new_clip"])] if weight.absmax else []
+    run = backend.prepare([(operation, scratch)])
+
+    def writer(values: Tensor, clip: Tensor) -> None:
+        values = values.detach().to(dtypes[0]).contiguous()
+        clip = clip.detach().to(dtypes[1]).contiguous()
+        backend.check(values, "a weight")
+        for slot in slots:  # in line: every pass of a training does it
+            tensor = values if slot is of_values else clip
+            slot.fields[slot.name] = tensor
+            slot.struct[slot.word] = tensor.data_ptr() or NOWHERE
+        run()
+        for slot in slots:
+            slot.fields[slot.name] = None
+
+    return writer
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def encoded(
+    values: Tensor,
+    clip: Tensor,
+    form: WeightFormat,
+    backend: Backend,
+    *,
+    rows: int,
+    in_out: bool,
+    absmax: bool,
+) -> Codes:
+    """Round a weight [N, K] to new codes as programs read them (see Weight); `rows`: P, at least
+    N."""
+    count, columns = values.shape[::-1] if in_out else values.shape
+    stored = backend.allocate((rows, form.stored_columns(columns)), form.storage)
+    scale = backend.allocate((rows,), torch.float32)
+    weight = Weight(
+        format=form,
+        values=values.detach().float().contiguous(),
+        clip=clip.detach(),
+        codes=stored,
+        scale=scale,
+        in_out=in_out,
+        absmax=absmax,
+    )
+    write(weight, backend)
+    return Codes(
+        format=form, stored=stored, scale=scale, rows=count, columns=columns, in_out=in_out
+    )
+
+
+def rounded_values(
+    rows: Tensor, clip: Tensor, form: WeightFormat | ScaledFormat, backend: Backend
+) -> Tensor:
+    """What products see of a weight: float32 [N, K] of rows float32 [N, K] and clips [N] or [1]."""
+    if isinstance(form, WeightFormat):
+        stored, scale = form.encode(rows, clip)
+        return form.unpack(stored, rows.shape[1]) * scale[:, None]
+    weight = Weight(format=form, values=rows, clip=clip, decoded=torch.empty_like(rows))
+    backend.run(decode_weight(weight))
+    return weight.decoded

@@ -1,0 +1,413 @@
+"""Planned memory of a training step: every tensor at the offset of a plan, in one arena.
+
+User code may hold on to what crosses a program's border: results that go straight into other
+programs, their gradients on the way back, and gradients of the leaves of autograd's graph, of which
+the first becomes `parameter.grad` and stays until the next step begins. Such tensors are *borrowed*
+from the arena: whoever keeps one longer (no zero_grad, a list of states, hooks,
+torch.autograd.grad) keeps it for good, since it is copied out before its bytes are reused.
+"""
+
+import math
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from lsq.memory.arena import Arena
+from lsq.program.backend import Backend
+from lsq.program.program import Program
+from lsq.program.tensor import VirtualTensor
+from lsq.run.frames import Frame, PreparedPass, Values, fresh
+from lsq.run.rehearsal import described
+from lsq.run.step import StepPlan, is_placed, signature
+
+ADVICE = (
+    "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan"
+    " (release_memory; LsqCallback without largest_batch; in fairseq --lsq-memory naive)"
+)
+PREPARED_KEPT = 2048
+"""Prepared passes that a memory keeps, those used last; one takes about 30 KB."""
+
+
+class BorrowedTensor:
+    """A tensor in the arena in other hands, with a storage of its own, which shows whether anybody
+    holds it.
+
+    Args:
+        tensor: that one.
+        memory: dies with its storage.
+        until: position of the pass in the step after which its bytes are reused.
+        keep: hold it until then, so that autograd never makes it the parameter's gradient. A
+            contribution that others are added to in place must not be held.
+        leaf: whose `grad` it may become.
+        label: for people.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        memory: weakref.ref,
+        *,
+        until: int,
+        keep: bool,
+        leaf: weakref.ref | None,
+        label: str,
+    ):
+        self.until, self.label = until, label
+        self._held = tensor if keep else None
+        self._tensor, self._memory = weakref.ref(tensor), memory
+        self.leaf, self._address = leaf, tensor.data_ptr()
+
+    def find_gradient(self) -> None:
+        """Autograd makes it the `grad` of a leaf as another tensor on the same memory, which is the
+        borrowed one from then on."""
+        leaf = self.leaf and self.leaf()
+        gradient = None if leaf is None or self._memory() is None else leaf.grad
+        if (
+            gradient is not None
+            and gradient.layout is torch.strided
+            and gradient.data_ptr() == self._address
+        ):
+            self._tensor = weakref.ref(gradient)
+
+    def copy_out(self) -> bool:
+        """Move it to memory of its own if anybody holds it; whether its bytes are free now, which
+        they are not where somebody holds a view."""
+        self._held = None
+        self.find_gradient()
+        if self._memory() is not None and (tensor := self._tensor()) is not None:
+            tensor.data = tensor.data.clone()
+        return self._memory() is None
+
+
+class BorrowedTensors:
+    """All that is borrowed from an arena now."""
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+        self._open: list[BorrowedTensor] = []
+        _everywhere.add(self)
+
+    def borrow(self, offset: int, shape, dtype: torch.dtype, **options) -> torch.Tensor:
+        """A tensor at byte `offset` to give away; `options` as BorrowedTensor takes them."""
+        tensor, memory = self._arena.lend(offset, shape, dtype)
+        borrowed = BorrowedTensor(tensor, memory, **options)
+        self._open.append(borrowed)
+        # once backward() is through: until then hooks may still replace the gradient
+        if borrowed.leaf is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(borrowed.find_gradient)
+        return tensor
+
+    def copy_out(self, position: float = math.inf) -> None:
+        """Move what was borrowed until a pass before `position`, and is still held, to memory of
+        its own; views stay."""
+        self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
+
+    def end(self, position: float) -> None:
+        """Free the bytes of what was borrowed until a pass before `position`.
+
+        Raises:
+            RuntimeError: somebody holds a view of it.
+        """
+        self.copy_out(position)
+        held = next((one for one in self._open if one.until < position), None)
+        if held is not None:
+            raise RuntimeError(
+                f"{held.label} lies in planned memory that is needed again, and something still"
+                " holds a view of it; clone the views of results and gradients that you keep, or"
+                " train without a plan (release_memory; LsqCallback without largest_batch; in"
+                " fairseq --lsq-memory naive)"
+            )
+
+
+_everywhere: weakref.WeakSet[BorrowedTensors] = weakref.WeakSet()
+"""Of all arenas: before a fork all of them copy out."""
+
+
+def _before_fork() -> None:
+    """Arenas are zeros in a forked process: gradients that it may read are moved."""
+    for borrowed in list(_everywhere):
+        borrowed.copy_out()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+class PlannedFrame(Frame):
+    """Tensors at the offsets of a plan; what crosses a border is borrowed, or gets fresh memory.
+
+    Args:
+        memory: the plan's.
+        node: which run of the step it is.
+        program: what runs; it has the operations of the planned program, and no larger tensors.
+        leaves: references to the leaves of autograd's graph that the program reads, by name. What
+            was planned as the first gradient of a leaf is borrowed if it is one.
+        repeated: whether it has run before.
+    """
+
+    def __init__(
+        self,
+        memory: "StepMemory",
+        node: int,
+        program: Program,
+        *,
+        leaves: Mapping[str, weakref.ref],
+        repeated: bool,
+    ):
+        super().__init__()
+        self.memory, self.node = memory, node
+        self._leaves, self._repeated = leaves, repeated
+        self.step_number: int | None = None
+        """Number of the step in which the forward pass ran."""
+
+    def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
+        return [
+            self._tensor(tensor, index, number)
+            for number, tensor in enumerate(program.written(index))
+        ]
+
+    def run_prepared(
+        self, program: Program, indices: range, backend: Backend, values: Values
+    ) -> bool:
+        if not (self._repeated and backend.refillable):
+            return False
+        for index in indices:
+            for number, tensor in enumerate(program.outputs_of[index]):
+                if not is_placed(tensor):
+                    values[tensor] = self._tensor(tensor, index, number)
+        self._prepared(program, indices, backend, values).run(values)
+        return True
+
+    def _prepared(
+        self, program: Program, indices: range, backend: Backend, values: Values
+    ) -> PreparedPass:
+        kept, key = self.memory.prepared, (program, self.node, indices, backend)
+        if key not in kept:
+            inside = self._inside(program)
+            kept[key] = PreparedPass(program, indices, backend, inside=inside, borders=values)
+            if len(kept) > PREPARED_KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key]
+
+    def kept(self, program: Program) -> Values:
+        return self._inside(program)
+
+    def _inside(self, program: Program) -> Values:
+        """Everything that has a place."""
+        return {
+            tensor: self._tensor(tensor, index, number)
+            for index in range(len(program.operations))
+            for number, tensor in enumerate(program.written(index))
+            if is_placed(tensor)
+        }
+
+    def _tensor(self, tensor: VirtualTensor, index: int, number: int) -> torch.Tensor:
+        view = self.bucket_views.pop(tensor, None)
+        if view is not None:
+            return view
+        offset = self.offset(index, number)
+        if offset is None or not tensor.size:
+            return fresh(tensor, self.memory.arena.device)
+        if is_placed(tensor):
+            return self.memory.arena.tensor(offset, tensor.shape, tensor.dtype)
+        borrow = self.memory.step.borrowed[self.node, index, number]
+        return self.memory.borrowed.borrow(
+            offset,
+            tensor.shape,
+            tensor.dtype,
+            until=borrow.until,
+            keep=borrow.keep,
+            leaf=borrow.leaf and self._leaves[borrow.leaf.name],
+            label=f"{tensor.name} of {self.memory.names[self.node]}",
+        )
+
+    def offset(self, index: int, number: int) -> int | None:
+        """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh
+        memory."""
+        key = self.node, index, number
+        borrow = self.memory.step.borrowed.get(key)
+        if borrow is not None and borrow.leaf is not None and borrow.leaf.name not in self._leaves:
+            return None
+        return self.memory.step.offsets.get(key)
+
+    def enter(self, backward: bool) -> None:
+        self.memory.enter(self, backward)
+
+    def leave(self) -> None:
+        self.memory.leave()
+
+
+class StepMemory:
+    """The arena of one model's training step, and the order in which it is used.
+
+    Passes must come in the planned order, else tensors would lie where others still live. Some may
+    be left out. A forward pass that is out of turn begins the next step; what the step before has
+    saved is gone then, and its backward passes are refused. So is a pass that begins while another
+    one runs, and a batch larger than planned.
+
+    Args:
+        step: the plan.
+        owners: the module of each node.
+        names: of the nodes, for messages.
+        device: where the arena lies.
+        outside: bytes that modules of others keep for the backward pass of the step, by class.
+    """
+
+    frame = PlannedFrame
+
+    def __init__(
+        self,
+        step: StepPlan,
+        owners: list[object],
+        names: tuple[str, ...],
+        device: torch.device | str = "cpu",
+        *,
+        outside: Mapping[str, int] = MappingProxyType({}),
+    ):
+        self.step = step
+        self.names = names
+        self.outside = outside
+        self.arena = Arena(step.plan.peak, device)
+        self.borrowed = BorrowedTensors(self.arena)
+        self._owners = [weakref.ref(owner) for owner in owners]
+        self._positions = {
+            (each.node, each.backward): position for position, each in enumerate(step.passes)
+        }
+        self._programs = {one.node: one.program for one in step.passes}
+        self._fitting: dict[int, weakref.WeakSet[Program]] = {
+            node: weakref.WeakSet() for node in self._programs
+        }
+        self.prepared: OrderedDict[tuple, PreparedPass] = OrderedDict()
+        """By program, node, operations and backend. Shapes that come once are not prepared."""
+        self._busy = threading.Lock()
+        self._step_number = 0
+        self._position = -1
+
+    def __str__(self) -> str:
+        plan = self.step.plan
+        return (
+            f"{len(plan.offsets)} tensors of lsq's layers in {self.arena.size / 2**20:.1f} MiB,"
+            f" {plan.gap:.2%} above "
+            f"the lower bound; outside of it {described(self.outside)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
+
+    def __deepcopy__(self, memo):
+        return None  # a copy of a model has its own steps, which nobody has planned yet
+
+    def __reduce__(self):
+        return type(None), ()
+
+    def open(
+        self,
+        owner: object,
+        program: Program,
+        tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ):
+        """The PlannedFrame for the next run of `program` by `owner` on `tensors`.
+
+        Raises:
+            RuntimeError: the plan has no such run.
+            ValueError: the batch is larger than planned.
+        """
+        nodes = [node for node, known in enumerate(self._owners) if known() is owner]
+        if not nodes:
+            raise RuntimeError(
+                f"{program.name} is run by a module that was not part of the planned step; {ADVICE}"
+            )
+        node = next(
+            (node for node in nodes if self._positions[node, False] > self._position), nodes[0]
+        )
+        repeated = program in self._fitting[node]
+        if not repeated:
+            self._check(node, program)
+        leaves = {
+            name: weakref.ref(tensor)
+            for name, tensor in tensors.items()
+            if tensor.is_leaf and tensor.requires_grad
+        }
+        return self.frame(self, node, program, leaves=leaves, repeated=repeated)
+
+    def _check(self, node: int, program: Program) -> None:
+        planned = self._programs[node]
+        if signature(program) != signature(planned):
+            raise RuntimeError(
+                f"{self.names[node]} runs other operations than memory was planned for; {ADVICE}"
+            )
+        for index in range(len(program.operations)):
+            for tensor, bound in zip(program.written(index), planned.written(index), strict=True):
+                if tensor.size > bound.size:
+                    raise ValueError(
+                        f"the batch is too large for the planned memory: {self.names[node]} needs"
+                        f" {tensor.size} bytes "
+                        f"for {tensor!r}; planned were {bound.size} bytes for {bound!r}. Plan for"
+                        " larger batches "
+                        "(plan_memory; largest_batch of LsqCallback; in fairseq --max-tokens,"
+                        " --batch-size, "
+                        "--max-source-positions, --max-target-positions), or make smaller ones"
+                    )
+        self._fitting[node].add(program)
+
+    def enter(self, frame: PlannedFrame, backward: bool) -> None:
+        """A pass of `frame` begins; `leave` ends it.
+
+        Raises:
+            RuntimeError: another pass is running, this one must not run now, or a view of what was
+                borrowed is still held.
+        """
+        name = self.names[frame.node]
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{name} runs while another pass in the same planned memory is running; {ADVICE}"
+            )
+        try:
+            if backward:
+                self._begin_backward(frame, name)
+            else:
+                self._begin_forward(frame)
+        except BaseException:
+            self._busy.release()
+            raise
+
+    def leave(self) -> None:
+        """The pass that runs is over."""
+        self._busy.release()
+
+    def _begin_forward(self, frame: PlannedFrame) -> None:
+        position = self._positions[frame.node, False]
+        if position <= self._position:
+            self.next_step()
+        self.end_borrowed(position)
+        self._position, frame.step_number = position, self._step_number
+
+    def next_step(self) -> None:
+        """Whatever lies in the arena is not needed any more."""
+        self.end_borrowed(math.inf)
+        self._step_number += 1
+
+    def end_borrowed(self, position: float) -> None:
+        """Free what was borrowed until a pass before `position`; raises as
+        `BorrowedTensors.end`."""
+        self.borrowed.end(position)
+
+    def _begin_backward(self, frame: PlannedFrame, name: str) -> None:
+        if frame.step_number != self._step_number:
+            raise RuntimeError(
+                f"what {name} has saved for its backward pass is gone: its model has begun another"
+                f" step since; {ADVICE}"
+            )
+        position = self._positions.get((frame.node, True), -1)
+        if position <= self._position:
+            raise RuntimeError(
+                f"the backward pass of {name} has begun before, or comes out of the planned order;"
+                f" {ADVICE}"
+            )
+        self.end_borrowed(position)
+        self._position = position
