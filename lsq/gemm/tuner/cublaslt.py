@@ -82,12 +82,12 @@ class CublasBackend:
         Raises:
             ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
         """
-        found = self.products.candidates(key)
-        if not found:
+        proposals = self.products.candidates(key)
+        if not proposals:
             raise RuntimeError(
                 f"cuBLASLt has no algorithm for {key} in {self.products.workspace_bytes} bytes"
             )
-        return found + self._others(key, found) if self.exhaustive else found
+        return proposals + self._others(key, proposals) if self.exhaustive else proposals
 
     def copies(self, key: ProductKey) -> int:
         """Sets of operands of a product that are used in turn."""
@@ -140,10 +140,10 @@ class CublasBackend:
         return begin.elapsed_time(end) * 1e-3 / repeats
 
     def _others(
-        self, key: ProductKey, found: list[CublasConfiguration]
+        self, key: ProductKey, proposals: list[CublasConfiguration]
     ) -> list[CublasConfiguration]:
         """All other algorithms, in a fixed random order: a search may stop anywhere."""
-        products, seen, others = self.products, {each.algorithm for each in found}, []
+        products, seen, others = self.products, {each.algorithm for each in proposals}, []
         with contextlib.closing(products.describe(key)) as native, products.current():
             data = [
                 each for each in _all_algorithms(products.library, native, key) if each not in seen
