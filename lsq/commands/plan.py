@@ -8,8 +8,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lsq.commands.options import (
-    HelpFormatter,
     check_writable,
+    command_parser,
     count,
     one_line_errors,
     positive,
@@ -30,20 +30,15 @@ TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".s
 
 def parser(of_file: bool = True) -> ArgumentParser:
     """The command line of `lsq plan` for a file, or for a training step."""
-    result = ArgumentParser(
-        prog="lsq plan",
-        description=(
-            "Choose offsets for buffers, so that those that are alive at the same time do not"
-            " overlap, and say how much memory they need and why. The plan is checked before it is"
-            " shown. The buffers come from a file, or from a training step: lsq plan --arch"
-            " lsq_transformer_wmt_en_de --max-tokens 4096 --max-source-positions 256"
-            " --max-target-positions 256, with any options of lsq train: --lsq-device cuda plans"
-            " for a GPU, without one."
-        ),
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
+    result = command_parser(
+        "plan",
+        "Choose offsets for buffers, so that those that are alive at the same time do not overlap,"
+        " and say how much memory they need and why. The plan is checked before it is shown. The"
+        " buffers come from a file, or from a training step: lsq plan --arch"
+        " lsq_transformer_wmt_en_de --max-tokens 4096 --max-source-positions 256"
+        " --max-target-positions 256, with any options of lsq train: --lsq-device cuda plans for a"
+        " GPU, without one.",
     )
-    one_line_errors(result)
     columns = "id,lower,upper,size[,alignment][,offset]; alive on [lower, upper)"
     if of_file:
         result.add_argument(

@@ -21,9 +21,8 @@ from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ADDRESS_MULTIPLE, MATMUL, ProductKey
 from lsq.gemm.tuner.ended import EndedTrial, Operations
 from lsq.gemm.tuner.operands import LARGEST, RowChecksums, laid, whole_numbers
-from lsq.native.device import Device
+from lsq.native.device import Device, aligned_workspace
 from lsq.native.products import Matmul, ProductError, ProductLibrary
-from lsq.native.stream_memory import aligned_workspace
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Numbers of parts of K that are tried."""
