@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lsq.native import loader, tiles
 from lsq.ops.attention import Attention, AttentionGradient
 from lsq.ops.heads import Heads, Projected
-from lsq.ops.summed_gradient import SummedGradient
+from lsq.ops.sums import SummedGradient
 from lsq.program.values import Coded, Dropout, Rows
 from lsq.quant import Format, Grain
 from lsq.run.backends import backend
@@ -114,7 +114,6 @@ def of_torch(
 
 
 def rows(length: int, sentences: int, causal: bool, options) -> Iterator[dict]:
-    """Rows of the table for one shape."""
     passes = {
         "torch bfloat16": of_torch(length, sentences, causal, torch.bfloat16),
         "torch float32": of_torch(length, sentences, causal, torch.float32),

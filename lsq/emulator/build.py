@@ -1,5 +1,4 @@
-"""Builds the emulated CUDA libraries and the kernels that run in them, with one C++ compiler, and
-caches both.
+"""Builds and caches the emulated CUDA libraries and the kernels that run in them.
 
 The libraries stand in for libcuda and libcublasLt. A kernel source becomes a shared library of its
 own; the image that `cuModuleLoadData` takes is that library's path. Everything lies in
@@ -70,11 +69,11 @@ _STATIC_SHARED = re.compile(r"\b__shared__\b")
 
 
 def build_driver(sanitize: bool = False) -> Path:
-    """The emulated libcuda: path of libemulated_cuda, built if it is not cached.
+    """Build the emulated libcuda unless it is cached; its path.
 
     Args:
-        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, for a process started with
-            them preloaded.
+        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, for a process that preloads
+            them.
 
     Raises:
         RuntimeError: no compiler, the build failed, or the cache folder cannot be written.
@@ -85,7 +84,7 @@ def build_driver(sanitize: bool = False) -> Path:
 
 
 def build_products(sanitize: bool = False) -> Path:
-    """The emulated libcublasLt: path of libemulated_cublasLt, built if it is not cached.
+    """Build the emulated libcublasLt unless it is cached; its path.
 
     Args and Raises as `build_driver`.
     """
@@ -100,13 +99,13 @@ def compile_kernels(
     *,
     profile: bool = False,
 ) -> bytes:
-    """Compile a kernel source for the emulated driver, or find it in the cache.
+    """Compile a kernel source for the emulated driver unless it is cached.
 
     Args:
         source: file name in lsq/csrc/cuda ("activation.cu"), or a path elsewhere.
         defines: (name, value) of each preprocessor definition.
-        sanitize: as in `build_driver`, which must be given the same.
-        profile: for lsq.emulator.profile, which counts instructions.
+        sanitize: as in the `build_driver` that loads the module.
+        profile: count instructions, for lsq.emulator.profile.
 
     Returns:
         The module image for cuModuleLoadData.
@@ -169,8 +168,7 @@ def _beside(source: Path) -> list[Path]:
 
 
 def _target(stem: str, sources: list[Path], flags: list[str]) -> Path:
-    """Where the library made of `sources` with `flags` lies: its name holds a hash of everything
-    that it depends on."""
+    """The path of the library made of `sources` with `flags`; its name hashes all it depends on."""
     parts = [part for path in sources for part in (path.name, path.read_bytes())]
     name = cache.digest(repr(flags), _compiler_version(tuple(_compiler())), *parts)
     return cache.folder("emulator").absolute() / f"{stem}-{name}.so"
@@ -187,16 +185,14 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 def _declare_shared(text: str) -> str:
-    """Preprocessed CUDA C++ with shared memory declared as C++: dynamic as a pointer, the rest as
-    static variables."""
+    """Declare shared memory in C++: dynamic memory as a pointer, the rest as static variables."""
     dynamic = r"[[maybe_unused]] \1* const \2 = reinterpret_cast<\1*>(emulator_dynamic_shared);"
     # used: others write to it as well, the emulator before each block.
     return _STATIC_SHARED.sub("static __attribute__((used))", _DYNAMIC_SHARED.sub(dynamic, text))
 
 
 def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
-    """Make `target` of `text` in one step: several processes may build it at once, and any may have
-    it mapped.
+    """Link `target` and move it into place at once: other processes may build or use it now.
 
     Raises:
         RuntimeError: the compiler is missing or fails, or the cache folder cannot be written.
@@ -215,10 +211,10 @@ def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
 
 
 def _run(command: list[str], text: str | None = None) -> str:
-    """Run a compiler command with `text` as its input; what it prints. Warnings are logged.
+    """Run a compiler command with `text` as its input; its output. Warnings are logged.
 
     Raises:
-        RuntimeError: the command is missing or fails; the message holds the compiler's own words.
+        RuntimeError: the command is missing or fails; the message has the compiler's errors.
     """
     try:
         result = subprocess.run(command, input=text, capture_output=True, text=True)

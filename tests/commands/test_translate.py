@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lsq.commands import cli, translate
+from lsq.commands.translate import read_lines
 from lsq.files.lock import Busy, locked_file
 from lsq.text.corpus import read_items
 from tests.commands.small_runs import files_in
-from tests.serving.translate.conftest import output  # noqa: F401
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
@@ -26,7 +26,7 @@ def text(tmp_path) -> Path:
 
 
 @pytest.fixture
-def lsq_translate(output, capsysbinary, monkeypatch):  # noqa: F811
+def lsq_translate(output, capsysbinary, monkeypatch):
     """lsq_translate(*options) runs the command in this process on a small model; returns the lines
     that it writes."""
 
@@ -38,7 +38,7 @@ def lsq_translate(output, capsysbinary, monkeypatch):  # noqa: F811
     return lsq_translate
 
 
-def test_standard_input(lsq_translate, output):  # noqa: F811
+def test_standard_input(lsq_translate, output):
     sources = "".join(f"{line}\n" for line in read_items(output / "data" / "test.src"))
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
     assert lsq_translate(given=sources.encode()) == hypotheses
@@ -83,11 +83,8 @@ def test_prefixes(lsq_translate, text, tmp_path):
     prefixes = tmp_path / "prefixes.txt"
     prefixes.write_text("GREEN\n\n\nBLUE CAT\n")
     found = lsq_translate(text, "--prefix", prefixes)
-    assert (
-        found[0].startswith("GREEN")
-        and found[1] == found[2] == ""
-        and found[3].startswith("BLUE CAT")
-    )
+    assert found[0].startswith("GREEN") and found[3].startswith("BLUE CAT")
+    assert found[1] == found[2] == ""
     for content, message in (
         ("GREEN\n", rf"{prefixes} has 1 lines, and there are more to translate \({text}, line 2\)"),
         ("\n" * 5, f"{prefixes} has more lines than the 4 that are to be translated"),
@@ -108,24 +105,17 @@ def test_output_is_written_whole_or_not_at_all(lsq_translate, text, tmp_path):
     assert written.read_text() == found and sorted(tmp_path.iterdir()) == [text, written]
 
 
-def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):  # noqa: F811
-    before = files_in(output)
-    for written in (
-        "int8/model/checkpoint_best.pt",
-        "vocabulary/sentencepiece.model",
-        "data/dict.src.txt",
-    ):
-        with pytest.raises(ValueError, match="is what is read, or part of it; choose another"):
-            lsq_translate(text, "--output", output / written)
-    checkpoint, subwords = (
-        output / "int8/model/checkpoint_best.pt",
-        output / "vocabulary/sentencepiece.model",
-    )
+def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):
+    before, subwords = files_in(output), output / "vocabulary/sentencepiece.model"
+    checkpoint, words = output / "int8/model/checkpoint_best.pt", output / "data/dict.src.txt"
     given = ("--model", checkpoint, "--data", output / "data", "--sentencepiece-model", subwords)
     (tmp_path / "link").symlink_to(output / "data")
-    for written in (subwords, tmp_path / "link" / "dict.src.txt"):
+    for options, written in (
+        *(((), path) for path in (checkpoint, subwords, words)),
+        *((given, path) for path in (subwords, tmp_path / "link" / "dict.src.txt")),
+    ):
         with pytest.raises(ValueError, match="is what is read, or part of it; choose another"):
-            lsq_translate(text, *given, "--output", written)
+            lsq_translate(text, *options, "--output", written)
     assert files_in(output) == before
 
 
@@ -137,19 +127,6 @@ def test_output_has_one_writer_at_a_time(lsq_translate, text, tmp_path):
     ):
         lsq_translate(text, "--output", written)
     assert list(tmp_path.iterdir()) == [text]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"red\nred\0cat\n", "in.txt, line 2: a NUL byte is no text"),
-        (b"red\ncat\xe4\n", "in.txt, line 2: byte 0xe4 is not valid UTF-8"),
-    ],
-)
-def test_a_line_that_is_refused_is_named(lsq_translate, text, content, message):
-    text.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        lsq_translate(text)
 
 
 def test_long_lines(lsq_translate, text, caplog):
@@ -169,12 +146,10 @@ def test_long_lines(lsq_translate, text, caplog):
         (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert said == (
             f"lines of more than 40 subwords are too long for the model: 2 such lines {done} (see"
-            " --long-lines), the"
-            f" first of them {text}, line 2"
+            f" --long-lines), the first of them {text}, line 2"
         )
-    with pytest.raises(
-        ValueError, match="in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"
-    ):
+    said = "in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"
+    with pytest.raises(ValueError, match=said):
         lsq_translate(text, "--long-lines", "refuse")
 
 
@@ -182,9 +157,7 @@ def test_empty_files_are_called_empty(lsq_translate, text, tmp_path, caplog):
     empty = tmp_path / "empty.txt"
     empty.touch()
     for given in ([empty], [text, empty], ["--prefix", empty, text]):
-        with pytest.raises(
-            ValueError, match="empty.txt is empty; it must hold one sentence a line"
-        ):
+        with pytest.raises(ValueError, match="empty.txt is empty; it must hold one sentence a"):
             lsq_translate(*given)
     for option in ("--model", "--sentencepiece-model"):
         with pytest.raises(ValueError, match="empty.txt is empty; it was not written whole"):
@@ -237,36 +210,17 @@ def test_mistakes_in_options(lsq_translate, text, options, message):
         lsq_translate(text, *options)
 
 
-def start(output: Path, *options: str, **streams) -> subprocess.Popen:  # noqa: F811
-    command = [
-        sys.executable,
-        "-m",
-        "lsq.commands.cli",
-        "translate",
-        "--model",
-        str(output),
-        "--beam",
-        "1",
-        *options,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(command, env=environment, **streams)
+def start(output: Path, *options: str, **streams) -> subprocess.Popen:
+    command = f"{sys.executable} -m lsq.commands.cli translate --model {output} --beam 1".split()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment["OMP_NUM_THREADS"] = "1"
+    streams = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen([*command, *options], env=environment, **streams)
 
 
 @pytest.mark.thorough
-def test_whoever_reads_may_go(output):  # noqa: F811
-    found = start(
-        output,
-        "--buffer",
-        "1",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+def test_whoever_reads_may_go(output):
+    found = start(output, "--buffer", "1", stdout=subprocess.PIPE)
     found.stdin.write(b"red\n")
     found.stdin.flush()
     assert found.stdout.readline()
@@ -278,23 +232,11 @@ def test_whoever_reads_may_go(output):  # noqa: F811
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sent", "name"),
-    [
-        (signal.SIGINT, b"Ctrl-C (SIGINT)"),
-        (signal.SIGTERM, b"SIGTERM"),
-        (signal.SIGHUP, b"SIGHUP"),
-    ],
+    [(signal.SIGINT, b"Ctrl-C (SIGINT)"), (signal.SIGTERM, b"SIGTERM"), (signal.SIGHUP, b"SIGHUP")],
 )
-def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # noqa: F811
+def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):
     written = tmp_path / "out.txt"
-    found = start(
-        output,
-        "--output",
-        str(written),
-        "--buffer",
-        "1",
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    found = start(output, "--output", str(written), "--buffer", "1")
     found.stdin.write(b"red\n")
     found.stdin.flush()
     while not list(tmp_path.iterdir()):
@@ -306,16 +248,9 @@ def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # no
 
 
 @pytest.mark.thorough
-def test_a_line_at_a_time_at_a_terminal(output):  # noqa: F811
+def test_a_line_at_a_time_at_a_terminal(output):
     ours, theirs = pty.openpty()
-    found = start(
-        output,
-        "--long-lines",
-        "refuse",
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    found = start(output, "--long-lines", "refuse", stdin=theirs, stdout=subprocess.PIPE)
     assert found.stderr.readline() == b"one sentence a line; Ctrl-D ends\n"
     os.write(ours, b"red cat\n")
     first = found.stdout.readline()
@@ -325,12 +260,55 @@ def test_a_line_at_a_time_at_a_terminal(output):  # noqa: F811
     assert found.stdout.readline() == first and found.wait() == 0
 
 
-def test_mistakes_are_one_line(output, tmp_path, capsys):  # noqa: F811
+def test_mistakes_are_one_line(output, tmp_path, capsys):
     text = tmp_path / "in.txt"
     text.write_bytes(b"red\n\xff")
     assert cli.main(["translate", "--model", str(output), str(text)]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(
-        f"lsq translate: error: {text}, line 2: byte 0xff"
-    )
-    assert printed.err.count("\n") == 1
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"lsq translate: error: {text}, line 2: byte 0xff")
+
+
+def read(content: bytes) -> list[str]:
+    return list(read_lines(io.BytesIO(content), "in.txt"))
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        ("a\r\n\u2028b\n\nc".encode(), ["a\r\n", "\u2028b\n", "\n", "c"]),
+        (b"", []),
+        (b"\xef\xbb\xbfa\n\xef\xbb\xbfb", ["a\n", "\ufeffb"]),  # a byte-order mark is no text
+    ],
+)
+def test_lines_end_at_line_feeds_only(content, lines):
+    assert read(content) == lines
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"a\nb\xffc\n",
+            "in.txt, line 2: byte 0xff is not valid UTF-8; convert the file first, e.g. with iconv",
+        ),
+        (b"a\n\n\xe4\xbd", "in.txt, line 3: byte 0xe4 is not valid UTF-8"),
+        (b"\xff\xfea\0\n", "in.txt, line 1: a NUL byte is no text; remove it"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_line(content, message):
+    with pytest.raises(ValueError) as refused:
+        read(content)
+    assert str(refused.value).startswith(message)
+
+
+def test_lines_before_a_mistake_are_read():
+    found = read_lines(io.BytesIO(b"a\n\xff"), "in.txt")
+    assert next(found) == "a\n"
+
+
+def test_endless_lines_are_refused(monkeypatch):
+    monkeypatch.setattr(translate, "LONGEST", 4)
+    assert read(b"abc\nabcd") == ["abc\n", "abcd"]
+    with pytest.raises(ValueError, match="in.txt, line 2 has more than 4 bytes"):
+        read(b"abc\nabcde")

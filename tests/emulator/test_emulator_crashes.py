@@ -4,13 +4,13 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lsq.emulator import build
-from tests.emulator.emulated import CudaError, Module, memory
+from tests.emulator.emulated import Module, fails, memory
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="other processors raise other signals"
@@ -35,28 +35,20 @@ def test_a_crash_ends_its_launch_alone(kind, message, switch, monkeypatch):
     module = Module("faulty.cu")
     where = r"kernel crash, block \(1, 0, 0\): thread \(37, 0, 0\)"
     for _ in range(3):
-        with pytest.raises(CudaError, match=f"{where} .*{message}") as caught:
+        with fails(f"{where} .*{message}", LAUNCH_FAILED):
             module.launch("crash", 3, 64, memory(192), kind)
-        assert caught.value.result == LAUNCH_FAILED
     out = memory(192)
     module.launch("crash", 3, 64, out, 9)
     assert list(out) == [1] * 192
 
 
 def test_a_crash_in_any_thread_of_the_process():
-    caught = []
-
-    def launch():
-        with pytest.raises(CudaError, match="SIGSEGV") as found:
+    def launch(_):
+        with fails("SIGSEGV"):
             Module("faulty.cu").launch("crash", 3, 64, memory(192), 0)
-        caught.append(found)
 
-    threads = [threading.Thread(target=launch) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(caught) == 4
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(launch, range(4)))
 
 
 def test_crashes_outside_of_kernels_end_the_process_as_before():

@@ -12,15 +12,15 @@ from lsq.config import QuantConfig
 from lsq.layers import weight_state
 from lsq.layers.coded_weight import CodedWeight, Codes
 from lsq.layers.module import ProgramModule
-from lsq.layers.statistics import observe
 from lsq.models import float_state_dict, frozen
 from lsq.models.exact import base_of
 from lsq.models.frozen import SAVED
 from lsq.models.fused_layer import FusedLayer
+from lsq.observe import observe
 from lsq.optim import Adam
-from tests.models.architectures.checks import made, right_padded
 from tests.models.architectures.test_gpt2 import gpt2
 from tests.models.architectures.test_llama import MAKERS
+from tests.models.checks import made, right_padded
 
 peft = pytest.importorskip("peft")
 

@@ -13,8 +13,7 @@ import torch
 from lsq.native import declarations
 from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.project import Project
-from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient, ResidualSum
 from lsq.ops.rounding import RoundWeight
 from lsq.program.declare import (
     NOWHERE,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.native.launch import launch
-from lsq.ops import prediction
+from lsq.ops import vocabulary_loss_cuda
 from lsq.ops.rounding import Add
 from lsq.run.cuda import CUDA, part_of
 from lsq.run.frames import Slot
@@ -40,7 +40,7 @@ def test_tensors_that_were_the_same_at_first_may_part(where):
 
 def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
     # several products, each of a part of the rows
-    monkeypatch.setattr(prediction, "CUDA_BLOCK_ROWS", 8)
+    monkeypatch.setattr(vocabulary_loss_cuda, "CUDA_BLOCK_ROWS", 8)
     _, _, loss = chain(where.place)
     loss.prediction.x.floats, loss.prediction.target = (
         torch.randn(21, 48).to(where.place),
@@ -50,7 +50,7 @@ def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
     for _ in range(2):
         run()
         torch.testing.assert_close(
-            loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()[0].reshape(1)
+            loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()["loss"].reshape(1)
         )
         slot(loss, "prediction.x.floats").put(torch.randn(21, 48).to(where.place))
 
@@ -79,7 +79,7 @@ def test_another_operation_is_refused(where, monkeypatch):
 def test_what_is_not_held_may_go(where):
     x = torch.randn(41, 48).to(where.place)
     add = Add(a=x, b=x, out=torch.empty_like(x))
-    assert not list(part_of(add, (), where.place, hold=False).places.held())
-    assert [id(tensor) for tensor in part_of(add, (), where.place).places.held()] == list(
+    assert not list(part_of(add, (), where.place, hold=False).addresses.held())
+    assert [id(tensor) for tensor in part_of(add, (), where.place).addresses.held()] == list(
         map(id, (x, x, add.out))
     )
