@@ -8,6 +8,7 @@ and clipped as fairseq does it, and layers do the rest.
 """
 
 import dataclasses
+import weakref
 
 import common
 import torch
@@ -19,8 +20,8 @@ from lsq.fairseq.calibration import quantized_modules
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
 from lsq.program.values import Weight
-from lsq.run import upkeep
 from lsq.run.backends import for_device
+from lsq.run.parameter_state import WeightCodes, remember, state_of
 
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
 OPTIONS = {"lr": 1e-6, "betas": (0.9, 0.98)}
@@ -54,19 +55,23 @@ class Side:
         form, rows = module.quant.weights, -(-len(values) // 16) * 16
         codes = self.place.allocate([rows, form.stored_columns(values.shape[1])], form.storage)
         scale = self.place.allocate([rows], torch.float32)
-        return values, clip, Weight(format=form, codes=codes, scale=scale)
+        made = WeightCodes((id(values), id(clip)))
+        made.rounded = Weight(format=form, codes=codes, scale=scale)
+        made.clip = weakref.ref(clip)
+        return values, clip, made
 
     def begin_pass(self) -> None:
         """What the layers do with their weights and clips in a training pass."""
         for module in self.modules:
             module.limit_clip_steps()
         for values, clip, codes in self.weights:
-            if not upkeep.current(values, clip, codes):
+            if not codes.current((), values, clip):
                 both = {"values": values.detach(), "clip": clip.detach()}
-                self.place.run(RoundWeight(weight=dataclasses.replace(codes, **both)))
-            upkeep.offer(values, clip, codes)
+                self.place.run(RoundWeight(weight=dataclasses.replace(codes.rounded, **both)))
+                codes.stamp = None
+            state_of(values).codes = codes
         for module in self.modules:
-            upkeep.remember(module.clips().values(), module.quant.clip_step)
+            remember(module.clips().values(), module.quant.clip_step)
 
     @torch.no_grad()
     def update(self) -> None:

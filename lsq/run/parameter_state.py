@@ -84,7 +84,7 @@ class WeightCodes:
         stamp = self.stamp
         if stamp is None or stamp.exact or not self.fresh.issuperset(names):
             return False
-        state, of_clip = _states.get(id(weight)), _states.get(id(clip))
+        state, of_clip = known_state(weight), known_state(clip)
         if state is None or state.codes is not self:
             return False
         if of_clip is not None and of_clip.before is not None and not of_clip.limited():
@@ -106,6 +106,8 @@ class ParameterState:
     """Of a clip: its values in the last training pass, unless an optimizer limits its steps."""
     optimizer: weakref.ref | None = None
     """Of a clip: the optimizer that limits its steps."""
+    bucket_view: weakref.ref | None = None
+    """Where its gradient belongs, see lsq.run.bucket_views."""
 
     def limited(self) -> bool:
         """Whether an optimizer limits the steps of this clip."""
@@ -127,6 +129,11 @@ def state_of(parameter: Tensor) -> ParameterState:
     return state
 
 
+def known_state(parameter: Tensor) -> ParameterState | None:
+    """The state of a parameter, if there is one."""
+    return _states.get(id(parameter))
+
+
 def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """From now on `optimizer` limits the steps of those of `parameters` that are clips."""
     for parameter in parameters:
@@ -142,14 +149,15 @@ def drop(parameter: Tensor) -> None:
 
 def withdraw(parameter: Tensor) -> None:
     """The codes of a weight are not wanted any more."""
-    state = _states.get(id(parameter))
-    if state is not None:
+    state = known_state(parameter)
+    if state is not None and state.codes is not None:
+        state.codes.stamp = state.codes.clip = None  # optimizers hold the codes on
         state.codes = None
 
 
 def forget(clip: Tensor) -> None:
     """`clip` was measured or loaded: where it was before is no limit."""
-    state = _states.get(id(clip))
+    state = known_state(clip)
     if state is not None:
         state.before = None
 
@@ -171,7 +179,7 @@ def limit_steps(clips: Iterable[Tensor], step: float) -> None:
     """Bring clips back to within `step`, relatively, of what the last training pass saw."""
     limited = []
     for clip in clips:
-        state = _states.get(id(clip))
+        state = known_state(clip)
         if state is not None and state.before is not None:
             limited.append((clip.data, state.before))
     if limited:
@@ -216,7 +224,7 @@ class OptimizerSteps:
         self._shards.clear()
         changing = []
         for parameter in parameters:
-            state = _states.get(id(parameter))
+            state = known_state(parameter)
             if state is None:
                 continue
             if state.codes is not None:

@@ -7,10 +7,10 @@ the order is right for any model, however it shares, repeats or wires its layers
 """
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from lsq.program.program import Program
 
 MOST = 5
 """Classes of modules that are named."""
-_local = threading.local()
+_active: ContextVar["Rehearsal | None"] = ContextVar("rehearsal", default=None)
 """Rehearsals are of one thread: others go on computing."""
 
 
@@ -138,17 +138,18 @@ def _zeros(tensors, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 def active() -> Rehearsal | None:
     """The rehearsal that is going on, if any."""
-    return getattr(_local, "rehearsal", None)
+    return _active.get()
 
 
 @contextmanager
 def rehearsing() -> Iterator[Rehearsal]:
     """Inside, modules note their programs in the rehearsal instead of running them."""
-    previous, _local.rehearsal = active(), Rehearsal()
+    rehearsal = Rehearsal()
+    token = _active.set(rehearsal)
     try:
-        yield _local.rehearsal
+        yield rehearsal
     finally:
-        _local.rehearsal = previous
+        _active.reset(token)
 
 
 def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
