@@ -1,5 +1,5 @@
-"""What the clips in a state dict mean: the format of the model that they were learned in, beside
-them; and what earlier versions kept there."""
+"""The number format of a model's clips, kept in its state dict; and upgrades of earlier state
+dicts."""
 
 import functools
 import json
@@ -22,15 +22,15 @@ NAME = "format"
 
 Floats stay what they are in the mean of several state dicts. Earlier versions have uint8."""
 OF_CLIPS = "calibrated"
-"""In state dicts of all versions, where there are clips."""
+"""A name in state dicts of all versions that have clips."""
 FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 """Fields of QuantConfig that say what clips mean."""
 EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
-"""What there was before state dicts said it."""
+"""The formats that existed before state dicts named them."""
 OUTDATED_CLIPS = ("hidden_clip", "out_clip")
-"""Of products before their bias."""
+"""Clips of products before their bias, which earlier versions rounded."""
 OUTDATED_COUNTS = ("calibrated", "passes")
-"""Of inner modules."""
+"""Counts that inner modules had."""
 DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
 
 
@@ -118,10 +118,8 @@ def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") 
     where = f" ({prefix}*)" if prefix else ""
     raise ValueError(
         f"the checkpoint{where} was trained with {kept}, but this model has {here}, with which"
-        " clips mean something "
-        f"else; keep QuantConfig({kept}), in fairseq {kept_in_fairseq}, or convert the checkpoint:"
-        " lsq "
-        f"convert-checkpoint CHECKPOINT --output OTHER {asked}"
+        f" clips mean something else; keep QuantConfig({kept}), in fairseq {kept_in_fairseq}, or"
+        f" convert the checkpoint: lsq convert-checkpoint CHECKPOINT --output OTHER {asked}"
     )
 
 

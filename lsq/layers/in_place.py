@@ -1,4 +1,4 @@
-"""Modules that take the place of others by their class alone, and give it back."""
+"""Modules that replace others by changing their class in place, and change it back."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class InPlace(ProgramModule):
 
     takes_float_states = True
     float_class: type[nn.Module]
-    """What it takes the place of."""
+    """The class that it replaces."""
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         """Begin to be what another module has become by its class; clips get their memory, and are
@@ -39,8 +39,7 @@ class InPlace(ProgramModule):
         raise NotImplementedError
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Of each parameter that one of the program's is made of: its path, its module, its name
-        there."""
+        """Yield (path, module, name there) of each parameter that makes up one of the program."""
         yield name, *self._holder(name)
 
     def forget_floats(self, name: str) -> None:
@@ -48,8 +47,7 @@ class InPlace(ProgramModule):
         self.weight_state.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
-        """How a program of this layer runs on these inputs now: what needs no gradient costs
-        none."""
+        """Return how a program runs on these inputs now: tensors without gradients cost none."""
         backward = self.wants_backward(*inputs.values())
         wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
         for name in self.declared if backward else ():

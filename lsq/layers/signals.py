@@ -22,7 +22,7 @@ def interval_of(log_interval: int) -> int:
 def complaint(
     statistics: TensorStatistics, option: str = "QuantConfig({}_init={!r})"
 ) -> str | None:
-    """What is wrong with a tensor, in words, or None.
+    """Describe what is wrong with a tensor; None: nothing.
 
     `option`: how to choose the way in which clips of a kind are first measured.
     """

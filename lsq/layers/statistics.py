@@ -1,4 +1,4 @@
-"""What the quantisers of a model do: clips, how much is clipped, how many codes are in use."""
+"""Statistics of a model's quantisers: clips, shares of clipped values, codes in use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

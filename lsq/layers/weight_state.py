@@ -41,7 +41,7 @@ class RoundedWeight:
 
 
 def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
-    """Those of a program, looked up once."""
+    """List the weights that a program reads rounded, looked up once."""
     found = program.prepared.get("rounded weights")
     if found is None:
         found = program.prepared["rounded weights"] = tuple(
@@ -81,7 +81,7 @@ class WeightState:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """All codes that there are, by the names of the programs' inputs."""
+        """All codes, by the names of the programs' inputs."""
         every = self._weights.values()
         return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
 
@@ -94,11 +94,11 @@ class WeightState:
         return False
 
     def clear(self) -> None:
-        """All codes are of no use any more."""
+        """Drop all codes."""
         self._weights = {}
 
     def forget(self, name: str) -> None:
-        """The codes of one weight are of no use any more."""
+        """Drop the codes of one weight."""
         self._weights.pop(name, None)
 
     def changed(self, name: str, values: Tensor) -> bool:
@@ -241,7 +241,7 @@ def _write_first(
 
 
 def write(weight: Weight, backend: Backend) -> None:
-    """Write what is written of a weight."""
+    """Write codes, decoded values or packed groups of a weight."""
     if weight.codes is not None:
         backend.run(RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None))
     if weight.decoded is not None:
@@ -251,7 +251,7 @@ def write(weight: Weight, backend: Backend) -> None:
 
 
 def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None]:
-    """What writes the codes of a weight and a clip, prepared once."""
+    """Prepare a function that writes the codes of a weight under a clip."""
     dtypes = weight.values.dtype, weight.clip.dtype
     operation = RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None)
     scratch = [backend.allocate(*spec) for spec in backend.scratch(operation)]
@@ -311,7 +311,7 @@ def encoded(
 def rounded_values(
     rows: Tensor, clip: Tensor, form: WeightFormat | ScaledFormat, backend: Backend
 ) -> Tensor:
-    """What products see of a weight: float32 [N, K] of rows float32 [N, K] and clips [N] or [1]."""
+    """Return a weight as products see it: float32 [N, K], of rows [N, K] and clips [N] or [1]."""
     if isinstance(form, WeightFormat):
         stored, scale = form.encode(rows, clip)
         return form.unpack(stored, rows.shape[1]) * scale[:, None]

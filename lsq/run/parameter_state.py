@@ -1,5 +1,4 @@
-"""What modules and optimizers know of a parameter beside its values: codes of a weight, limits of a
-clip.
+"""State of parameters that modules and optimizers share: codes of weights, limits of clips.
 
 A module notes here, in its training passes, where the codes of a weight lie and how far a clip may
 step. lsq.optim.Adam does both in its step. Other optimizers know nothing of it: a hook before their
@@ -51,7 +50,7 @@ class WeightCodes:
         self.writers: dict[tuple, Callable[[Tensor, Tensor], None]] = {}
 
     def for_optimizer(self, parameter: Tensor) -> Weight | None:
-        """Where an optimizer writes the codes of a new weight [N, K], if it can."""
+        """Return where an optimizer writes the codes of a new weight [N, K], if it can."""
         rounded, clip = self.rounded, self.clip and self.clip()
         if rounded is None or clip is None or rounded.format.packed:
             return None
@@ -99,15 +98,15 @@ class ParameterState:
 
     finalizer: weakref.finalize | None = None
     codes: WeightCodes | None = None
-    """Of a weight: the codes that an optimizer writes."""
+    """The codes of a weight that an optimizer writes."""
     limit: float = 0.0
-    """Of a clip: its largest relative change in a step; 0: any."""
+    """Largest relative change of a clip in a step; 0: any."""
     before: Tensor | None = None
-    """Of a clip: its values in the last training pass, unless an optimizer limits its steps."""
+    """Values of a clip in the last training pass, unless an optimizer limits its steps."""
     optimizer: weakref.ref | None = None
-    """Of a clip: the optimizer that limits its steps."""
+    """The optimizer that limits the steps of a clip."""
     bucket_view: weakref.ref | None = None
-    """Where its gradient belongs, see lsq.run.bucket_views."""
+    """The lsq.run.bucket_views.BucketView of its gradient."""
 
     def limited(self) -> bool:
         """Whether an optimizer limits the steps of this clip."""

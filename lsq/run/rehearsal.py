@@ -38,11 +38,11 @@ class Pass:
     a result of another program nor one for which autograd gathers a gradient.
     """
     makes: tuple[int, ...]
-    """The same of its results."""
+    """Numbers of its results."""
 
 
 class Rehearsal:
-    """What a rehearsed step did.
+    """The record of a rehearsed step.
 
     Attributes:
         passes: the passes of all programs that have a backward pass, in their order.
@@ -232,7 +232,7 @@ def counting_kept(model: nn.Module, found: Counter) -> Iterator[None]:
 
 
 def described(outside: Mapping[str, int]) -> str:
-    """In words."""
+    """Describe the bytes that modules of others keep, by class."""
     if not outside:
         return "nothing is kept"
     parts = [f"{name} {size / 2**20:.1f}" for name, size in Counter(outside).most_common(MOST)]

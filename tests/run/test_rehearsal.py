@@ -120,8 +120,7 @@ def test_in_words():
     assert described({}) == "nothing is kept"
     many = {f"Module{number}": (number + 1) * 2**20 for number in range(7)}
     text = (
-        "28.0 MiB are kept by modules that are not lsq's (Module6 7.0, Module5 6.0, Module4"
-        " 5.0,"
+        "28.0 MiB are kept by modules that are not lsq's (Module6 7.0, Module5 6.0, Module4 5.0,"
         " Module3 4.0, "
     )
     assert described(many) == text + "Module2 3.0, 2 others)"
