@@ -114,7 +114,6 @@ def of_torch(
 
 
 def rows(length: int, sentences: int, causal: bool, options) -> Iterator[dict]:
-    """Rows of the table for one shape."""
     passes = {
         "torch bfloat16": of_torch(length, sentences, causal, torch.bfloat16),
         "torch float32": of_torch(length, sentences, causal, torch.float32),

@@ -22,12 +22,11 @@ from fairseq.data.data_utils import collate_tokens
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from lsq.serving.decode import SearchOptions
-from lsq.serving.decode.engine import Engine
-from lsq.serving.decode.model import model_of
-from lsq.serving.decode.search import search
-from lsq.serving.export import ctranslate2_folder, model_file
-from lsq.serving.export.model_file import ExportedModel
+from lsq.serving import SearchOptions, export_ctranslate2, model_file
+from lsq.serving.decoding_model import model_of
+from lsq.serving.engine import Engine
+from lsq.serving.model_file import ExportedModel
+from lsq.serving.search import search
 
 BASELINE = "ctranslate2 int8"
 FLOAT = "fairseq float32"
@@ -37,14 +36,13 @@ SHORTEST, LONGEST, MEAN, SPREAD = 4, 80, 26.0, 0.5
 13)."""
 
 BEAMS, BATCHES = (1, 4), (1, 8, 32)
-CRITERION = "lsq_label_smoothed_cross_entropy"
 
 Side = Callable[[Sequence[Tensor], int, int], int]
 """(sources int64 [S], beam, words of each hypothesis) -> words of the best hypotheses."""
 
 
 def sources(count: int, vocabulary: int, seed: int) -> list[Tensor]:
-    """So many sentences int64 [S] with their ends, of lengths as they come, longest first."""
+    """Sentences int64 [S] with their end symbols, of natural lengths, longest first."""
     generator = torch.Generator().manual_seed(seed)
     deviation = SPREAD * torch.randn(count, generator=generator)
     lengths = (MEAN * torch.exp(deviation - SPREAD**2 / 2)).round().long().clamp(SHORTEST, LONGEST)
@@ -55,22 +53,18 @@ def sources(count: int, vocabulary: int, seed: int) -> list[Tensor]:
 
 
 def write_models(shape: transformer.Shape, folder: Path) -> None:
-    """A model of lsq with measured clips in `folder`: for lsq, and, where CTranslate2 is installed,
-    for that."""
-    side = transformer.Side(
-        shape, arguments=["--arch", "lsq_transformer", "--criterion", CRITERION]
-    )
+    """Write a model of lsq with measured clips for lsq and, if it is installed, for CTranslate2."""
+    side = transformer.Side(shape, arguments=transformer.LSQ)
     side.loss(transformer.batch(shape, padded=True, seed=1))
     symbols = tuple(transformer.made_up_dictionary(shape.vocabulary).symbols)
     model = model_of(side.model.eval())
     folder.mkdir()
     model_file.write(folder / "lsq", ExportedModel(model=model, source=symbols, target=symbols))
     if find_spec("ctranslate2"):
-        ctranslate2_folder.write(folder / "ctranslate2", model, symbols, symbols)
+        export_ctranslate2.write(folder / "ctranslate2", model, symbols, symbols)
 
 
 def of_lsq(shape: transformer.Shape, folder: Path, threads: int) -> Side:
-    """lsq's engine."""
     engine = Engine(model_file.read(folder / "lsq").model)
 
     def translate(given: Sequence[Tensor], beam: int, words: int) -> int:
@@ -102,7 +96,6 @@ def of_ctranslate2(shape: transformer.Shape, folder: Path, threads: int) -> Side
 
 
 def of_fairseq(shape: transformer.Shape, folder: Path, threads: int) -> Side:
-    """fairseq's own Transformer and generator."""
     model = transformer.Side(shape, arguments=transformer.FAIRSEQ).model.eval()
     model.make_generation_fast_()
     symbols = transformer.made_up_dictionary(shape.vocabulary)
@@ -131,8 +124,7 @@ SIDES: dict[str, Callable[[transformer.Shape, Path, int], Side]] = {
 
 
 def peak_megabytes(name: str, folder: Path, options) -> float:
-    """What a process of its own takes for loading a side and its largest batch, beyond what it has
-    imported."""
+    """Megabytes that loading a side and its largest batch take in a process of its own."""
     command = [
         sys.executable,
         __file__,
@@ -151,8 +143,7 @@ def peak_megabytes(name: str, folder: Path, options) -> float:
 
 
 def print_peak(name: str, folder: Path, shape: transformer.Shape, options) -> None:
-    """Print the megabytes by which this process grew at most; a first import of the side's packages
-    is not counted."""
+    """Print by how many megabytes this process grew; importing packages does not count."""
     SIDES[name](transformer.QUICK, folder / "quick", options.threads)(
         sources(1, transformer.QUICK.vocabulary, 1), 1, 2
     )
@@ -169,7 +160,6 @@ def megabytes(what: str) -> float:
 
 
 def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[dict]:
-    """Rows of the table: each side at each size of batch and beam."""
     vocabulary = transformer.QUICK.vocabulary if options.quick else transformer.Shape().vocabulary
     for beam in options.beams:
         for count in options.batches:

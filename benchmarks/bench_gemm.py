@@ -135,7 +135,6 @@ def check_halves(
 
 
 def nth(number: int) -> Callable:
-    """Chooses the candidate of that number."""
     return lambda products, key, found: found[number]
 
 
@@ -156,8 +155,7 @@ class Bench:
         self.int8_peak = options.peak_int8 or peaks[1]
 
     def sides(self, shape: Shape) -> dict[str, Callable[[], object]]:
-        """Name -> function that multiplies every copy of the operands once; each has been
-        checked."""
+        """Functions that multiply every copy of the operands once; all have been checked."""
         place, count = self.device.place, self._copies(shape)
         sizes = ((count, shape.m, shape.k), (count, shape.n, shape.k))
         a, b = (torch.randint(-127, 128, size, dtype=torch.int8, device=place) for size in sizes)
@@ -186,7 +184,6 @@ class Bench:
         return gpu.copies(self.device, operands + 2 * result, 3 * operands + 6 * result)
 
     def rows(self, shape: Shape) -> Iterator[dict]:
-        """The row of the table for one product."""
         count, sides = self._copies(shape), {name: [run] for name, run in self.sides(shape).items()}
         timings = gpu.alternate(self.device, sides, rounds=self.options.rounds)
         tops = {

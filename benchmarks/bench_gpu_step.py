@@ -34,24 +34,9 @@ from lsq.layers.memory import plan_memory
 from lsq.optim import Adam
 from lsq.run.backends import backend as lsq_backend
 
-ARGUMENTS = [
-    *transformer.FAIRSEQ,
-    "--bf16",
-    "--optimizer",
-    "adam",
-    "--adam-betas",
-    "(0.9, 0.98)",
-    "--lr",
-    "0.0005",
-]
-LSQ = [
-    "--arch",
-    "lsq_transformer",
-    "--criterion",
-    "lsq_label_smoothed_cross_entropy",
-    "--lsq-backward",
-    "int8",
-]
+ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam"]
+ARGUMENTS += ["--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
+LSQ = [*transformer.LSQ, "--lsq-backward", "int8"]
 TOKENS = (4096, 8192)
 LENGTH = 32
 """Tokens of a sentence."""
@@ -105,7 +90,6 @@ class Side(transformer.Side):
             )
 
     def backward(self, sample: dict, loss: torch.Tensor) -> None:
-        """Gradients of the mean loss per token."""
         self.optimizer.backward(loss / sample["ntokens"])
 
 
@@ -133,8 +117,6 @@ def compile_layers(side: Side, backend: str) -> None:
 
 
 class ContiguousGradient(torch.autograd.Function):
-    """The identity, whose gradient is contiguous."""
-
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         return x.clone()  # a view could not be changed in place; compiled, it costs nothing
@@ -193,7 +175,7 @@ FIGURES = (
 )
 FIGURES += ("first_step_seconds", "peak_gigabytes", "loss", "ratio")
 KERNELS = 25
-"""Of a step whose times are told, the longest."""
+"""The longest of a step are reported."""
 FAILED = "failed"
 """How the remark on a side begins that broke."""
 
@@ -212,7 +194,6 @@ class Bench:
         """What kernels take, of each side at each size."""
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.place)
 
@@ -224,8 +205,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def build(self, name: str, shape: transformer.Shape, sample: dict) -> tuple[Side, dict]:
-        """A side that has made its first two steps: the seconds of one, the peak of memory in the
-        other."""
+        """Build a side and make two steps: seconds of the first, peak memory of the second."""
         held = torch.cuda.memory_allocated(self.place) if self.on_gpu else 0
         side = SIDES[name](shape, self.place, backend=self.backend)
         if isinstance(side, LsqSide):
@@ -240,8 +220,7 @@ class Bench:
         return side, {"first_step_seconds": first, "peak_gigabytes": peak}
 
     def phases(self, side: Side, sample: dict) -> dict[str, float]:
-        """Median milliseconds of each phase, when the host waits after each, and the last loss of a
-        token."""
+        """Median milliseconds of each phase, with the host waiting, and a token's last loss."""
         measured: dict[str, list[float]] = {phase: [] for phase in PHASES}
         for _ in range(self.rounds):
             losses: list[torch.Tensor] = []
@@ -261,8 +240,7 @@ class Bench:
         return found | {"loss": float(loss) / sample["ntokens"]}
 
     def kernels(self, side: Side, sample: dict) -> list[dict]:
-        """What each kernel takes of a step, the longest first; on a CPU, each of PyTorch's
-        operations."""
+        """Times of a step's kernels, the longest first; on a CPU, of PyTorch's operations."""
         kind = (
             (ProfilerActivity.CUDA, DeviceType.CUDA)
             if self.on_gpu
@@ -359,8 +337,7 @@ def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
 
 
 def order(quick: bool) -> Iterator[tuple[tuple[str, ...], str, transformer.Shape]]:
-    """What is measured, one after another: lsq beside torch.compile at every size, then the
-    others."""
+    """What is measured, in order: lsq beside torch.compile at every size, then the others."""
     alone, *turns = TURNS
     sizes = shapes(quick)
     yield alone, *sizes[0]

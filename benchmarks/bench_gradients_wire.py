@@ -2,15 +2,21 @@
 by the formula.
 
 The exchanges of lsq.dist run as they are, with a thread for each worker and a process group that
-counts (counting_group.py). All-reduce and all-gather are counted as rings, all-to-all directly;
+counts (CountingGroup). All-reduce and all-gather are counted as rings, all-to-all directly;
 `direct_gather` shows what cards send if all-gather is direct, too. Ranks are counted node by node.
 The bucket is 4 MiB of float32.
 """
 
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import common
 import torch
-from counting_group import CountingGroup, Wires, run
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.futures import Future
 
 from lsq.dist import GradientConfig
 from lsq.dist.codec import Codec
@@ -19,6 +25,125 @@ from lsq.dist.hooks import PYTORCH_HOOKS
 from lsq.dist.scratch import Scratch
 from lsq.dist.topology import Topology
 from lsq.dist.two_hop import TwoHop
+
+SECONDS = 60
+"""A worker that waits longer for a message gives up."""
+
+
+class Wires:
+    def __init__(self):
+        self.bytes: Counter[tuple[int, int]] = Counter()
+        """(sender, receiver) -> bytes that went over."""
+        self._lock = threading.Lock()
+        self._waiting: defaultdict[tuple[int, int], queue.SimpleQueue] = defaultdict(
+            queue.SimpleQueue
+        )
+
+    def send(self, sender: int, receiver: int, tensor: Tensor) -> None:
+        """Count a tensor's bytes and leave a copy of it for the receiver."""
+        with self._lock:
+            self.bytes[sender, receiver] += tensor.numel() * tensor.element_size()
+            waiting = self._waiting[sender, receiver]
+        waiting.put(tensor.clone())
+
+    def receive(self, sender: int, receiver: int, tensor: Tensor) -> None:
+        """Wait for the sender's next tensor and write it to `tensor`."""
+        with self._lock:
+            waiting = self._waiting[sender, receiver]
+        tensor.copy_(waiting.get(timeout=SECONDS))
+
+
+class Done:
+    """What a collective returns: it is done already."""
+
+    def __init__(self, result: list[Tensor]):
+        self._result = result
+
+    def wait(self) -> bool:
+        return True
+
+    def get_future(self) -> Future:
+        future: Future = Future()
+        future.set_result(self._result)
+        return future
+
+
+class CountingGroup(distributed.ProcessGroup):
+    """One worker's view of a group.
+
+    Args:
+        wires: between the workers, shared by all groups.
+        ranks: of the group's workers.
+        rank: of this worker, one of them.
+        gather: "ring" or "direct".
+    """
+
+    def __init__(self, wires: Wires, ranks: Sequence[int], rank: int, gather: str = "ring"):
+        super().__init__(list(ranks).index(rank), len(ranks))
+        self.wires, self.ranks, self.own, self.gather = wires, list(ranks), rank, gather
+
+    def allreduce(self, tensors: list[Tensor], options) -> Done:
+        """Ring: N - 1 steps that add up (or take the larger), N - 1 that pass on."""
+        combine = torch.maximum if options.reduceOp == distributed.ReduceOp.MAX else torch.add
+        place, size = self.rank(), self.size()
+        pieces = tensors[0].view(-1).tensor_split(size)
+        for step in range(size - 1):
+            self._send(place + 1, pieces[(place - step) % size])
+            piece = pieces[(place - step - 1) % size]
+            received = torch.empty_like(piece)
+            self._receive(place - 1, received)
+            piece.copy_(combine(piece, received))
+        self._pass_round(pieces, first=place + 1)
+        return Done(tensors)
+
+    def all_to_all_single(
+        self, out: Tensor, given: Tensor, received: list[int], sent: list[int], *options
+    ) -> Done:
+        """Every worker to every other."""
+        incoming = out.split(received or out.numel() // self.size())
+        outgoing = given.split(sent or given.numel() // self.size())
+        incoming[self.rank()].copy_(outgoing[self.rank()])
+        self._exchange(outgoing, incoming)
+        return Done([out])
+
+    def all_gather_single(self, out: Tensor, own: Tensor, *options) -> Done:
+        """Ring: N - 1 steps that pass on; or every worker to every other."""
+        pieces = out.chunk(self.size())
+        pieces[self.rank()].copy_(own)
+        if self.gather == "direct":
+            self._exchange([own] * self.size(), pieces)
+        else:
+            self._pass_round(pieces, first=self.rank())
+        return Done([out])
+
+    alltoall_base = all_to_all_single  # their names before PyTorch 2.13
+    _allgather_base = all_gather_single
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        others = [place for place in range(self.size()) if place != self.rank()]
+        for place in others:
+            self._send(place, outgoing[place])
+        for place in others:
+            self._receive(place, incoming[place])
+
+    def _pass_round(self, pieces: Sequence[Tensor], first: int) -> None:
+        """Every worker gets all pieces; it begins with its complete one, number `first`."""
+        place, size = self.rank(), self.size()
+        for step in range(size - 1):
+            self._send(place + 1, pieces[(first - step) % size])
+            self._receive(place - 1, pieces[(first - step - 1) % size])
+
+    def _send(self, place: int, tensor: Tensor) -> None:
+        self.wires.send(self.own, self.ranks[place % self.size()], tensor)
+
+    def _receive(self, place: int, tensor: Tensor) -> None:
+        self.wires.receive(self.ranks[place % self.size()], self.own, tensor)
+
+
+def run(workers: int, work: Callable[[int], object]) -> list:
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, range(workers)))
+
 
 CLUSTERS = ((4, 8), (2, 2))
 """(nodes, workers of a node)."""
@@ -36,13 +161,11 @@ class Bucket:
         self._values = values
 
     def buffer(self) -> Tensor:
-        """The gradients."""
         return self._values
 
 
 def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Tensor) -> None:
-    """Replace one worker's `values`, float32 [v], by the mean of all workers; all call it at the
-    same time."""
+    """Replace a worker's `values`, float32 [v], by the mean; all workers call it at once."""
 
     def group(ranks: list[int]) -> CountingGroup:
         return CountingGroup(wires, ranks, topology.rank, gather)
@@ -75,8 +198,7 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
 def count(
     mode: str, nodes: int, node_size: int, bucket: int, gather: str = "ring"
 ) -> tuple[float, float, list]:
-    """Bytes a value that the busiest node's card sends, those within a node, and every worker's
-    mean, float32 [v]."""
+    """Bytes a value on the busiest card and within a node, and every worker's mean, float32 [v]."""
     wires, workers = Wires(), nodes * node_size
     gradients = [
         torch.randn(bucket, generator=torch.Generator().manual_seed(rank))

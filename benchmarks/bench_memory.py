@@ -25,14 +25,13 @@ from lsq.memory.kept import nothing_kept
 from lsq.run.backends import backend
 from lsq.run.step import StepPlan
 
-FAIRSEQ = transformer.FAIRSEQ
-LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
+FAIRSEQ, LSQ = transformer.FAIRSEQ, transformer.LSQ
 INT8 = [*LSQ, "--lsq-backward", "int8"]
 SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
     "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
-    "lsq int8, backward bfloat16": {
-        "arguments": [*LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"],
+    "lsq int8, backward float32": {
+        "arguments": [*LSQ, "--lsq-backward", "float"],
         "modes": True,
     },
     "lsq int8, backward int8": {"arguments": INT8, "modes": True},
@@ -71,8 +70,7 @@ def sizes(quick: bool) -> list[Size]:
 def measure(
     shape: transformer.Shape, arguments: list[str], planned: bool, **options
 ) -> dict[str, dict]:
-    """Peak, arena and kept bytes of one step, by what gradients are before it: "exist" or
-    "none"."""
+    """Peak, arena and kept bytes of one step, by gradients before it: "exist" or "none"."""
     side = transformer.Side(shape, arguments=arguments, **options)
     sample = transformer.batch(shape, padded=False, seed=1)
     with nothing_kept():  # as in what is traced, for which passes are prepared here
@@ -119,8 +117,7 @@ def measured_rows(shape: transformer.Shape) -> list[dict]:
 
 
 def long_rows(shape: transformer.Shape, lengths: tuple[int, ...]) -> list[dict]:
-    """Fresh memory of a step of lsq int8 on one pair of sentences a length; ratio: bytes a token,
-    of the first's."""
+    """Memory of a step of lsq int8 on one pair of sentences, by length; ratio: bytes a token."""
     steps = [
         measure(dataclasses.replace(shape, length=length), arguments=INT8, planned=False)["exist"]
         for length in lengths
@@ -148,7 +145,6 @@ def plan_of(size: Size, where: str = "cpu") -> StepPlan:
 
 
 def planned_row(size: Size, where: str) -> dict:
-    """What is planned for one size and device."""
     step = plan_of(size, where)
     plan = step.plan
     return {

@@ -16,20 +16,71 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import common
 import limits
-import models_picture
 import torch
-from huggingface_models import HEADS, RECIPES, Recipe, is_conv1d, with_adapters
-from model_sides import OPPONENTS, SIDES, Bases, Side
+from matplotlib.figure import Figure
+from model_sides import (
+    HEADS,
+    OPPONENTS,
+    RECIPES,
+    SIDES,
+    Bases,
+    Recipe,
+    Side,
+    is_conv1d,
+    with_adapters,
+)
 from torch import nn
 
 from lsq.commands.step_memory import saved_tensors
 from lsq.memory import kept
 from lsq.native import tiles
+
+COLOURS = {"PyTorch": "0.5", "torchao": "C1", "SDNQ": "C2", "lsq": "C0"}
+"""By the first word of a side's name."""
+PANELS = {
+    "seconds": ("seconds a step", 1.0, ".2f"),
+    "saved_bytes": ("megabytes kept for backward", 1e-6, ",.0f"),
+}
+"""Column -> its label, what it is multiplied by, and its format."""
+
+
+def draw(rows: Sequence[Mapping], output: Path) -> None:
+    """A row of panels for each figure, a panel for each model.
+
+    Args:
+        rows: of the table.
+        output: the picture.
+
+    Raises:
+        ValueError: no side was measured.
+    """
+    ran = [row for row in rows if row["failed"] is None]
+    if not ran:
+        raise ValueError("a picture needs a side that ran; the rows say why none did")
+    models = list(dict.fromkeys(row["model"] for row in ran))
+    bars = max(sum(row["model"] == model for row in ran) for model in models)
+    figure = Figure(figsize=(4.5 * len(models), 2 * (1 + 0.22 * bars)), layout="constrained")
+    panels = figure.subplots(len(PANELS), len(models), squeeze=False)
+    for line, (column, (label, factor, form)) in zip(panels, PANELS.items(), strict=True):
+        for axes, model in zip(line, models, strict=True):
+            chosen = {row["side"]: factor * row[column] for row in ran if row["model"] == model}
+            places = range(len(chosen))
+            colours = [COLOURS[name.split()[0]] for name in chosen]
+            found = axes.barh(places, chosen.values(), color=colours)
+            axes.bar_label(found, fmt=f"{{:{form}}}", padding=2, fontsize="small")
+            axes.set_yticks(places, chosen, fontsize="small")
+            axes.invert_yaxis()
+            axes.set_xlabel(label)
+            axes.set_title(model)
+            axes.margins(x=0.15)
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=110)
+
 
 LAYERS, TOKENS = 12, 2048
 QUICK_LAYERS, QUICK_TOKENS = 1, 32
@@ -66,7 +117,7 @@ def fitting(pattern: str) -> list[str]:
 
 
 def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], dict]:
-    """The rows of one model, and what it is."""
+    """The rows of one model, and a description of it."""
     torch.manual_seed(1)
     try:
         model = recipe.make(options.layers, options.quick).train()
@@ -127,8 +178,7 @@ def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], di
 
 
 class Clock:
-    """A function that is timed by what it takes of all processors, which hardly depends on what
-    else runs."""
+    """Times a function by processor seconds, which hardly depend on what else runs."""
 
     def __init__(self, run: Callable[[], object]):
         self.run = run
@@ -146,8 +196,7 @@ class Clock:
 
 
 def saved_of_weights(side: Side, whole: int) -> int:
-    """The part of `whole` bytes saved that does not grow with the batch: copies of weights; of one
-    sentence, 0."""
+    """The part of `whole` saved bytes that does not grow with the batch: copies of weights."""
     batch, count = side.batch, len(next(iter(side.batch.values())))
     if count == 1:
         return 0
@@ -185,19 +234,17 @@ def first_pass(name: str, bases: Bases, batch: dict, quick: bool) -> tuple[Side,
 
 
 def row(recipe: Recipe, side: str, **figures) -> dict:
-    """Of the table; a figure that there is none of is None."""
+    """A row of the table; figures that are missing are None."""
     return {"model": recipe.title, "side": side, **{name: figures.get(name) for name in FIGURES}}
 
 
 def reason(error: Exception) -> str:
-    """An error in one line."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0]}"[:LONGEST_REASON]
 
 
 def peak_resident(run: Callable[[], object]) -> int | None:
-    """Bytes of memory that this process has at most while `run` runs, beyond what it had before;
-    None without Linux."""
+    """Bytes by which this process grows at most while `run` runs; None without Linux."""
     if platform.system() != "Linux":
         return None
     gc.collect()
@@ -227,8 +274,7 @@ def linear_weights(model: nn.Module) -> int:
 
 
 def possible() -> dict | None:
-    """What the processor's int8 instructions and its memory could do, see limits.py; None without
-    such instructions."""
+    """Limits of the processor and its memory, see limits.py; None without int8 instructions."""
     names = [name for name in tiles.usable() if name != tiles.PLAIN]
     if not names:
         return None
@@ -260,9 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--lora", type=common.positive, metavar="R", help="train adapters of this rank alone"
     )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE.png", help="draw the bars, see models_picture.py"
-    )
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the bars")
     options = common.parse(parser, arguments)
     if options.quick:
         options.layers, options.tokens = QUICK_LAYERS, QUICK_TOKENS
@@ -291,7 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
         limits=None if options.quick else possible(),
     )
     if options.picture is not None:
-        models_picture.draw(rows, options.picture)
+        draw(rows, options.picture)
 
 
 if __name__ == "__main__":

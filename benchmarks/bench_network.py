@@ -10,24 +10,159 @@ nothing on purpose: `no exchange` is a step without communication. All processes
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import common
-import gradient_sides
-import network
-import processes
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lsq.dist import GradientConfig, compress_gradients
+
+INTERFACE = "lsq0"
+"""Name of the network card, the same on both nodes."""
+NODES = 2
+PREFIX = "lsq-bench"
+BURST = "256kb"
+LATENCY = "50ms"
+
+
+def obstacle() -> str | None:
+    if not sys.platform.startswith("linux"):
+        return "network namespaces exist on Linux only"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found; install iproute2"
+    if os.geteuid() != 0:
+        return (
+            "network namespaces need root; run it as root, in a container with CAP_SYS_ADMIN"
+            " and"
+            " CAP_NET_ADMIN"
+        )
+    return None
+
+
+class Network:
+    """The two nodes, while the `with` block lasts; SIGTERM and SIGHUP end it in order, as Ctrl-C
+    does.
+
+    Nodes that an earlier process left behind because it was killed are removed first.
+
+    Raises:
+        OSError: they cannot be made; says what the tool said.
+    """
+
+    def __init__(self):
+        reason = obstacle()
+        if reason is not None:
+            raise OSError(reason)
+        self.nodes = [f"{PREFIX}-{os.getpid()}-{number}" for number in range(NODES)]
+        self.processes: list[subprocess.Popen] = []
+        self.handlers: dict = {}
+
+    def __enter__(self) -> "Network":
+        remove_leftovers()
+        self.handlers = {
+            number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            for node in self.nodes:
+                tool("ip", "netns", "add", node)
+            first, second = self.nodes
+            end = ("type", "veth", "peer", "name", INTERFACE, "netns", second)
+            tool("ip", "link", "add", INTERFACE, "netns", first, *end)
+            for number, node in enumerate(self.nodes, start=1):
+                tool("ip", "-n", node, "addr", "add", f"10.213.0.{number}/24", "dev", INTERFACE)
+                for interface in ("lo", INTERFACE):
+                    tool("ip", "-n", node, "link", "set", interface, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for node in self.nodes:
+            subprocess.run(["ip", "netns", "del", node], capture_output=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def limit(self, rate: str) -> None:
+        """Let each node send no more than `rate`, in the notation of tc ("100mbit")."""
+        for node in self.nodes:
+            bucket = ("tbf", "rate", rate, "burst", BURST, "latency", LATENCY)
+            tool(
+                "ip",
+                "netns",
+                "exec",
+                node,
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                INTERFACE,
+                "root",
+                *bucket,
+            )
+
+    def start(self, node: int, command: list[str], **options) -> subprocess.Popen:
+        """Start a command on a node, with gloo on its network card; it ends with the network."""
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.nodes[node], *command], env=environment, **options
+        )
+        self.processes.append(process)
+        return process
+
+
+def sent_bytes() -> int:
+    """Bytes that the network card of this process's node has sent; to be called on a node."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
+
+
+def remove_leftovers() -> None:
+    """Remove nodes whose maker no longer lives."""
+    for line in tool("ip", "netns", "list").splitlines():
+        name = line.split()[0] if line.strip() else ""
+        maker = name.removeprefix(f"{PREFIX}-").split("-")[0]
+        if (
+            name.startswith(f"{PREFIX}-")
+            and maker.isdigit()
+            and not Path(f"/proc/{maker}").exists()
+        ):
+            tool("ip", "netns", "del", name)
+
+
+def leave(number: int, _frame) -> None:
+    """Signal handler: end by an exception, so that what is open is closed."""
+    raise SystemExit(128 + number)
+
+
+def tool(*command: str) -> str:
+    """Run a command and return its output; raises OSError if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
 NO_EXCHANGE = "no exchange"
+EXACT = "exact"
+"""DistributedDataParallel without a hook: an all-reduce in float32."""
 BASELINE = "bf16"
 PROCESSES_PER_NODE = 2
-SIDES = (NO_EXCHANGE, gradient_sides.EXACT, "bf16", "gcq", "int8", "int8_hier", "int4_hier")
+SIDES = (NO_EXCHANGE, EXACT, "bf16", "gcq", "int8", "int8_hier", "int4_hier")
+TIMEOUT = timedelta(minutes=5)
+"""A process that waits longer for another gives up."""
 WORKER_SECONDS = 1800
 """A measurement at one rate takes at most this long."""
 
@@ -41,8 +176,9 @@ class Sides:
             torch.manual_seed(1)
             model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
             self.models[name] = DistributedDataParallel(model)
-            if name != NO_EXCHANGE:
-                gradient_sides.attach(self.models[name], name, PROCESSES_PER_NODE)
+            if name not in (NO_EXCHANGE, EXACT):
+                config = GradientConfig(mode=name, node_size=PROCESSES_PER_NODE)
+                compress_gradients(self.models[name], config)
         generator = torch.Generator().manual_seed(distributed.get_rank())
         self.x = torch.randn(rows, width, generator=generator)
 
@@ -60,7 +196,7 @@ class Sides:
         """Relative error of the gradient that the last step left, against the exact mean."""
         found, exact = (
             torch.cat([weight.grad.flatten() for weight in self.models[side].parameters()])
-            for side in (name, gradient_sides.EXACT)
+            for side in (name, EXACT)
         )
         return ((found - exact).norm() / exact.norm()).item()
 
@@ -69,20 +205,24 @@ def worker(rank: int, folder: Path) -> None:
     """One process of the group: takes part in every measurement; writes its own figures."""
     options = json.loads((folder / "options.json").read_text())
     torch.set_num_threads(1)
-    processes.join(rank, network.NODES * PROCESSES_PER_NODE, folder)
+    count = NODES * PROCESSES_PER_NODE
+    store = distributed.FileStore(str(folder / "store"), count)
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT
+    )
     sides = Sides(options["sides"], options["layers"], options["width"], options["batch"])
     found = {name: {"seconds": [], "bytes": []} for name in options["sides"]}
     for round_number in range(-options["warm_up"], options["rounds"]):
         for name in options["sides"]:
             distributed.barrier()
-            sent, start = network.sent_bytes(), time.perf_counter()
+            sent, start = sent_bytes(), time.perf_counter()
             for _ in range(options["steps"]):
                 sides.step(name)
             elapsed = time.perf_counter() - start
             distributed.barrier()
             if round_number >= 0:
                 found[name]["seconds"].append(elapsed / options["steps"])
-                found[name]["bytes"].append((network.sent_bytes() - sent) / options["steps"])
+                found[name]["bytes"].append((sent_bytes() - sent) / options["steps"])
         if rank == 0:
             print(f"round {round_number + 1} of {options['rounds']}", file=sys.stderr, flush=True)
     for name in options["sides"]:
@@ -93,13 +233,13 @@ def worker(rank: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def measure(nodes: network.Network, options: dict) -> list[dict]:
+def measure(nodes: Network, options: dict) -> list[dict]:
     """Run the processes of one measurement; what each of them found, by rank.
 
     Raises:
         RuntimeError: a process failed; its last lines are shown.
     """
-    count = network.NODES * PROCESSES_PER_NODE
+    count = NODES * PROCESSES_PER_NODE
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "options.json").write_text(json.dumps(options))
@@ -137,7 +277,7 @@ def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
 
     A round takes as long as its slowest process; a node's card counts once.
     """
-    cards = [found[node * PROCESSES_PER_NODE] for node in range(network.NODES)]
+    cards = [found[node * PROCESSES_PER_NODE] for node in range(NODES)]
     timings = {}
     for side in found[0]:
         rounds = zip(*(figures[side]["seconds"] for figures in found), strict=True)
@@ -171,19 +311,19 @@ def main() -> None:
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
     options = common.parse(parser)
-    reason = network.obstacle()
+    reason = obstacle()
     if reason is not None:
         parser.error(reason)
     if options.quick:
         options.rates = options.rates[:1]
     shape = {"layers": 2, "width": 32} if options.quick else {"layers": 4, "width": 1024}
-    sides = [NO_EXCHANGE, gradient_sides.EXACT, BASELINE]
+    sides = [NO_EXCHANGE, EXACT, BASELINE]
     sides += [side for side in options.sides if side not in sides]
     work = {**shape, "batch": 4, "steps": 1, "warm_up": 1 if options.quick else 2, "sides": sides}
     work["rounds"] = options.rounds
     parameters = shape["layers"] * shape["width"] ** 2
     figures = []
-    with network.Network() as nodes:
+    with Network() as nodes:
         for rate in options.rates:
             nodes.limit(rate)
             figures += rows(rate, measure(nodes, work), parameters)
@@ -192,11 +332,10 @@ def main() -> None:
         **{key: value for key, value in work.items() if key not in ("rounds", "sides")},
         baseline=BASELINE,
         backend="gloo",
-        nodes=network.NODES,
+        nodes=NODES,
         processes_per_node=PROCESSES_PER_NODE,
         parameters=parameters,
-        network=f"veth pair, tbf with a burst of {network.BURST} and a queue of {network.LATENCY}"
-        " on both ends",
+        network=f"veth pair, tbf with a burst of {BURST} and a queue of {LATENCY} on both ends",
         kernel=os.uname().release,
     )
     common.report("network", figures, conditions, options)

@@ -33,8 +33,7 @@ TRANSLATED = re.compile(r"Translated .* ([\d.]+) tokens/s\)")
 
 
 def rows(folder: Path) -> list[dict]:
-    """One row for each training in an output folder of `lsq numbers`; `ratio` compares seconds an
-    update."""
+    """One row for each training in a folder of `lsq numbers`; `ratio`: of seconds an update."""
     runs = json.loads((folder / "results.json").read_text(encoding="utf-8"))["runs"]
     baseline = runs["float"]["seconds_an_update"]
     return [
@@ -55,8 +54,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 def decoded(log: Path) -> float | None:
-    """Tokens a second of the translation, beam and all, by fairseq's log; None where it does not
-    say."""
+    """Tokens a second of the translation, by fairseq's log; None: it does not say."""
     found = TRANSLATED.findall(log.read_text(encoding="utf-8"))
     return float(found[-1]) if found else None
 

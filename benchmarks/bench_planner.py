@@ -13,10 +13,10 @@ from pathlib import Path
 
 import common
 
-from lsq.native import loader
 from lsq.memory.buffer import Buffer
 from lsq.memory.files import read_buffers
 from lsq.memory.planner import METHODS, plan
+from lsq.native import loader
 
 BASELINE = "greedy_by_size"
 
@@ -49,8 +49,7 @@ def training(layers: int, tokens: int, hidden: int, decoder: bool) -> list[Buffe
 
 
 def guillotine(count: int, seed: int) -> list[Buffer]:
-    """`count` pieces of a rectangle of 2^20 bytes and 2^20 operations, each cut across one of the
-    largest pieces."""
+    """`count` pieces of a rectangle of 2^20 bytes and 2^20 operations, cut again and again."""
     generator = random.Random(seed)
     pieces = [(0, 2**20, 0, 2**20)]
     while len(pieces) < count:
@@ -106,7 +105,6 @@ def instances(quick: bool, files: list[Path]) -> dict[str, list[Buffer]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark; see --help."""
     options = common.parser(__doc__)
     options.add_argument(
         "files", type=Path, nargs="*", metavar="FILE.csv", help="further instances"

@@ -35,17 +35,17 @@ def lap(name, since):
 since = time.perf_counter(), time.process_time()
 import torch
 since = lap("torch", since)
-import lsq.commands.serve, lsq.serving.serve.application, lsq.serving.serve.server
+import lsq, lsq.commands.serve, lsq.serving.http.service, lsq.serving.http.server
 since = lap("lsq", since)
 torch.set_num_threads(threads)
-translator = lsq.serving.translate.Translator(path)
+translator = lsq.Translator(path)
 since = lap("model", since)
 print(json.dumps(laps))
 """
 
 
 def start(path: Path, threads: int, cold: bool) -> dict[str, list[float]]:
-    """Seconds on the clock and of the processor for each step of one start."""
+    """Wall and processor seconds of each step of one start."""
     if cold:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

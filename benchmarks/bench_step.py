@@ -11,22 +11,108 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import common
 import limits
-import plain_transformer
-import step_picture
 import transformer
+from limits import PARTS, REST, UPDATE
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 
 from lsq.commands.step_memory import saved_tensors
 from lsq.layers.memory import plan_memory, release_memory
 from lsq.run import executor
 
-FAIRSEQ = transformer.FAIRSEQ
-LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
+SIDE = "lsq int8, backward int8"
+"""Whose step is drawn in parts."""
+OTHERS = "fairseq", "pytorch"
+"""How the names of the sides begin that it is drawn beside."""
+COLOURS = {part: f"C{number}" for number, part in enumerate((*PARTS, UPDATE))} | {REST: "0.7"}
+ALLOWED = "at the peak of processor\nand memory"
+LEAST_LABELLED = 0.03
+"""Of the longest bar: a shorter part has no figure in it."""
+
+
+def draw(
+    rows: Sequence[Mapping],
+    parts: Mapping[str, Mapping[str, float]],
+    limits: Mapping | None,
+    output: Path,
+) -> None:
+    """Two panels: steps of all sides, and lsq's in parts beside what is allowed.
+
+    Args:
+        rows: of the table.
+        parts: side -> part -> seconds.
+        limits: what limits.measured returned.
+        output: the picture.
+
+    Raises:
+        ValueError: the side that is drawn was not measured, or no limits.
+    """
+    if SIDE not in parts or limits is None:
+        raise ValueError(
+            f"a picture needs the side {SIDE!r} and the limits of a processor with VNNI or AMX;"
+            " measure again with "
+            "py on such a one"
+        )
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    seconds = {row["side"]: row["seconds"] for row in rows if row["side"].startswith(OTHERS)}
+    names = [*seconds, SIDE]
+    left.bar(range(len(seconds)), seconds.values(), color="0.5", width=0.7)
+    _stack(left, len(seconds), parts[SIDE])
+    longest = max(seconds.values())
+    for place, value in enumerate([*seconds.values(), sum(parts[SIDE].values())]):
+        left.text(place, value + longest / 100, f"{value:.2f}", ha="center", va="bottom")
+    left.set_xticks(range(len(names)), [_in_lines(name) for name in names], fontsize="small")
+    left.set_ylabel("seconds a step")
+    for place, each in enumerate((parts[SIDE], limits["seconds"])):
+        _stack(right, place, each, labelled=LEAST_LABELLED * sum(parts[SIDE].values()))
+        total = sum(each.values())
+        right.text(place, total * 1.005, f"{total:.2f}", ha="center", va="bottom")
+    right.set_xticks(range(2), [_in_lines(SIDE), ALLOWED], fontsize="small")
+    handles, labels = right.get_legend_handles_labels()
+    pairs = dict(zip(labels, handles, strict=True))
+    right.legend(reversed(pairs.values()), reversed(pairs), fontsize="small", loc="upper right")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=110)
+
+
+def _stack(
+    axes: Axes, place: int, parts: Mapping[str, float], labelled: float | None = None
+) -> None:
+    """One bar; with figures in those parts of it that take at least `labelled` seconds."""
+    bottom = 0.0
+    for part, colour in COLOURS.items():
+        axes.bar(place, parts[part], bottom=bottom, color=colour, width=0.7, label=part)
+        if labelled is not None and parts[part] >= labelled:
+            middle = bottom + parts[part] / 2
+            axes.text(
+                place,
+                middle,
+                f"{parts[part]:.3f}",
+                ha="center",
+                va="center",
+                fontsize="small",
+                color="white",
+            )
+        bottom += parts[part]
+
+
+def _in_lines(name: str) -> str:
+    return (
+        name.replace(", ", ",\n")
+        .replace(" bfloat16 ", "\nbfloat16\n")
+        .replace("fairseq ", "fairseq\n")
+    )
+
+
+FAIRSEQ, LSQ = transformer.FAIRSEQ, transformer.LSQ
 OPERATIONS = 15
 """Operations (and kinds of saved tensors) listed for each side, the largest."""
 WARM_UP = common.SETTLED
@@ -43,14 +129,11 @@ LSQ_NAME = "lsq"
 SIDES: dict[str, Callable] = {
     "fairseq float32": _side(*FAIRSEQ),
     "fairseq bfloat16": _side(*FAIRSEQ, autocast=True),
-    "pytorch bfloat16 eager": plain_transformer.Side,
-    "pytorch bfloat16 compiled": functools.partial(plain_transformer.Side, backend="inductor"),
+    "pytorch bfloat16 eager": transformer.PlainSide,
+    "pytorch bfloat16 compiled": functools.partial(transformer.PlainSide, backend="inductor"),
     "torchao int8": _side(*FAIRSEQ, change=transformer.torchao_int8),
     "torchao int8, bfloat16": _side(*FAIRSEQ, change=transformer.torchao_int8, autocast=True),
     "lsq int8, backward float32": _side(*LSQ, "--lsq-backward", "float"),
-    "lsq int8, backward bfloat16": _side(
-        *LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"
-    ),
     "lsq int8, backward int8": _side(*LSQ, "--lsq-backward", "int8"),
 }
 """Name -> what builds the side for a shape."""
@@ -170,6 +253,23 @@ def plan_sides(sides: dict[str, transformer.Side], shape: transformer.Shape) -> 
     return {name: memory.arena.size for name, memory in memories.items() if memory is not None}
 
 
+def print_operations(operations: dict[str, dict[str, float]], kept: dict[str, dict]) -> None:
+    """Where each side's time goes and what it keeps for backward."""
+    for name, seconds in operations.items():
+        largest = kept[name]["largest_saved"]
+        print(f"{name}: operations of one step")
+        print(
+            common.table([{"operation": key, "seconds": value} for key, value in seconds.items()])
+        )
+        print(f"\n{name}: largest tensors kept for backward")
+        print(
+            common.table(
+                [{"tensor": key, "megabytes": 1e-6 * value} for key, value in largest.items()]
+            )
+        )
+        print()
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument(
@@ -187,10 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="only this and float; repeatable",
     )
     parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE.png",
-        help="draw where a step's time goes, see step_picture.py",
+        "--picture", type=Path, metavar="FILE.png", help="draw where a step's time goes"
     )
     options = common.parse(parser, arguments)
     shape = transformer.QUICK if options.quick else transformer.Shape()
@@ -266,24 +363,7 @@ def main(arguments: list[str] | None = None) -> None:
         limits=possible,
     )
     if options.picture is not None:
-        step_picture.draw(rows, parts, possible, options.picture)
-
-
-def print_operations(operations: dict[str, dict[str, float]], kept: dict[str, dict]) -> None:
-    """Where each side's time goes and what it keeps for backward."""
-    for name, seconds in operations.items():
-        largest = kept[name]["largest_saved"]
-        print(f"{name}: operations of one step")
-        print(
-            common.table([{"operation": key, "seconds": value} for key, value in seconds.items()])
-        )
-        print(f"\n{name}: largest tensors kept for backward")
-        print(
-            common.table(
-                [{"tensor": key, "megabytes": 1e-6 * value} for key, value in largest.items()]
-            )
-        )
-        print()
+        draw(rows, parts, possible, options.picture)
 
 
 if __name__ == "__main__":

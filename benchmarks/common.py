@@ -163,13 +163,11 @@ def settle(run: Callable[[], object]) -> None:
 
 
 def timing(values: list[float]) -> Timing:
-    """Median and fastest of measured seconds."""
     return Timing(median=statistics.median(values), fastest=min(values))
 
 
 def beside_a_copy(timings: Mapping[str, Timing], moved: int) -> Iterator[dict]:
-    """Columns of a row for each side of `timings`, "plain" and "copy" among them; `moved`: bytes
-    read and written."""
+    """Columns of each side's row; sides have "plain" and "copy"; `moved`: bytes in and out."""
     for side, timing in timings.items():
         yield {
             "side": side,
@@ -187,8 +185,7 @@ def seconds(
     synchronize: Callable | None = None,
     clock: Callable[[], float] | None = None,
 ) -> float:
-    """Seconds of `clock` (None: the wall's) a call, over `repeats` of `run`; `synchronize` waits
-    for a device."""
+    """Seconds a call over `repeats`, by `clock` (None: wall time); `synchronize` waits."""
     wait, clock = synchronize or (lambda: None), clock or time.perf_counter
     wait()
     start = clock()
@@ -228,8 +225,7 @@ def conditions(options: argparse.Namespace, **more) -> dict:
 
 
 def processor() -> str:
-    """Model name of the processor, with its family and model number, which virtual machines leave
-    out of the name."""
+    """Name of the processor with family and model number, which virtual machines may hide."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -274,8 +270,7 @@ def report(
 def keep(
     name: str, rows: list[Mapping], conditions: Mapping, options: argparse.Namespace, **figures
 ) -> str:
-    """Write everything to the file of --json, at once or not at all; the JSON object, as `report`
-    has it."""
+    """Write the JSON object to the file of --json, all at once; the object."""
     line = json.dumps({"benchmark": name, "conditions": conditions, "rows": rows, **figures})
     if options.json is not None:
         partial = options.json.with_suffix(".partial")
@@ -298,8 +293,7 @@ def plain(value) -> str:
 
 
 def table(rows: list[Mapping]) -> str:
-    """`rows` as aligned text with a heading; numbers with four significant digits, aligned to the
-    right."""
+    """`rows` as aligned text with a heading; numbers to the right, with four digits."""
     heading = list(rows[0]) if rows else []
     cells = [[cell(row[key]) for key in heading] for row in rows]
     widths = [

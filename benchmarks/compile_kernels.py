@@ -1,14 +1,13 @@
 """Compiles every kernel that transformer base and big need, for each GPU architecture, and reports
 what they take.
 
-Needs NVRTC (`pip install '.[cuda13]'`), but no GPU and no driver. Prints a table; --json and
---markdown keep it. The exit status is 1 if a kernel spills registers to memory. Compiled kernels
+Needs NVRTC (`pip install '.[cuda13]'`), but no GPU and no driver. Prints a table, which
+--markdown keeps. The exit status is 1 if a kernel spills registers to memory. Compiled kernels
 are kept as always: where XDG_CACHE_HOME says.
 """
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -61,8 +60,8 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from lsq.run.cuda import AbsentGPU
-from lsq.serving.decode.architecture import Architecture, StackArchitecture
-from lsq.serving.decode.programs import encoder_program, step_program
+from lsq.serving.architecture import Architecture, StackArchitecture
+from lsq.serving.step_programs import encoder_program, step_program
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -108,7 +107,7 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
     """The layers of a model, in every mode that changes kernels."""
     for quant in (
         QuantConfig(backward="int8"),
-        QuantConfig(backward="float", backward_dtype="bfloat16"),
+        QuantConfig(backward="float"),
         QuantConfig(clip_gradient="lsq", backward="int8"),
         QuantConfig(mode="float"),
         QuantConfig(weight_format="nvfp4", activation_format="int6/row"),
@@ -124,7 +123,7 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
 
 
 def measured_configuration(size: Size) -> Iterator[LayerConfig]:
-    """Of the layers that gpu_round.sh trains."""
+    """The layers that gpu_round.sh trains."""
     yield layer_config(size, QuantConfig(backward="int8"), 0.1)
 
 
@@ -159,7 +158,7 @@ def needed_programs(models: Iterable[Size], layers: Callable = configurations) -
 
 
 def translation_model(size: Size, config: LayerConfig) -> Architecture:
-    """What the decoding engine needs to know of one, with a layer on each side."""
+    """An architecture for the decoding engine, with a layer on each side."""
     stack = StackArchitecture(
         config=config,
         layers=1,
@@ -183,8 +182,7 @@ def translation_model(size: Size, config: LayerConfig) -> Architecture:
 
 
 def messages(dtypes=DTYPES) -> Iterator[Operation]:
-    """What packs gradients of each dtype into messages, adds messages up and unpacks them, in every
-    specialised way."""
+    """Packing, summing and unpacking of gradient messages, in every specialised way."""
     kinds = itertools.product(MESSAGE_BLOCKS, BITS, (None, KEY), (1, PROCESSES), dtypes)
     for block, bits, key, rows, dtype in kinds:
         layout = MessageLayout.of_shard(TOKENS, block=block, bits=bits)
@@ -201,8 +199,7 @@ def messages(dtypes=DTYPES) -> Iterator[Operation]:
 
 
 def next_words(size: Size) -> Iterator[Operation]:
-    """What a search and what sampling ask of a decoding step; one operation, since nothing in it is
-    specialised."""
+    """The operation that search and sampling ask of a decoding step; nothing specialises it."""
 
     def tensor(name, *shape, dtype=torch.float32):
         return VirtualTensor(name=name, shape=shape, dtype=dtype)
@@ -226,7 +223,7 @@ def next_words(size: Size) -> Iterator[Operation]:
 
 
 def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
-    """Of codes with scales of groups, by the tile for few rows and that for many."""
+    """Products of codes with scales of groups, for few rows and for many."""
     for group, rows in itertools.product(groups, (FEW_ROWS_OF_GROUPS, FEW_ROWS_OF_GROUPS + 1)):
 
         def codes(count, group=group):
@@ -244,8 +241,7 @@ def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
 
 
 def of_packed_weights(project: Project) -> Iterator[Operation]:
-    """What decoding makes of a product of few rows where its weight is stored as int4, or is 2:4
-    sparse."""
+    """A product of few rows with its weight as int4, and as 2:4 sparse."""
     inner, outputs = project.x.tensor.shape[1], project.columns
 
     def tensor(name, *shape, dtype=torch.int8):
@@ -292,8 +288,7 @@ def kernels(operations: Iterable[Operation], dtypes=DTYPES, by=TILES) -> set[Ker
 
 
 def of_program(program: Program) -> Iterator[Operation]:
-    """What rounds its weights, and its operations; those of few rows also with weights as decoding
-    has them."""
+    """A program's operations, with those that round its weights, and variants for decoding."""
     for weight in program.weights.values():
         if weight.codes is not None:
             yield RoundWeight(weight=weight)
@@ -314,8 +309,7 @@ def of_program(program: Program) -> Iterator[Operation]:
 def needed(
     dtypes=DTYPES, models: Sequence[Size] = tuple(sizes(TOKENS)), layers: Callable = configurations
 ) -> list[Kernel]:
-    """Every kernel of every program and of the operations outside programs, for activations of each
-    dtype."""
+    """Kernels of every program and of operations outside programs, for these activations."""
     alone = itertools.chain(messages(dtypes), grouped_products())
     found = kernels(alone, dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     outside = (operations(size) for size in models for operations in (others, next_words))
@@ -325,7 +319,7 @@ def needed(
 
 
 def of_round(sm: int) -> list[Kernel]:
-    """What gpu_round.sh probes, trains and tunes on a GPU of that compute capability."""
+    """Kernels that gpu_round.sh probes, trains and tunes on a GPU of that compute capability."""
     import gpu_probe  # takes seconds
 
     found = gpu_probe.kernels() | set(
@@ -356,7 +350,7 @@ def report(wanted: list[Kernel], targets=TARGETS) -> dict[tuple[str, str], Resou
 
 
 def spills(found: dict[tuple[str, str], Resources]) -> list[str]:
-    """What each kernel that spills registers spills, in words."""
+    """Kernels that spill registers, in words."""
     return [
         f"{kernel} spills {taken.spill_bytes} bytes on {target}"
         for (kernel, target), taken in found.items()
@@ -386,9 +380,6 @@ def markdown(found: dict[tuple[str, str], Resources], version: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the report to FILE as JSON"
-    )
     parser.add_argument("--target", choices=TARGETS, help="compile for that GPU alone")
     parser.add_argument(
         "--round",
@@ -405,12 +396,6 @@ def main(arguments: list[str] | None = None) -> int:
     found = report(wanted, [options.target] if options.target else TARGETS)
     version = compiler.version()
     print(markdown(found, version), end="")
-    if options.json:
-        rows = [
-            {"kernel": kernel, "target": target, **vars(taken)}
-            for (kernel, target), taken in found.items()
-        ]
-        options.json.write_text(json.dumps({"nvrtc": version, "kernels": rows}) + "\n")
     if options.markdown:
         options.markdown.write_text(markdown(found, version))
     for line in spills(found):

@@ -24,7 +24,7 @@ from fairseq.sequence_generator import SequenceGenerator
 
 from lsq import Translator
 from lsq.commands import cli
-from lsq.serving.translate.batches import batches
+from lsq.serving.translator import batches
 from lsq.text import score
 from lsq.text.corpus import read_items
 
@@ -36,21 +36,18 @@ Side = Callable[[Sequence[str]], list[str]]
 
 
 def run_lsq(*words: str) -> None:
-    """Run a command of lsq; after a mistake, which it has told, the process ends with its
-    status."""
+    """Run a command of lsq; if it fails, this process ends with its status."""
     status = cli.main(list(words))
     if status:
         sys.exit(status)
 
 
 def of_lsq(translator: Translator, beam: int) -> Side:
-    """`lsq translate`."""
     options = replace(translator.options, beam=beam)
     return lambda lines: [best.text for best, *_ in translator.translate(lines, options)]
 
 
 def of_fairseq(exported: Path, data: Path, translator: Translator, beam: int) -> Side:
-    """fairseq's own Transformer and generator."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(exported)], {"data": str(data)}
     )
@@ -80,7 +77,6 @@ def of_fairseq(exported: Path, data: Path, translator: Translator, beam: int) ->
 def of_ctranslate2(
     exported: Path, compute_type: str, translator: Translator, beam: int, threads: int
 ) -> Side:
-    """CTranslate2."""
     engine = common.ctranslate2().Translator(
         str(exported), compute_type=compute_type, intra_threads=threads
     )
@@ -102,7 +98,7 @@ def of_ctranslate2(
 
 
 def sides_of(run: Path, beam: int, threads: int, folder: Path) -> dict[str, Side]:
-    """Those that translate; `folder` takes what is exported."""
+    """The decoders; `folder` takes the exported models."""
     exported = {target: folder / f"{target}.model" for target in ("lsq", "fairseq", "ctranslate2")}
     for target, path in exported.items():
         run_lsq("export", str(run), "--to", target, "--output", str(path))

@@ -1,4 +1,7 @@
-"""What benchmarks on a GPU share: where they run, how they time, and what their figures depend on.
+"""What benchmarks on a GPU share: where they run, how they time, what their figures depend on, and
+tables of results.
+
+    python benchmarks/gpu.py step.json gemm.json [--short] [--output results.md]
 
 Events time a captured graph of many launches, so that what the host takes to launch them does not
 count. Launches that follow one another work on different copies of their tensors, together several
@@ -8,13 +11,16 @@ times plain calls.
 """
 
 import argparse
+import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import common
 import torch
@@ -77,13 +83,11 @@ def open_device(name: str, choose: Choose = first_candidate) -> Device:
 
 
 def on_gpu(device: Device) -> bool:
-    """Whether it is a GPU and not the emulator."""
     return device.place.type == "cuda"
 
 
 def copies(device: Device, moved: int, held: int) -> int:
-    """How many copies of tensors a measurement rotates among, where each call moves `moved` bytes
-    and holds `held`."""
+    """How many copies of tensors to rotate among, by bytes that a call moves and holds."""
     if not on_gpu(device):
         return 2
     cache = torch.cuda.get_device_properties(device.place).L2_cache_size
@@ -150,7 +154,6 @@ class _Graph:
                     call()
 
     def seconds(self) -> float:
-        """Per call."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self._graph.replay()
@@ -186,13 +189,12 @@ def copy_bandwidth(device: Device, rounds: int) -> float:
 
 
 def fastest_copy(timings: Mapping[str, common.Timing]) -> float:
-    """Median seconds of the faster of the sides that `copy_sides` made."""
+    """Median seconds of the faster of `copy_sides`' sides."""
     return min(timing.median for name, timing in timings.items() if name.startswith("copy"))
 
 
 def conditions(device: Device, **more) -> dict:
-    """What figures on a device depend on; to be asked for just after measuring, while its clocks
-    are still up."""
+    """Conditions on a device; ask for them just after measuring, while its clocks are up."""
     libraries = {
         "driver_supports": ".".join(map(str, device.driver.version)),
         "torch": torch.version.cuda,
@@ -206,7 +208,6 @@ def conditions(device: Device, **more) -> dict:
 
 
 def hardware(place: torch.device) -> dict:
-    """The GPU, its driver and its clocks."""
     properties = torch.cuda.get_device_properties(place)
     return {
         "device": properties.name,
@@ -323,8 +324,7 @@ def lost() -> str | None:
 def survey(
     name: str, conditions: Mapping, options: argparse.Namespace, **more: list[dict]
 ) -> Survey:
-    """A survey that keeps what it finds in the file of --json, as the benchmark's report so far;
-    `more`: see there."""
+    """A survey that writes what it finds to the file of --json; `more`: further tables."""
 
     def keep(found: Survey) -> None:
         common.keep(
@@ -343,9 +343,203 @@ def survey(
 
 
 def report(name: str, survey: Survey, conditions: Mapping, options: argparse.Namespace) -> int:
-    """Print and keep what a survey found, see common.report; the exit status: 1 if anything failed
-    or nothing was measured.
-    """
+    """Print and keep a survey, see common.report; the exit status, 1 after any failure."""
     found = {"failed": survey.failed, "left_out": survey.left_out, **survey.more}
     common.report(name, survey.rows, conditions, options, **found)
     return int(bool(survey.failed) or not survey.rows)
+
+
+GOAL = 0.85
+"""What the kernels of an operation should reach of a copy's bandwidth."""
+LONGEST, MOST = 200, 10
+"""Characters of a failure, and failures, in the summary table."""
+HEADLINE = (
+    "device",
+    "multiprocessors",
+    "nvidia_smi",
+    "cuda",
+    "copy_gigabytes_per_second",
+    "versions",
+    "baseline",
+)
+HEADLINE += ("shapes", "shape", "dtypes")
+"""Conditions that stand above a table, where there are any."""
+
+
+def load(paths: Iterable[Path]) -> list[dict]:
+    """Every result of the files.
+
+    Raises:
+        ValueError: a line is not the JSON object of a benchmark.
+    """
+    found = []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                result = json.loads(line)
+                found.append(
+                    {key: result[key] for key in ("benchmark", "conditions", "rows")} | result
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: not the JSON object of a benchmark ({error!r})"
+                ) from error
+    return found
+
+
+def markdown(result: Mapping) -> str:
+    """Heading, conditions, table, and what failed or was left out."""
+    conditions = result["conditions"]
+    lines = [f"## {result['benchmark']}, {conditions['device']}", ""]
+    lines += [
+        f"* {key}: {common.plain(conditions[key])}" for key in HEADLINE if conditions.get(key)
+    ]
+    lines += ["", *markdown_table(result["rows"])]
+    if "kernels" in result:
+        lines += ["", *markdown_table(result["kernels"])]
+    lines += [
+        f"* failed: {what}: {why.splitlines()[0]}" for what, why in result.get("failed", {}).items()
+    ]
+    lines += [f"* left out, no time: {what}" for what in result.get("left_out", ())]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(rows: list[Mapping]) -> list[str]:
+    """Lines of a table; none without rows."""
+    if not rows:
+        return ["No rows."]
+    body = [[common.cell(value).replace("|", "\\|") for value in row.values()] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in (list(rows[0]), ["---"] * len(rows[0]), *body)]
+
+
+def operation_rows(rows: list[Mapping]) -> list[dict]:
+    """One row for each operation: its kernels' ratio to a copy, and the most gigabytes a second."""
+    found = []
+    for name in dict.fromkeys(row["operation"] for row in rows):
+        mine = [row for row in rows if row["operation"] == name and row["ratio"] is not None]
+        if mine:
+            ratios = [row["ratio"] for row in mine]
+            figures = {
+                "worst": min(ratios),
+                "median": statistics.median(ratios),
+                "best": max(ratios),
+            }
+            reached = sum(ratio >= GOAL for ratio in ratios)
+            fastest = max(row["gigabytes_per_second"] for row in mine)
+            found.append(
+                {
+                    "operation": name,
+                    "calls": len(mine),
+                    f"at_{GOAL}": reached,
+                    **figures,
+                    "most": fastest,
+                }
+            )
+    return found
+
+
+def product_rows(rows: list[Mapping]) -> list[dict]:
+    """One row for each number of tokens: medians over the products, and the fastest."""
+    keys = ("cublaslt_tops", "best_tops", "int_mm_tops", "bfloat16_tops", "ratio", "best_ratio")
+    found = []
+    for square, tokens in dict.fromkeys((row["layer"] == "square", row["tokens"]) for row in rows):
+        mine = [
+            row for row in rows if (row["layer"] == "square", row["tokens"]) == (square, tokens)
+        ]
+        medians = {key: statistics.median(row[key] for row in mine) for key in keys}
+        where = f"{tokens}, square" if square else str(tokens)
+        most = max(row["best_tops"] for row in mine)
+        found.append({"tokens": where, "products": len(mine), **medians, "most_tops": most})
+    return found
+
+
+def step_rows(rows: list[Mapping]) -> list[dict]:
+    """The figures that matter most of each side."""
+    keys = (
+        "side",
+        "model",
+        "tokens",
+        "milliseconds",
+        "tokens_per_second",
+        "peak_gigabytes",
+        "loss",
+        "ratio",
+    )
+    return [{key: row[key] for key in keys} | {"remark": row["remark"][:40]} for row in rows]
+
+
+def probe_rows(rows: list[Mapping]) -> list[dict]:
+    """The number of kernels that are right, and those that are not."""
+    right = {
+        "kernel": f"{sum(row['state'] == 'ok' for row in rows)} of {len(rows)}",
+        "state": "ok",
+        "why": "",
+    }
+    wrong = [row for row in rows if row["state"] != "ok"]
+    return [right, *({key: str(row[key])[:LONGEST] for key in right} for row in wrong)]
+
+
+SHORT: dict[str, Callable[[list[Mapping]], list[dict]]] = {
+    "gemm": product_rows,
+    "gpu_step": step_rows,
+    "probe": probe_rows,
+}
+"""Benchmark -> the summary of its rows; those of operations have `operation_rows`."""
+
+
+def summary(results: list[Mapping]) -> str:
+    rows: dict[str, list[dict]] = {}
+    for result in results:
+        name, found = result["benchmark"], result["rows"]
+        kind = "operations" if found and "kernels_microseconds" in found[0] else name
+        of_kind = operation_rows if kind == "operations" else SHORT.get(name, list)
+        rows.setdefault(kind, []).extend(of_kind(found))
+    for result in results:  # of what was measured first
+        kernels = result.get("kernels", [])
+        first = [
+            row
+            for row in kernels
+            if all(row[key] == kernels[0][key] for key in ("side", "model", "tokens"))
+        ]
+        rows.setdefault("kernels", []).extend(first)
+    parts = [f"{kind}\n{common.table(found)}" for kind, found in rows.items() if found]
+    failed = [
+        f"{result['benchmark']} failed: {what}: {why}"[:LONGEST]
+        for result in results
+        for what, why in result.get("failed", {}).items()
+    ]
+    left_out = [
+        f"{result['benchmark']}: {len(result['left_out'])} measurements left out, no time"
+        for result in results
+        if result.get("left_out")
+    ]
+    more = [f"and {len(failed) - MOST} failures more"] if len(failed) > MOST else []
+    return "\n\n".join([*parts, "\n".join([*failed[:MOST], *more, *left_out])]).rstrip()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, nargs="+", metavar="FILE", help="lines of JSON")
+    parser.add_argument(
+        "--short", action="store_true", help="print a few lines on everything instead of Markdown"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the Markdown to FILE, print nothing of it",
+    )
+    options = parser.parse_args(arguments)
+    results = load(options.results)
+    text = "\n".join(map(markdown, results))
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    if options.short:
+        print(summary(results))
+    elif not options.output:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

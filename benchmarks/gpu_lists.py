@@ -1,9 +1,9 @@
 """The launches of a training step, found without a GPU, and what their kernels do, counted in the
 emulator.
 
-Products and their ends are listed apart, as with cuBLASLt: gpu_step.py joins those that one kernel
-does. Kernels are counted at few tokens and true widths, where warps access memory as they do at
-many; gpu_work.py scales what is counted.
+Products and their ends are listed apart, as with cuBLASLt: model_gpu_step.py joins those that one
+kernel does. Kernels are counted at few tokens and true widths, where warps access memory as they
+do at many; gpu_model.py scales what is counted.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu_work import bytes_of
+from gpu_model import bytes_of
 from operations import PADDING, Size, layer_config, table, words
 
 from lsq import gemm
@@ -53,7 +53,7 @@ BY_WORDS = Embed, EmbedGradient, KeptWeightGradient
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A pass of a step."""
+    """Launches of a forward or backward pass, or of the update."""
 
     name: str
     times: int
@@ -64,8 +64,7 @@ class Part:
 
 
 def step(size: Size, quant: QuantConfig) -> list[Part]:
-    """A step of training without calibration: every program of it, and the update of the
-    weights."""
+    """A training step without calibration: its programs and the update of the weights."""
     found = []
     for times, program in training(size, quant):
         with gemm.ended_by(None):
@@ -110,8 +109,7 @@ def _training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
 
 
 def parameters(size: Size, quant: QuantConfig) -> int:
-    """Numbers that a model learns; its three embeddings and the projection onto the vocabulary
-    share one table."""
+    """Number of parameters; embeddings and the projection to the vocabulary share a table."""
     of_layers = sum(
         times * sum(math.prod(parameter.shape) for parameter in program.parameters)
         for times, program in training(size, quant)
@@ -121,8 +119,7 @@ def parameters(size: Size, quant: QuantConfig) -> int:
 
 
 def update(size: Size, quant: QuantConfig) -> Part:
-    """Adam's two launches: what is not rounded, and weights with their codes, here as if they were
-    one."""
+    """Adam's two launches, each as if its parameters were one matrix: floats, then weights."""
     table = size.vocabulary * size.hidden
     weights = table + sum(
         times * math.prod(weight.values.shape)
@@ -137,7 +134,7 @@ def update(size: Size, quant: QuantConfig) -> Part:
 
 
 def adam(rows: int, columns: int, quant: QuantConfig | None = None) -> Adam:
-    """Of a matrix, virtual; with codes where `quant` says of what kind."""
+    """An update of a virtual matrix; it rounds to codes where `quant` is given."""
 
     def tensor(name, *shape, dtype=torch.float32):
         return VirtualTensor(name=name, shape=shape, dtype=dtype)
@@ -189,8 +186,7 @@ def alike(entries: Iterable[Launch | Product]) -> dict[int, int]:
 
 
 def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
-    """By key: how many launches of it there are in an operation with few sentences, where it is
-    counted."""
+    """By key: launches of it in an operation with few sentences, where it is counted."""
     with small_grids(size):
         found = [
             launches(operation, "meta", tile_of(size))
@@ -205,8 +201,7 @@ def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
 
 @contextlib.contextmanager
 def small_grids(size: Size) -> Iterator[None]:
-    """Blocks that sum over rows are fewer, so that with few sentences each has as many rows as with
-    all of them."""
+    """Use fewer blocks that sum over rows, so that each has as many rows as in a step."""
     blocks, few = geometry.BLOCKS, few_sentences(size)
     geometry.BLOCKS = max(1, blocks * few.tokens // size.tokens)
     try:
@@ -216,13 +211,11 @@ def small_grids(size: Size) -> Iterator[None]:
 
 
 def few_sentences(size: Size) -> Size:
-    """The batch whose kernels are counted."""
     return dataclasses.replace(size, sentences=min(FEW, size.sentences))
 
 
 def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profile]:
-    """By key: what each kernel of the steps of these models does; the sizes are those of the
-    batches to count at."""
+    """By key: counts of each kernel of these models' steps, counted at these batches."""
     best: dict[str, tuple[int, Operation, Size]] = {}
     for size in sizes:
         with small_grids(size):
@@ -244,8 +237,7 @@ def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profil
 
 
 def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
-    """Of a step with few sentences; of sums by words, whose work does not grow evenly, with all of
-    them."""
+    """Operations of a step with few sentences; sums by words have all, for they scale badly."""
     for _, program in training(few_sentences(size), quant):
         yield from (
             of_few_words(one) for one in program.operations if not isinstance(one, BY_WORDS)
@@ -256,8 +248,7 @@ def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
 
 
 def of_few_words(operation: Operation) -> Operation:
-    """Of a product that only tiles end: with fewer words and values to multiply, which the emulator
-    has time for."""
+    """A product that only tiles end, with fewer words and values, to save time."""
     given = getattr(operation, "prediction", None)
     if given is None or isinstance(operation, KeptInputGradient):
         return operation
@@ -275,15 +266,14 @@ def of_few_words(operation: Operation) -> Operation:
 
 
 def tile_of(size: Size) -> gemm.TileConfiguration | None:
-    """Of logits, by the rule for the whole step, whatever is counted of it."""
+    """The tile of logits that the rule takes for the whole step."""
     return default_tile(
         ProductKey(op="vocabulary_loss", m=size.tokens, n=size.padded, k=size.hidden)
     )
 
 
 def launches(operation: Operation, place: str, tile: gemm.TileConfiguration | None) -> list[Launch]:
-    """What an operation launches beside products, on random tensors; products have left small
-    sums."""
+    """An operation's launches beside products, on random tensors."""
     real = Sampler(place).operation(operation) if place == "cpu" else on_meta(operation)
     with gemm.ended_by(tile if hasattr(operation, "prediction") else None):
         scratch = [
@@ -296,7 +286,7 @@ def launches(operation: Operation, place: str, tile: gemm.TileConfiguration | No
 
 
 def on_meta(operation: Operation) -> Operation:
-    """The same with tensors that take no memory."""
+    """The operation on tensors that take no memory."""
     made = {}
 
     def make(tensor):

@@ -13,10 +13,91 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from gpu_work import SECTOR, Work
+import torch
 
-from lsq.emulator.profile import WARP, Limits, fitting_blocks
+from lsq.emulator import profile
+from lsq.emulator.profile import WARP, Limits, Profile, Traffic, fitting_blocks
 from lsq.gemm import TileConfiguration
+from lsq.native.launch import Launch
+
+SECTOR = 32
+SPARSE = 0.5
+"""Of a tensor that does not grow with the batch; where less of it is touched, more is touched in a
+larger batch."""
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def place_of(tensor: torch.Tensor) -> tuple:
+    """A key that is equal for the same memory."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a launch does: bytes by the place of their tensor, each counted once, and work by warps.
+
+    A tensor that grows with the batch is read and written as often as at few tokens; one that does
+    not, is read by as many more warps as there is more work, and once from memory. One that grows
+    more than the work is touched in part.
+    """
+
+    reads: dict[object, float]
+    writes: dict[object, float]
+    sectors: float
+    """Of all requests."""
+    shared_passes: float
+    instructions: dict[str, float]
+    warps: int
+    warps_of_block: int
+
+    @staticmethod
+    def of(counted: Profile, entry: Launch, shared: float = 1.0) -> "Work":
+        """Scale counts on small tensors to a launch on large ones; `shared` launches share it."""
+        tensors = profile.operands_of(entry)
+        work = growth(counted, tensors) / shared
+        reads: dict[object, float] = {}
+        writes: dict[object, float] = {}
+        sectors = 0.0
+        for real, one in zip(tensors, counted.operands, strict=True):
+            own = min(bytes_of(real) / one.bytes, work) if one.bytes else 0.0
+            for traffic, moved in ((one.reads, reads), (one.writes, writes), (one.atomics, writes)):
+                touched = scaled_bytes(traffic, one.bytes, bytes_of(real), work)
+                if touched:
+                    moved[place_of(real)] = moved.get(place_of(real), 0.0) + touched
+                sectors += traffic.sectors * (own if own > 1 else work)
+        block = entry.block[0] * entry.block[1] * entry.block[2]
+        return Work(
+            reads=reads,
+            writes=writes,
+            sectors=sectors,
+            shared_passes=counted.shared_passes * work,
+            instructions={kind: number * work for kind, number in counted.instructions.items()},
+            warps=-(-block // profile.WARP) * entry.grid[0] * entry.grid[1] * entry.grid[2],
+            warps_of_block=-(-block // profile.WARP),
+        )
+
+
+def growth(counted: Profile, tensors: list[torch.Tensor]) -> float:
+    pairs = zip(tensors, counted.operands, strict=True)
+    grown = (
+        bytes_of(real) / one.bytes for real, one in pairs if one.reads.touched + one.writes.touched
+    )
+    return max(grown, default=1.0)
+
+
+def scaled_bytes(traffic: Traffic, counted: int, real: int, work: float) -> float:
+    """Bytes touched of a tensor of `real` bytes, from counts on one of `counted` bytes."""
+    touched = traffic.touched * SECTOR
+    if not touched:
+        return 0.0
+    grows = min(real / counted, work)
+    if grows <= 1 and touched < SPARSE * counted:
+        grows = work
+    return min(touched * grows, real)
+
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.55))
@@ -53,17 +134,13 @@ class Gpu:
 
     name: str
     target: str
-    """That kernels are compiled for."""
     multiprocessors: int
     gigahertz: float
-    """Under load."""
     memory: float
-    """Bytes a second."""
     copying: float
     """Part of it that a copy reaches."""
     l2_bytes: float
     l2: float
-    """Bytes a second."""
     bfloat16: float
     """Operations a second of products, dense, with float32 sums."""
     int8: float
@@ -93,12 +170,10 @@ class Gpu:
 
     @property
     def sm(self) -> int:
-        """Compute capability, e.g. 90."""
         return int(self.target.removeprefix("sm_").rstrip("a"))
 
     @property
     def copy(self) -> float:
-        """Bytes a second that a copy reads and writes."""
         return self.memory * self.copying
 
 
@@ -168,7 +243,7 @@ GPUS = (A100, RTX_4090, H100)
 
 
 def variant(gpu: Gpu, luck: float) -> Gpu:
-    """The same where what nobody has measured turns out better (`luck` 1) or worse (-1)."""
+    """The GPU if what nobody has measured is better (`luck` 1) or worse (-1)."""
     return replace(
         gpu,
         int8_reached=gpu.int8_reached + 0.12 * luck,
@@ -190,13 +265,12 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplied(Moved):
-    """A product [M, N] with K multiplications to a result, or several of them."""
+    """A product [M, N] with K multiplications to a result."""
 
     m: int
     n: int
     k: int
     int8: bool = False
-    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +286,6 @@ class Time:
 
     @property
     def total(self) -> float:
-        """With the gap after it."""
         return self.seconds + self.gap
 
 
@@ -260,7 +333,7 @@ class Clock:
         gpu = self.gpu
         peak = gpu.int8 * gpu.int8_reached if product.int8 else gpu.bfloat16 * gpu.bfloat16_reached
         traffic, touched = self._traffic(product)
-        work = 2.0 * product.m * product.n * product.k * product.count
+        work = 2.0 * product.m * product.n * product.k
         parts = {
             "products": work / peak / tile_rate(product, gpu.multiprocessors),
             "memory": traffic / gpu.copy,
@@ -325,8 +398,7 @@ class Clock:
 
 
 def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
-    """Cycles that a single multiprocessor needs at least to execute so many instructions of
-    warps."""
+    """The least cycles in which a multiprocessor executes instructions of warps."""
     units = dict.fromkeys(gpu.lanes, 0.0)
     for kind, count in instructions.items():
         executed = count * gpu.integers if kind == "integer" else count
@@ -338,18 +410,17 @@ def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
 
 
 def tile_rate(product: Multiplied, multiprocessors: int) -> float:
-    """Part of a large product's rate that one of this shape reaches, with tiles of the best
-    size."""
+    """Part of a large product's rate that this shape reaches with the best tile."""
 
     rates = (
-        beside * filled(product, rows, columns, product.count, multiprocessors)
+        beside * filled(product, rows, columns, 1, multiprocessors)
         for rows, columns, beside in TILES
     )
     return max(rates) * product.k / (product.k + RAMP)
 
 
 def one_tile_rate(product: Multiplied, tile: TileConfiguration, multiprocessors: int) -> float:
-    """The same with a tile of lsq's own kernels."""
+    """As `tile_rate`, with a tile of lsq's own kernels."""
     inner = product.k / tile.split
     sides = tuple(sorted((tile.rows, tile.columns), reverse=True))
     beside = next(beside for *each, beside in TILES if tuple(each) == sides)
@@ -362,13 +433,11 @@ def one_tile_rate(product: Multiplied, tile: TileConfiguration, multiprocessors:
 
 
 def filled(product: Multiplied, rows: int, columns: int, times: int, multiprocessors: int) -> float:
-    """Part of what whole waves of tiles could do that a product needs, each of whose tiles is made
-    `times` times."""
+    """Part of whole waves of tiles that a product fills; tiles are made `times` times."""
     tiles = times * math.ceil(product.m / rows) * math.ceil(product.n / columns)
     waves = math.ceil(tiles / multiprocessors)
     return times * product.m * product.n / (rows * columns) / (waves * multiprocessors)
 
 
 def total(times: Iterable[Time]) -> float:
-    """Seconds of all, gaps included."""
     return sum(time.total for time in times)

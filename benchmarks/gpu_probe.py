@@ -45,7 +45,7 @@ OK, WRONG, FAULT, HANGS, MISSED = "ok", "wrong", "fault", "hangs", "not reached"
 
 
 def cases(only: list[str] | None = None) -> list[Callable[[], None]]:
-    """What comes to the kernels of some sources; None: of all."""
+    """The test cases that launch kernels of these sources; None: of all."""
     return [
         run
         for run, sources in test_turns_cuda.SOURCES.items()
@@ -72,10 +72,7 @@ def kernels() -> set[Kernel]:
     ):
         for run in cases():
             # of what comes of rubbish
-            with (
-                mock.patch.object(cuda, "check_results"),
-                contextlib.suppress(Exception),
-            ):
+            with mock.patch.object(cuda, "check_results"), contextlib.suppress(Exception):
                 run()
     return found
 
@@ -83,20 +80,20 @@ def kernels() -> set[Kernel]:
 # The process that runs cases, and writes what it does to a pipe, an event a line
 
 
-def say(event: str, what: str) -> None:
-    """Tell the other process."""
+def send(event: str, what: str) -> None:
+    """Tell the listening process."""
     os.write(OneByOne.pipe, (json.dumps([event, what]) + "\n").encode())
 
 
 def name_of(entry) -> str:
-    """Of the kernel of a launch, or of a product."""
+    """The name of a launch's kernel, or of a product."""
     if not isinstance(entry, Launch):
         return "cuBLASLt"
     return entry.kernel.name + (" wgmma" if "WGMMA" in dict(entry.kernel.defines) else "")
 
 
 class OneByOne:
-    """A list of launches that runs one after another, each of which is told before, and waited for.
+    """A list of launches that runs one after another: each is reported before it and waited for.
 
     Plants: kernels that are to do something wrong, to try what is said of that.
     """
@@ -108,14 +105,14 @@ class OneByOne:
         self._device, self._lists = on, []
         for part in parts:
             for entry in part.entries:
-                say("load", name_of(entry))
+                send("load", name_of(entry))
                 self._lists.append(
                     (name_of(entry), LaunchList(on, [replace(part, entries=[entry])], products))
                 )
 
     def run(self) -> None:
         for name, one in self._lists:
-            say("launch", name)
+            send("launch", name)
             plant = self.plants.get(name)
             if plant == "fault":
                 os.kill(os.getpid(), signal.SIGSEGV)
@@ -132,42 +129,41 @@ def work(options: argparse.Namespace, begin: int, pipe: int) -> None:
     cuda.place = "gpu" if options.device == gpu.CUDA else "emulator"
     OneByOne.plants = dict(plant.split("=") for plant in options.plant)
     device.LaunchList = backend.LaunchList = OneByOne
-    cuda.check_results, cuda.Fences.check = map(told, (cuda.check_results, cuda.Fences.check))
+    cuda.check_results, cuda.Fences.check = map(reporting, (cuda.check_results, cuda.Fences.check))
     run_operation = cuda.run
 
     def run(operation, **order):
         if not order.get("order"):
-            say("operation", operation.name)
+            send("operation", operation.name)
         return run_operation(operation, **order)
 
     cuda.run = run
     for number, run_case in enumerate(cases(options.only)[begin:], begin):
-        say("case", str(number))
+        send("case", str(number))
         torch.manual_seed(0)
         try:
             run_case()
         except AssertionError as error:
-            say("wrong", first_line(error))
+            send("wrong", first_line(error))
         except Exception as error:  # whatever it is: the GPU may be lost, and this process with it
-            say("fault", first_line(error))
+            send("fault", first_line(error))
             os._exit(gpu.LOST)
-    say("end", "")
+    send("end", "")
 
 
-def told(check: Callable) -> Callable:
-    """The same, but what it finds is told and does not end the case."""
+def reporting(check: Callable) -> Callable:
+    """Wrap a check: report what it finds instead of ending the case."""
 
     def checked(*arguments) -> None:
         try:
             check(*arguments)
         except AssertionError as error:
-            say("wrong", first_line(error))
+            send("wrong", first_line(error))
 
     return checked
 
 
 def first_line(error: Exception) -> str:
-    """What an error says."""
     return f"{error}".partition("\n")[0] or type(error).__name__
 
 

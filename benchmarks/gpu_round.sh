@@ -12,7 +12,7 @@
 #   products   bench_gemm.py, then lsq tune: algorithms and tiles for three products of big (gpu_tune.csv)
 #   smoke      bench_numbers.py: two trainings from nothing to translations; int8 must get 95 % of the numbers right
 # Two more run where they are named:
-#   kernels    bench_launch.py, and bench_operations.py
+#   kernels    bench_operations.py
 #   sanitizer  the probe under compute-sanitizer's memcheck
 #
 # What gpu_carry.sh has put into the folder .carry is used: wheels, libraries, compiled kernels. --device emulator tries
@@ -20,7 +20,7 @@
 # that hangs and one that is wrong, and with such tests: the report must name each.
 #
 # Everything is kept in the folder $OUT, by default a new one in /tmp, as soon as it is there: log.txt, probe.json,
-# step.json, gemm.json, tuned.json, smoke.json (kernels: launch.json, operations.json), results.md; all but the log can
+# step.json, gemm.json, tuned.json, smoke.json (kernels: operations.json), results.md; all but the log can
 # go into benchmarks/results. The exit status is 1 if a stage failed or ran out of time.
 set -uo pipefail
 
@@ -163,14 +163,7 @@ stage_smoke() {
 }
 
 stage_kernels() {
-    # What is quick comes first; what is left of its time goes to the others.
-    local end=$((SECONDS + $1)) failed=0 seconds launch=()
-    [[ $device == cuda ]] && launch=(--gpu)
-    measure launch $(($1 / 10)) bench_launch "${launch[@]}" || failed=1
-    seconds=$((end - SECONDS))
-    measure operations "$seconds" bench_operations --device "$device" --rounds 5 --seconds "$(measuring "$seconds")" ||
-        failed=1
-    return $failed
+    measure operations "$1" bench_operations --device "$device" --rounds 5 --seconds "$(measuring "$1")"
 }
 
 stage_sanitizer() {
@@ -215,7 +208,7 @@ main() {
         total=$((total - shares[$stage]))
     done
     files=$(cd "$OUT" && ls -t -- *.json | grep -v tuned.json) &&
-        (cd "$OUT" && "$python" "$OLDPWD/benchmarks/results_table.py" $files --short --output results.md)
+        (cd "$OUT" && "$python" "$OLDPWD/benchmarks/gpu.py" $files --short --output results.md)
     for stage in "${stages[@]}"; do
         printf '%-10s %-12s %4d s\n' "$stage" "${verdicts[$stage]}" "${took[$stage]}"
     done

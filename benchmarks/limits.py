@@ -1,7 +1,7 @@
 """What a training step on a CPU has to do, and how fast its processor and memory could do it.
 
-The processor's peak is measured by loops that stay in registers (peak.cpp), the memory's by a triad
-as STREAM has it. Each operation is allowed as long as its multiplications take at the peak, or its
+The processor's peak is measured by a loop in registers (PEAK_LOOP), the memory's by a triad as
+STREAM has it. Each operation is allowed as long as its multiplications take at the peak, or its
 tensors from memory and to it, whichever is longer. That is a yardstick, no bound: a tensor that is
 still in a cache comes faster, and floats (attention's probabilities times values) are multiplied at
 half of the rate of int8, or less. A multiplication with its addition counts as two.
@@ -26,7 +26,7 @@ from lsq.config import QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
-from lsq.native import tiles
+from lsq.native import sources, tiles
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.run.backends import backend
@@ -50,7 +50,81 @@ PEAK_LOOPS = 1_000_000
 """Some 30 milliseconds of AMX."""
 TRIAD_BYTES = 3 * 2**28
 """Beyond any cache."""
-SOURCE = Path(__file__).with_name("peak.cpp")
+PEAK_LOOP = r"""
+// Multiplies and adds int8 as fast as one thread can: everything stays in registers.
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "amx.h"
+
+namespace {
+
+volatile int32_t sink;
+
+constexpr int kSums = 12;  // enough for the latency of two units
+
+#if defined(__AVX512F__)
+
+__attribute__((target("avx512vnni"))) int64_t vnni(int64_t rounds) {
+    __m512i sums[kSums] = {}, a = _mm512_set1_epi8(1), b = _mm512_set1_epi8(2);
+    for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+        for (__m512i& sum : sums) sum = _mm512_dpbusd_epi32(sum, a, b);
+        asm volatile("" : "+v"(a), "+v"(b));
+    }
+    for (const __m512i& sum : sums) sink = _mm512_reduce_add_epi32(sum);
+    return 2 * rounds * kSums * 64;
+}
+
+int64_t amx(int64_t rounds) {
+    const lsq::WholeTiles tiles;
+    lsq::zero_tile<0>();
+    lsq::zero_tile<1>();
+    lsq::zero_tile<2>();
+    lsq::zero_tile<3>();
+    lsq::zero_tile<4>();
+    lsq::zero_tile<5>();
+    lsq::zero_tile<6>();
+    lsq::zero_tile<7>();
+    for (int64_t round = 0; round < rounds; ++round) {
+        lsq::multiply_int8<0, 6, 7>();
+        lsq::multiply_int8<1, 6, 7>();
+        lsq::multiply_int8<2, 6, 7>();
+        lsq::multiply_int8<3, 6, 7>();
+        lsq::multiply_int8<4, 6, 7>();
+        lsq::multiply_int8<5, 6, 7>();
+    }
+    return 2 * rounds * 6 * 16 * 16 * 64;
+}
+
+#else
+
+__attribute__((target("avxvnni"))) int64_t vnni(int64_t rounds) {
+    __m256i sums[kSums] = {}, a = _mm256_set1_epi8(1), b = _mm256_set1_epi8(2);
+    for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+        for (__m256i& sum : sums) sum = _mm256_dpbusd_avx_epi32(sum, a, b);
+        asm volatile("" : "+x"(a), "+x"(b));
+    }
+    for (const __m256i& sum : sums) sink = _mm256_extract_epi32(sum, 0);
+    return 2 * rounds * kSums * 32;
+}
+
+#endif
+
+}  // namespace
+
+// Returns how many were multiplied and added: by AMX, or by VNNI (of 512 bits where the compiler
+// is told of AVX-512).
+extern "C" int64_t lsq_peak(int64_t with_amx, int64_t rounds) {
+#if defined(LSQ_AMX)
+    if (with_amx) return amx(rounds);
+#endif
+    (void)with_amx;
+    return vnni(rounds);
+}
+"""
 
 
 def measured(shape: transformer.Shape, parameters: int) -> dict | None:
@@ -87,8 +161,7 @@ def allowed(
 
 
 def work_of_step(shape: transformer.Shape, parameters: int) -> dict[str, list[tuple[float, float]]]:
-    """Part -> (multiplications and additions, bytes) of each of its operations in a step with an
-    int8 backward pass."""
+    """Part -> (multiplications and additions, bytes) of its operations in an int8 step."""
     found: dict[str, list[tuple[float, float]]] = {part: [] for part in (*PARTS, UPDATE, REST)}
     for times, program in programs_of_step(shape):
         for operation in program.operations:
@@ -130,7 +203,6 @@ def programs_of_step(shape: transformer.Shape) -> Iterator[tuple[int, Program]]:
 
 
 def part_of(name: str) -> str:
-    """The part of a step that an operation of this name belongs to."""
     return next((part for part, names in PARTS.items() if name in names), REST)
 
 
@@ -145,8 +217,7 @@ def parts(seconds: Mapping[str, float], update: float, step: float) -> dict[str,
 
 
 def arithmetic(operation: Operation) -> float:
-    """Multiplications and additions of its products; in attention every query meets every key of
-    its sentence."""
+    """Multiplications and additions of its products; attention pairs all words of a sentence."""
     if operation.name in ATTENTION_PRODUCTS:
         heads = operation.heads
         pairs = heads.rows * heads.key_rows / heads.sentences
@@ -157,35 +228,24 @@ def arithmetic(operation: Operation) -> float:
 
 
 def moved(operation: Operation) -> int:
-    """Bytes that it reads and writes."""
     return sum(size for _, size in operations.counted(real(operation)).values())
 
 
 def real(operation: Operation) -> Operation:
-    """The same on memory that nobody has touched."""
+    """The operation on memory that nobody has touched."""
     return operation.bind(
         functools.cache(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     )
 
 
 def peak(name: str) -> float:
-    """Multiplications and additions of int8 a second, on all threads, by one of
-    lsq.native.tiles.INSTRUCTIONS."""
+    """Multiplications and additions of int8 a second on all threads, by these instructions."""
     level = "x86-64-v3" if name == "avx_vnni" else "x86-64-v4"
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "libpeak.so")
-        command = [
-            "g++",
-            "-O2",
-            "-std=c++17",
-            "-shared",
-            "-fPIC",
-            f"-march={level}",
-            "-o",
-            str(library),
-            str(SOURCE),
-        ]
-        subprocess.run([*command, f"-I{Path(tiles.__file__).parent / 'cpu'}"], check=True)
+        command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", f"-march={level}", "-x", "c++"]
+        command += [f"-I{sources.FOLDER / 'cpu'}", "-", "-o", str(library)]
+        subprocess.run(command, input=PEAK_LOOP, text=True, check=True)
         run = ctypes.CDLL(str(library)).lsq_peak
     run.restype = ctypes.c_int64
     threads = torch.get_num_threads()
@@ -200,8 +260,7 @@ def peak(name: str) -> float:
 
 
 def triad() -> float:
-    """Bytes a second of a = b + s c on large arrays, on all threads; what the processor reads of a
-    is not counted."""
+    """Bytes a second of a = b + s c on large arrays; reads of a are not counted."""
     a, b, c = torch.ones(3, TRIAD_BYTES // 3 // 4)
     return max(
         TRIAD_BYTES / common.seconds(lambda: torch.add(b, c, alpha=0.5, out=a))

@@ -2,24 +2,367 @@
 nothing is measured.
 
 lsq's launches are those of its real lists; what kernels do is counted in the emulator (--count,
-minutes), or taken from the file of an earlier count. Registers are NVRTC's. See docs/gpu-speed.md.
+minutes), or taken from the file of an earlier count. Registers are NVRTC's. See docs/gpu.md.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import common
 import gpu_lists
-from gpu_model import GPUS, H100, MICRO, TERA, Clock, Moved, Multiplied
-from gpu_step import GAPS, GROUPS, QUANT, Step, kernel_rows, model
+import operations
+from gpu_lists import key_of
+from gpu_model import (
+    GPUS,
+    H100,
+    MICRO,
+    SECTOR,
+    TERA,
+    Clock,
+    Gpu,
+    Moved,
+    Multiplied,
+    Time,
+    Work,
+    bytes_of,
+    place_of,
+    total,
+    variant,
+)
+from gpu_opponents import SIDES, SINGLE, Model, Pass
 from matplotlib.figure import Figure
 from operations import QUICK, sizes
 
-from lsq.emulator.profile import Operand, Profile, Traffic
+from lsq.config import QuantConfig
+from lsq.emulator.profile import WARP, Operand, Profile, Traffic, fitting_blocks
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
+from lsq.gemm.product_key import key_of as key_of_product
 from lsq.native import compiler
+from lsq.native.launch import Launch, Product
+
+QUANT = QuantConfig(backward="int8")
+LSQ = "lsq"
+ENDED = {op: f"lsq_{op.removeprefix('project_')}_product" for op in TILED}
+"""Kernels that end products, by their operations."""
+ALONE = {f"lsq_{op}_product": op for op in TILED_ALONE}
+"""Operations, by the kernels that nothing else ends their products: lists have these."""
+MAIN_LOOP = {"mma": 1, "integer": 13.67, "branch": 1.70, "memory": 0.375, "barrier": 1 / 64}
+"""Instructions that the emulator counts of a main loop for each mma of a tile of 128 x 128; the
+others are of ends."""
+GROUPS = {
+    "products": ("product", *ENDED.values()),
+    "attention": ("attention", "lsq_attention"),
+    "ends and norms": tuple(
+        "lsq_end lsq_residual lsq_project lsq_finish norm activation addition".split()
+    ),
+    "rounding, transposes": tuple(
+        "rounding lsq_round lsq_transpose lsq_begin lsq_start lsq_zero lsq_float".split()
+    ),
+    "loss": ("loss", "lsq_vocabulary", "lsq_sum_losses", "lsq_kept"),
+    "embedding": ("embedding", "lsq_embed", "lsq_rank", "lsq_sort", "lsq_sum_occ", "lsq_join"),
+    "update": ("Adam", "lsq_adam", "gradients"),
+}
+"""Parts of a step, by the beginnings of the names of kernels."""
+GAPS = "gaps"
+LUCK = (-1.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one kernel takes in a step on a side."""
+
+    side: str
+    kernel: str
+    group: str
+    launches: int
+    milliseconds: float
+    """Without gaps."""
+    bound: str
+    gigabytes: float
+
+
+def group_of(name: str) -> str:
+    """The part of a step that a kernel belongs to."""
+    found = [
+        (len(begin), group)
+        for group, begins in GROUPS.items()
+        for begin in begins
+        if name.startswith(begin)
+    ]
+    return max(found)[1]
+
+
+class Step:
+    """lsq's step of a model: its lists, and what was counted of their kernels.
+
+    Raises:
+        ValueError: a kernel was not counted; count again.
+    """
+
+    def __init__(self, size: operations.Size, counts: dict[str, Profile]):
+        self.size = size
+        self.parts = gpu_lists.step(size, QUANT)
+        self.parameters = gpu_lists.parameters(size, QUANT)
+        launches = {
+            id(entry): entry
+            for part in self.parts
+            for entry in part.entries
+            if isinstance(entry, Launch)
+        }
+        missing = sorted({key_of(entry) for entry in launches.values()} - set(counts))
+        if missing:
+            raise ValueError(
+                f"{len(missing)} kernels were not counted, such as {missing[0]}; run with --count"
+            )
+        self.counted = {number: counts[key_of(entry)] for number, entry in launches.items()}
+        few = gpu_lists.counted_alike(size, QUANT)
+        many = {number: count for part in self.parts for number, count in part.alike.items()}
+        self.work = {
+            number: Work.of(self.counted[number], entry, many[number] / few[key_of(entry)])
+            for number, entry in launches.items()
+        }
+
+    def between(self) -> list[Pass]:
+        """PyTorch's own kernels: gradients that several programs read, and the norm of all."""
+        shared, memory = Pass("shared weights", 2), Pass("memory's gradient", gpu_lists.LAYERS - 1)
+        table = float(self.size.vocabulary * self.size.hidden * SINGLE)
+        rows = float(self.size.tokens * self.size.hidden * 2)
+        for one, bytes in ((shared, table), (memory, rows)):
+            one.move("gradients", [one.new(bytes), one.new(bytes)], bytes)
+        norm = Pass("norm", 1)
+        norm.move("gradients", [norm.new(float(SINGLE * self.parameters))], float(SINGLE))
+        return [shared, memory, norm]
+
+    def times(self, gpu: Gpu) -> Iterator[tuple[str, int, Time]]:
+        """(kernel, how often, time of one) of every launch.
+
+        Kernels end the products that they end untuned.
+        """
+        for part in self.parts:
+            clock, entries = Clock(gpu), iter(part.entries)
+            for entry in entries:
+                if isinstance(entry, Launch) and entry.kernel.name in ALONE:
+                    product, end = logits(entry), without_main_loop(self.work[id(entry)])
+                    key = ProductKey(
+                        op=ALONE[entry.kernel.name], m=product.m, n=product.n, k=product.k
+                    )
+                    tile = default_tile(key, gpu.sm)
+                    yield entry.kernel.name, part.times, clock.ended_product(product, end, tile)
+                    continue
+                if isinstance(entry, Launch):
+                    taken = resources(entry, gpu.target)
+                    yield entry.kernel.name, part.times, clock.kernel(self.work[id(entry)], *taken)
+                    continue
+                tile = default_tile(key_of_product(entry), gpu.sm)
+                if tile is None:
+                    yield "product", part.times, clock.product(multiplied(entry))
+                else:
+                    end = self.work[id(next(entries))]
+                    yield (
+                        ENDED[entry.op],
+                        part.times,
+                        clock.ended_product(multiplied(entry), end, tile),
+                    )
+        yield from opponent_times(self.between(), gpu)
+
+
+def opponent_times(passes: list[Pass], gpu: Gpu) -> Iterator[tuple[str, int, Time]]:
+    """(kernel, how often, time of one) of passes whose bytes and products are known."""
+    for one in passes:
+        clock = Clock(gpu)
+        for name, moved in one.kernels:
+            yield (
+                name,
+                one.times,
+                clock.product(moved) if isinstance(moved, Multiplied) else clock.moved(moved),
+            )
+
+
+def multiplied(entry: Product) -> Multiplied:
+    """The work of a product in a list."""
+    m, k = reversed(entry.a.shape) if entry.transpose_a else entry.a.shape
+    operands = {place_of(tensor): float(bytes_of(tensor)) for tensor in (entry.a, entry.b)}
+    return Multiplied(
+        m=m,
+        n=entry.out.shape[1],
+        k=k,
+        int8=entry.a.element_size() == 1,
+        reads=operands,
+        writes={place_of(entry.out): float(bytes_of(entry.out))},
+    )
+
+
+def logits(entry: Launch) -> Multiplied:
+    """The product with the vocabulary that a kernel makes and ends."""
+    given = entry.arguments[0].prediction
+    operands = {
+        place_of(tensor): float(bytes_of(tensor)) for tensor in (given.x.tensor, given.weight.codes)
+    }
+    return Multiplied(
+        m=given.rows,
+        n=given.columns,
+        k=given.x.tensor.shape[1],
+        int8=True,
+        reads=operands,
+        writes={},
+    )
+
+
+def without_main_loop(work: Work) -> Work:
+    """The work of a kernel beyond the main loop of its product."""
+    multiplied = work.instructions["mma"]
+    ended = {
+        kind: number - MAIN_LOOP.get(kind, 0) * multiplied
+        for kind, number in work.instructions.items()
+    }
+    return dataclasses.replace(work, instructions=ended)
+
+
+def resources(entry: Launch, target: str) -> tuple[int, int]:
+    """Registers of a thread, bytes of shared memory of a block."""
+    kernel = entry.kernel
+    taken = compiler.compile_kernels(kernel.source, kernel.defines, target).resources[kernel.name]
+    return taken.registers, taken.shared_bytes + entry.shared
+
+
+def rows(side: str, times: Iterator[tuple[str, int, Time]]) -> list[Row]:
+    """A row for each kernel, and one for the gaps; the longest first."""
+    found: dict[str, list[tuple[int, Time]]] = defaultdict(list)
+    for name, count, time in times:
+        found[name].append((count, time))
+    made, gaps, launches = [], 0.0, 0
+    for name, parts in found.items():
+        bounds = Counter()
+        for count, time in parts:
+            bounds[time.bound] += count * time.seconds
+            gaps += count * time.gap
+        number = sum(count for count, _ in parts)
+        launches += number
+        made.append(
+            Row(
+                side=side,
+                kernel=name,
+                group=group_of(name),
+                launches=number,
+                bound=bounds.most_common(1)[0][0],
+                milliseconds=1e3 * sum(bounds.values()),
+                gigabytes=1e-9 * sum(count * time.bytes for count, time in parts),
+            )
+        )
+    made.sort(key=lambda row: -row.milliseconds)
+    gap = Row(
+        side=side,
+        kernel=GAPS,
+        group=GAPS,
+        launches=launches,
+        milliseconds=1e3 * gaps,
+        bound=GAPS,
+        gigabytes=0.0,
+    )
+    return [*made, gap]
+
+
+def sides(step: Step, gpu: Gpu) -> dict[str, Iterator[tuple[str, int, Time]]]:
+    """The times of every side on a GPU."""
+    found = {
+        side: opponent_times(Model(step.size, side, step.parameters).step(), gpu) for side in SIDES
+    }
+    return {**found, LSQ: step.times(gpu)}
+
+
+def seconds(times: Iterator[tuple[str, int, Time]]) -> float:
+    """Seconds of a whole step."""
+    return sum(count * total([time]) for _, count, time in times)
+
+
+def model(step: Step, gpu: Gpu) -> dict:
+    """A step of every side on a GPU."""
+    found = {side: rows(side, times) for side, times in sides(step, gpu).items()}
+    unlucky, lucky = (
+        {side: 1e3 * seconds(times) for side, times in sides(step, variant(gpu, luck)).items()}
+        for luck in LUCK
+    )
+    whole = {side: sum(row.milliseconds for row in of_side) for side, of_side in found.items()}
+    return {
+        "gpu": gpu.name,
+        "model": step.size.name,
+        "tokens": step.size.tokens,
+        "sides": [
+            {
+                "side": side,
+                "modelled_milliseconds": whole[side],
+                "with_luck": lucky[side],
+                "without": unlucky[side],
+                "launches": of_side[-1].launches,
+                "gigabytes": sum(row.gigabytes for row in of_side),
+                "ratio": whole["compiled"] / whole[side],
+                "groups": {
+                    group: sum(row.milliseconds for row in of_side if row.group == group)
+                    for group in (*GROUPS, GAPS)
+                },
+            }
+            for side, of_side in found.items()
+        ],
+        "kernels": [dataclasses.asdict(row) for row in found[LSQ]],
+    }
+
+
+def kernel_rows(step: Step, gpu: Gpu) -> list[dict]:
+    """What was counted of each kernel of lsq, over all its launches in a step."""
+    found: dict[str, list[tuple[int, Launch]]] = defaultdict(list)
+    for part in step.parts:
+        for entry in part.entries:
+            if isinstance(entry, Launch):
+                found[entry.kernel.name].append((part.times, entry))
+    return [
+        {
+            "kernel": name,
+            "launches": sum(times for times, _ in entries),
+            **counted_figures([(times, step.counted[id(entry)]) for times, entry in entries]),
+            **occupancy([entry for _, entry in entries], gpu),
+        }
+        for name, entries in found.items()
+    ]
+
+
+def counted_figures(profiles: list[tuple[int, Profile]]) -> dict:
+    """Sectors of requests, conflicts of banks and active lanes of the counted samples."""
+
+    def of_tensors(figure: str) -> int:
+        return sum(
+            times * getattr(traffic, figure)
+            for times, one in profiles
+            for tensor in one.operands
+            for traffic in (tensor.reads, tensor.writes)
+        )
+
+    requests = max(1, of_tensors("requests"))
+    least = sum(times * one.shared_least for times, one in profiles)
+    return {
+        "sectors_per_request": of_tensors("sectors") / requests,
+        "full_sectors_per_request": of_tensors("bytes") / SECTOR / requests,
+        "bank_passes": sum(times * one.shared_passes for times, one in profiles) / least
+        if least
+        else None,
+        "lanes": WARP * sum(one.activity for _, one in profiles) / len(profiles),
+    }
+
+
+def occupancy(entries: list[Launch], gpu: Gpu) -> dict:
+    """Registers, shared memory and resident warps of the variant with most registers."""
+    registers, shared, threads = max(
+        (*resources(entry, gpu.target), entry.block[0]) for entry in entries
+    )
+    blocks = fitting_blocks(threads, registers, shared, gpu.limits)
+    return {"registers": registers, "shared_bytes": shared, "warps": blocks * -(-threads // WARP)}
+
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "benchmarks/results/gpu_kernel_counts.json"

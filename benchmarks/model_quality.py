@@ -10,84 +10,366 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import common
 import torch
-from quality_picture import draw
-from quality_tasks import Digits, Llama, Size, Task, Text, Translation
-from torch import nn
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
 
 import lsq
 from lsq.config import QuantConfig
-from lsq.files import write_text
+from lsq.files import write_folder, write_text
 from lsq.layers.statistics import quantized_tensors
+from lsq.text.corpus import read_items
 from lsq.text.numbers import write_numbers
 
+sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
+
+BYTES = 256
+IGNORED = -100
+"""The label that counts for nothing in models of transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Sizes of a model and its training."""
+
+    layers: int
+    """Of an encoder and of a decoder each, where there are both."""
+    hidden: int
+    heads: int
+    feed_forward: int
+    length: int
+    """Tokens of a window; of a sentence at most."""
+    batch: int
+    """Windows or images; of sentences, tokens of either side at most."""
+    updates: int
+    warmup: int
+    learning_rate: float
+    weight_decay: float
+
+
+class Task:
+    """A model, its batches and what is asked of it."""
+
+    name: str
+    size: Size
+    metric: str
+    """Of what `scores` finds, the one that is compared."""
+
+    def model(self) -> nn.Module:
+        """A new one in training mode, with weights of torch's generator."""
+        raise NotImplementedError
+
+    def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
+        """Batches of sentences of about the same length, without end."""
+        raise NotImplementedError
+
+    def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
+        """Scores of a model in eval mode; `last`: after the last update, with slow ones."""
+        raise NotImplementedError
+
+
+class Text(Task):
+    """GPT-2 on bytes of a text.
+
+    Its loss is in bits a byte; the last tenth of the text is for validation.
+    """
+
+    name, metric = "text", "bits"
+    WINDOWS = 128
+
+    def __init__(self, size: Size, path: Path | None = None):
+        text = (
+            "\n".join(topics[name] for name in sorted(topics))
+            if path is None
+            else path.read_text("utf-8")
+        )
+        found = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        self.size, end = size, len(found) * 9 // 10
+        self.training, held = found[:end], found[end:]
+        if len(held) <= size.length:
+            raise ValueError(
+                f"the text has {len(found)} bytes; it must have more than {10 * size.length}"
+            )
+        starts = torch.linspace(0, len(held) - size.length, self.WINDOWS).long()
+        self.validation = torch.stack(
+            [held[start : start + size.length] for start in starts]
+        ).long()
+
+    def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        size = self.size
+        config = GPT2Config(
+            vocab_size=BYTES,
+            n_positions=size.length,
+            n_embd=size.hidden,
+            n_layer=size.layers,
+            n_head=size.heads,
+            n_inner=size.feed_forward,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return GPT2LMHeadModel(config).train()
+
+    def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
+        drawn = torch.Generator().manual_seed(seed)
+        while True:
+            starts = torch.randint(
+                len(self.training) - self.size.length, (self.size.batch,), generator=drawn
+            )
+            windows = torch.stack(
+                [self.training[start : start + self.size.length] for start in starts]
+            ).long()
+            yield {"input_ids": windows, "labels": windows}
+
+    def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
+        parts = self.validation.split(self.size.batch)
+        total = sum(model(input_ids=part, labels=part).loss.item() * len(part) for part in parts)
+        return {"bits": total / len(self.validation) / torch.tensor(2.0).log().item()}
+
+
+class Llama(Text):
+    """Llama on the same text: RMSNorm, SwiGLU, rotary positions; no dropout."""
+
+    name = "llama"
+
+    def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        size = self.size
+        config = LlamaConfig(
+            vocab_size=BYTES,
+            max_position_embeddings=size.length,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            intermediate_size=size.feed_forward,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return LlamaForCausalLM(config).train()
+
+
+class Digits(Task):
+    """ViT on scikit-learn's 1,797 digits of 8 x 8 points, in patches of 2 x 2."""
+
+    name, metric = "digits", "right"
+    TEST = 500
+
+    def __init__(self, size: Size):
+        from sklearn.datasets import load_digits
+
+        self.size, digits = size, load_digits()
+        order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(1))
+        images = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 8 - 1
+        labels = torch.tensor(digits.target)[order]
+        self.images, self.test_images = images[self.TEST :], images[: self.TEST]
+        self.labels, self.test_labels = labels[self.TEST :], labels[: self.TEST]
+
+    def model(self) -> nn.Module:
+        from transformers import ViTConfig, ViTForImageClassification
+
+        size = self.size
+        config = ViTConfig(
+            image_size=8,
+            patch_size=2,
+            num_channels=1,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            intermediate_size=size.feed_forward,
+            num_labels=10,
+            hidden_dropout_prob=0.1,
+        )
+        return ViTForImageClassification(config).train()
+
+    def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
+        drawn = torch.Generator().manual_seed(seed)
+        while True:
+            for chosen in torch.randperm(len(self.labels), generator=drawn).split(self.size.batch):
+                if len(chosen) == self.size.batch:
+                    yield {"pixel_values": self.images[chosen], "labels": self.labels[chosen]}
+
+    def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
+        logits = model(pixel_values=self.test_images).logits.float()
+        right = (logits.argmax(1) == self.test_labels).float().mean().item()
+        return {
+            "right": 100 * right,
+            "loss": functional.cross_entropy(logits, self.test_labels).item(),
+        }
+
+
+class Translation(Task):
+    """Marian on sentence pairs, in subwords of both languages.
+
+    Its loss is in bits a subword, BLEU of greedy search.
+
+    Args:
+        size: of the model and its training.
+        folder: has train, valid and test files of both languages.
+        languages: how their names end.
+        subwords: how many.
+        work: where their vocabulary is put, or lies already.
+    """
+
+    name, metric = "translation", "bits"
+    SPLITS = {"train": None, "valid": 500, "test": 500}
+    """Pairs at most, after those that are too long."""
+    LEARNT = 100_000
+    """Pairs that the vocabulary is learnt from."""
+    EVALUATED = 4096
+    """Tokens of a batch in evaluation."""
+    PADDING, END = 3, 2
+
+    def __init__(
+        self, size: Size, folder: Path, languages: tuple[str, str], subwords: int, work: Path
+    ):
+        from lsq.text.corpus import Corpus
+        from lsq.text.vocabulary import MODEL, learn_vocabulary, load_vocabulary
+
+        self.size = size
+        text = {
+            split: [read_items(folder / f"{split}.{language}") for language in languages]
+            for split in self.SPLITS
+        }
+        if not (work / MODEL).exists():
+            source, target = (side[: self.LEARNT] for side in text["train"])
+            corpus = Corpus(source=source, target=target, lines=list(range(1, len(source) + 1)))
+            write_folder(work, lambda new: learn_vocabulary(corpus, new, subwords, 1.0))
+        self.subwords = load_vocabulary(work)
+        self.pairs = {
+            split: self._pairs(*text[split])[: self.SPLITS[split]] for split in self.SPLITS
+        }
+
+    def _pairs(self, source: list[str], target: list[str]) -> list[tuple[list[int], list[int]]]:
+        encoded = (self.subwords.encode(side, add_eos=True) for side in (source, target))
+        return [
+            pair for pair in zip(*encoded, strict=True) if max(map(len, pair)) <= self.size.length
+        ]
+
+    def model(self) -> nn.Module:
+        from transformers import MarianConfig, MarianMTModel
+
+        size, words = self.size, self.subwords.get_piece_size()
+        config = MarianConfig(
+            vocab_size=words,
+            d_model=size.hidden,
+            encoder_layers=size.layers,
+            decoder_layers=size.layers,
+            encoder_attention_heads=size.heads,
+            decoder_attention_heads=size.heads,
+            encoder_ffn_dim=size.feed_forward,
+            decoder_ffn_dim=size.feed_forward,
+            max_position_embeddings=max(64, size.length + 1),
+            dropout=0.1,
+            activation_function="swish",
+            pad_token_id=self.PADDING,
+            eos_token_id=self.END,
+            decoder_start_token_id=self.PADDING,
+            forced_eos_token_id=None,
+            scale_embedding=True,
+        )
+        return MarianMTModel(config).train()
+
+    def batches(self, seed: int) -> Iterator[dict[str, Tensor]]:
+        """Batches of sentences of about the same length, without end."""
+        pairs, drawn = self.pairs["train"], torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(pairs), generator=drawn).tolist()
+            for chunk in range(0, len(order), 4096):
+                chosen = sorted(
+                    order[chunk : chunk + 4096], key=lambda number: max(map(len, pairs[number]))
+                )
+                found = list(self._batches([pairs[number] for number in chosen], self.size.batch))
+                for number in torch.randperm(len(found), generator=drawn).tolist():
+                    yield found[number]
+
+    def _batches(
+        self, pairs: list[tuple[list[int], list[int]]], tokens: int
+    ) -> Iterator[dict[str, Tensor]]:
+        batch: list[tuple[list[int], list[int]]] = []
+        for pair in pairs:
+            if (
+                batch
+                and (len(batch) + 1) * max(max(map(len, one)) for one in (*batch, pair)) > tokens
+            ):
+                yield self._batch(batch)
+                batch = []
+            batch.append(pair)
+        if batch:
+            yield self._batch(batch)
+
+    def _batch(self, pairs: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+        source = _padded([pair[0] for pair in pairs], self.PADDING)
+        labels = _padded([pair[1] for pair in pairs], IGNORED)
+        return {
+            "input_ids": source,
+            "attention_mask": (source != self.PADDING).long(),
+            "labels": labels,
+        }
+
+    def scores(self, model: nn.Module, last: bool) -> dict[str, float]:
+        total = words = 0.0
+        pairs = sorted(self.pairs["valid"], key=lambda pair: max(map(len, pair)))
+        for batch in self._batches(pairs, self.EVALUATED):
+            count = int((batch["labels"] != IGNORED).sum())
+            total, words = total + model(**batch).loss.item() * count, words + count
+        found = {"bits": total / words / torch.tensor(2.0).log().item()}
+        return found | ({"bleu": self._bleu(model)} if last else {})
+
+    def _bleu(self, model: nn.Module) -> float:
+        from sacrebleu.metrics import BLEU
+
+        pairs = sorted(self.pairs["test"], key=lambda pair: len(pair[0]))
+        found = []
+        for batch in self._batches(pairs, self.EVALUATED):
+            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            words = model.generate(
+                **given, max_new_tokens=self.size.length, num_beams=1, do_sample=False
+            )
+            found += [self._text(one) for one in words.tolist()]
+        return BLEU().corpus_score(found, [[self._text(pair[1]) for pair in pairs]]).score
+
+    def _text(self, words: list[int]) -> str:
+        words = words[1:] if words[0] == self.PADDING else words
+        end = words.index(self.END) if self.END in words else len(words)
+        return self.subwords.decode([word for word in words[:end] if word != self.PADDING])
+
+
+def _padded(rows: list[list[int]], value: int) -> Tensor:
+    """int64 [B, T]."""
+    return nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in rows], batch_first=True, padding_value=value
+    )
+
+
+OF_TEXT = Size(
+    **{"layers": 4, "hidden": 128, "heads": 4, "feed_forward": 512, "length": 128, "batch": 8},
+    **{"updates": 800, "warmup": 80, "learning_rate": 2e-3, "weight_decay": 0.1},
+)
 SIZES = {
-    "text": Size(
-        layers=4,
-        hidden=128,
-        heads=4,
-        feed_forward=512,
-        length=128,
-        batch=8,
-        updates=800,
-        warmup=80,
-        learning_rate=2e-3,
-        weight_decay=0.1,
+    "text": OF_TEXT,
+    "llama": dataclasses.replace(OF_TEXT, feed_forward=384),
+    "digits": dataclasses.replace(
+        OF_TEXT, length=17, batch=64, updates=400, warmup=40, learning_rate=1e-3
     ),
-    "llama": Size(
-        layers=4,
-        hidden=128,
-        heads=4,
-        feed_forward=384,
-        length=128,
-        batch=8,
-        updates=800,
-        warmup=80,
-        learning_rate=2e-3,
-        weight_decay=0.1,
-    ),
-    "digits": Size(
-        layers=4,
-        hidden=128,
-        heads=4,
-        feed_forward=512,
-        length=17,
-        batch=64,
-        updates=400,
-        warmup=40,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-    ),
-    "translation": Size(
-        layers=2,
-        hidden=128,
-        heads=4,
-        feed_forward=512,
-        length=32,
-        batch=1024,
-        updates=600,
-        warmup=120,
-        learning_rate=2e-3,
-        weight_decay=0.01,
+    "translation": dataclasses.replace(
+        OF_TEXT, layers=2, length=32, batch=1024, updates=600, warmup=120, weight_decay=0.01
     ),
 }
-QUICK = {
-    "layers": 2,
-    "hidden": 64,
-    "heads": 2,
-    "feed_forward": 128,
-    "length": 24,
-    "updates": 3,
-    "warmup": 1,
-}
+QUICK = {"layers": 2, "hidden": 64, "heads": 2, "feed_forward": 128}
+QUICK |= {"length": 24, "updates": 3, "warmup": 1}
 QUICK_BATCH = {"text": 2, "llama": 2, "digits": 8, "translation": 96}
 SUBWORDS, QUICK_SUBWORDS = 4000, 100
 NUMBERS, QUICK_NUMBERS = (20_000, 500), (200, 20)
@@ -110,7 +392,6 @@ class Side:
 
 
 def nudge(model: nn.Module) -> None:
-    """Multiply all weights by 1 + NUDGE: how far apart do two float trainings end?"""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + NUDGE)
@@ -160,8 +441,7 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def train(task: Task, side: Side, seed: int, say: str) -> dict:
-    """One training: scores at the end, losses of every update, what was validated on the way,
-    clips."""
+    """Train once: final scores, losses of every update, validations, clips."""
     torch.manual_seed(seed)
     size, model = task.size, task.model()
     report = side.convert(model)
@@ -203,7 +483,7 @@ def train(task: Task, side: Side, seed: int, say: str) -> dict:
 
 
 def groups(model: nn.Module, side: Side, weight_decay: float) -> list[dict]:
-    """Matrices decay, and nothing else does, unless clips shall."""
+    """Parameter groups: matrices decay, and clips if the side says so."""
     clips = {id(clip) for _, clip in quantized_tensors(model)} if side.decays_clips else set()
     every = list(model.parameters())
     decay = [one for one in every if one.dim() > 1 or id(one) in clips]
@@ -213,13 +493,13 @@ def groups(model: nn.Module, side: Side, weight_decay: float) -> list[dict]:
 
 
 def rate(size: Size, update: int) -> float:
-    """Of the learning rate: rises to it, and falls in a straight line to a tenth."""
+    """Factor of the learning rate: a rise, then a straight fall to a tenth."""
     falls = (update - size.warmup) / max(1, size.updates - size.warmup)
     return min((update + 1) / size.warmup, 1 - 0.9 * max(0.0, falls))
 
 
 def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dict:
-    """Of one training, now or before."""
+    """A training's result, read from its file or trained now."""
     path = options.output / f"{task.name}-{side.replace(', ', '-').replace(' ', '-')}-{seed}.json"
     settings = {
         "task": task.name,
@@ -240,7 +520,6 @@ def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dic
 
 
 def scores_of(found: dict) -> dict[str, float]:
-    """Return a training's scores at the end and the mean loss of the last fifth of its updates."""
     losses = found["losses"]
     return {
         **found["scores"],
@@ -274,7 +553,7 @@ def rows(found: dict[str, list[dict]]) -> Iterator[dict]:
 
 
 def curves(found: dict[str, list[dict]]) -> Iterator[dict]:
-    """What is drawn: of each side and seed the losses of updates, and validations."""
+    """Losses and validations of each side and seed."""
     for results in found.values():
         for one in results:
             settings = one["settings"]
@@ -284,6 +563,28 @@ def curves(found: dict[str, list[dict]]) -> Iterator[dict]:
                 "losses": [round(loss, 4) for loss in one["losses"]],
                 "validated": one["validated"],
             }
+
+
+TITLES = {
+    "text": "GPT-2 on text: bits a byte",
+    "llama": "Llama on text: bits a byte",
+    "digits": "ViT on digits: % right",
+    "translation": "Marian on sentence pairs: bits a subword",
+}
+
+
+def draw(task: Task, curves: list[dict], path: Path) -> None:
+    figure = Figure(figsize=(5.5, 4.2), layout="constrained")
+    axes, sides = figure.subplots(), list(dict.fromkeys(curve["side"] for curve in curves))
+    labels = dict(zip(sides, sides, strict=True))  # of the first curve of each side alone
+    for curve in curves:
+        points = [(update, scores[task.metric]) for update, scores in curve["validated"]]
+        colour, label = f"C{sides.index(curve['side'])}", labels.pop(curve["side"], None)
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1, alpha=0.8, label=label)
+    axes.set(xlabel="updates", title=TITLES[task.name])
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -330,7 +631,7 @@ def main(arguments: list[str] | None = None) -> None:
     drawn = list(curves(found))
     common.report("model_quality", rows(found), conditions, options, curves=drawn)
     if options.picture is not None:
-        draw({task.name: drawn}, options.picture)
+        draw(task, drawn, options.picture)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
-from huggingface_models import HEADS, is_conv1d, sharing, with_linears
 from torch import nn
 
 import lsq
@@ -17,6 +18,192 @@ from lsq.config import QuantConfig
 from lsq.layers.linear import Projection
 from lsq.layers.module import ProgramModule
 from lsq.optim import Adam
+
+# one that cannot be loaded would stop transformers, which looks for it
+sys.modules.setdefault("torchaudio", None)
+
+QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+BASE = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+HEADS = "lm_head", "classifier"
+"""Layers that nobody multiplies in int8: what comes after a model's own layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a model is made, and a batch for it."""
+
+    title: str
+    make: Callable[[int, bool], nn.Module]
+    """(layers, quick) -> the model in train mode; raises ImportError without transformers."""
+    batch: Callable[[nn.Module, int], dict[str, torch.Tensor]]
+    """(model, sentences or images) -> keyword arguments of its forward, labels among them."""
+    length: int
+    quick_length: int
+
+
+def language_model_batch(length: int) -> Callable:
+    """Sentences of random words, `length` or the model's longest; they are their own labels."""
+
+    def batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
+        words = torch.randint(
+            model.config.vocab_size, (count, min(length, model.config.max_position_embeddings))
+        )
+        return {"input_ids": words, "labels": words}
+
+    return batch
+
+
+def sentence_batch(length: int) -> Callable:
+
+    def batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
+        words = language_model_batch(length)(model, count)["input_ids"]
+        return {"input_ids": words, "labels": torch.randint(model.config.num_labels, (count,))}
+
+    return batch
+
+
+def image_batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
+    config = model.config
+    pixels = torch.randn(count, config.num_channels, config.image_size, config.image_size)
+    return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (count,))}
+
+
+def gpt2(layers: int, quick: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = {
+        "n_embd": 64,
+        "n_head": 2,
+        "vocab_size": 256,
+        "n_positions": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, **(small if quick else {})))
+
+
+def llama(layers: int, quick: bool) -> nn.Module:
+    """A Llama of GPT-2 small's size, 110 million weights with tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {**QUICK, "vocab_size": 256} if quick else {**BASE, "vocab_size": 32000}
+    length = 16 if quick else 1024
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=layers,
+            max_position_embeddings=length,
+            tie_word_embeddings=True,
+            **size,
+        )
+    )
+
+
+def bert(layers: int, quick: bool) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(num_hidden_layers=layers, **({**QUICK, "vocab_size": 256} if quick else {}))
+    )
+
+
+def vit(layers: int, quick: bool) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    size = {**QUICK, "image_size": 48, "num_labels": 10} if quick else {"num_labels": 1000}
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=layers, **size))
+
+
+class Encoder(nn.Module):
+    """torch.nn.TransformerEncoder that learns `labels`, floats of the shape of its inputs."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, feed_forward: int):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            hidden, heads, feed_forward, activation="gelu", batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.hidden = hidden
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        """`loss`: of inputs [sentences, tokens, hidden]."""
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.encoder(inputs), labels))
+
+
+def encoder(layers: int, quick: bool) -> nn.Module:
+    """PyTorch's own encoder of BERT base's size, by itself."""
+    return Encoder(layers, *((64, 2, 128) if quick else (768, 12, 3072)))
+
+
+def encoder_batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
+    inputs, labels = torch.randn(2, count, 128, model.hidden)
+    return {"inputs": inputs, "labels": labels}
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze a model and add LoRA adapters to its linear layers; ImportError without peft."""
+    import peft
+
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and not name.endswith(HEADS)
+    ]
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
+    )
+
+
+RECIPES = {
+    "gpt2": Recipe(
+        title="GPT-2 small",
+        make=gpt2,
+        batch=language_model_batch(1024),
+        length=1024,
+        quick_length=16,
+    ),
+    "llama": Recipe(
+        title="Llama 110M",
+        make=llama,
+        batch=language_model_batch(1024),
+        length=1024,
+        quick_length=16,
+    ),
+    "bert": Recipe(
+        title="BERT base", make=bert, batch=sentence_batch(128), length=128, quick_length=128
+    ),
+    "vit": Recipe(title="ViT-B/16", make=vit, batch=image_batch, length=197, quick_length=10),
+    "encoder": Recipe(
+        title="nn.TransformerEncoder",
+        make=encoder,
+        batch=encoder_batch,
+        length=128,
+        quick_length=128,
+    ),
+}
+"""By the names of --models."""
+
+
+def sharing(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is a linear layer with a weight [inputs, outputs], as GPT-2 has them."""
+    return type(module).__name__ == "Conv1D"
+
+
+def with_linears(model: nn.Module) -> nn.Module:
+    """Replace every Conv1D by a torch.nn.Linear, for torchao and SDNQ."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if is_conv1d(child):
+                linear = nn.Linear(*child.weight.shape, dtype=child.weight.dtype)
+                with torch.no_grad():
+                    linear.weight.copy_(child.weight.t())
+                    linear.bias.copy_(child.bias)
+                setattr(parent, name, linear)
+    return model
+
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-7, 0.01
 """So small a rate that the losses of all sides stay alike."""
@@ -26,10 +213,9 @@ LSQ = "lsq"
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A side before it has a model."""
+    """How a side trains, whatever the model."""
 
     dtype: torch.dtype = torch.float32
-    """Of parameters."""
     autocast: bool = False
     """Forward passes under torch.autocast in bfloat16."""
     compiled: bool = False
@@ -44,7 +230,7 @@ class Kind:
 
 
 class Contiguous(torch.autograd.Function):
-    """A tensor as it is, and its gradient made contiguous."""
+    """The identity, whose gradient is made contiguous."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -56,8 +242,7 @@ class Contiguous(torch.autograd.Function):
 
 
 def torchao(model: nn.Module) -> None:
-    """torchao's int8 mixed-precision training, in all layers but heads; it wants inputs and
-    gradients contiguous."""
+    """torchao's int8 mixed-precision training, in all layers but heads."""
     from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
     from torchao.quantization import quantize_
 
@@ -77,8 +262,7 @@ def torchao(model: nn.Module) -> None:
 
 
 def sdnq(model: nn.Module) -> None:
-    """SDNQ's int8 products on weights that stay floats, its nearest to the others; it keeps int8
-    inputs."""
+    """SDNQ's int8 products on float weights, its mode nearest to the others."""
     from sdnq.layers import SDNQLinear
     from sdnq.training import sdnq_training_post_load_quant
 
@@ -101,7 +285,7 @@ def sdnq(model: nn.Module) -> None:
 
 
 def sdnq_openvino(model: nn.Module) -> None:
-    """The same with OpenVINO's products, on as many threads as PyTorch has."""
+    """SDNQ with OpenVINO's products, on as many threads as PyTorch has."""
     from sdnq import kernel_wrappers
 
     if kernel_wrappers.openvino_int_mm is None:
@@ -115,8 +299,7 @@ def sdnq_openvino(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_openvino() -> Iterator[None]:
-    """SDNQ takes PyTorch's products within this context, as it does where openvino is not
-    installed."""
+    """Within it SDNQ takes PyTorch's products, as without openvino."""
     from sdnq import kernel_wrappers
 
     found = kernel_wrappers.openvino_int_mm
@@ -134,7 +317,6 @@ def lsq_linears(model: nn.Module) -> None:
 
 
 def lsq_fused(model: nn.Module) -> None:
-    """Whole layers."""
     lsq.convert(model, QuantConfig())
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     if all(isinstance(module, Projection) for module in modules):
@@ -223,7 +405,7 @@ class Side:
         }
 
     def loss(self) -> torch.Tensor:
-        """Of the batch, float []."""
+        """The loss of the batch, float []."""
         with self.kind.around(), torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
             return self.model(**self.batch).loss
 
@@ -235,12 +417,10 @@ class Side:
         return loss.item()
 
     def step(self) -> None:
-        """Forward, backward, update."""
         self.gradients()
         self.update()
 
     def update(self) -> None:
-        """One update; gradients are dropped."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -10,7 +10,9 @@ from operator import attrgetter
 
 import torch
 
+from lsq import gemm
 from lsq.config import LayerConfig, QuantConfig
+from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode
@@ -39,8 +41,6 @@ PROCESSES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and a batch."""
-
     name: str
     hidden: int
     feed_forward: int
@@ -68,7 +68,6 @@ QUICK = Size(
 
 
 def sizes(*tokens: int) -> list[Size]:
-    """Both models with each number of tokens, the smallest first."""
     return [
         Size(name=name, hidden=hidden, feed_forward=inner, heads=heads, sentences=count // LENGTH)
         for count in tokens
@@ -91,7 +90,7 @@ class Call:
 
     @property
     def result(self) -> str:
-        """What it makes first, in words."""
+        """The first output, in words."""
         return repr(self.operation.outputs[0])
 
     def __str__(self) -> str:
@@ -99,7 +98,7 @@ class Call:
 
     @property
     def signature(self) -> tuple:
-        """Equal for calls that do the same work."""
+        """A key that is equal for calls that do the same work."""
         leaves = (leaf.of(self.operation) for leaf in self.operation.leaves())
         tensors = (
             None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in leaves
@@ -113,8 +112,7 @@ class Call:
 
 
 def calls(wanted: Sequence[str], size: Size, dropout: float) -> Iterator[Call]:
-    """Every call of the named operations that does different work, in both backward modes; no
-    names: of all."""
+    """Calls of the named operations (none: all) that differ in their work, both backward modes."""
     seen = set()
     found = [
         Call(size=size, backward=mode, operation=operation)
@@ -130,7 +128,6 @@ def calls(wanted: Sequence[str], size: Size, dropout: float) -> Iterator[Call]:
 
 
 def names() -> set[str]:
-    """Of all operations that there are."""
     return {call.name for call in calls((), QUICK, 0.1)}
 
 
@@ -152,7 +149,6 @@ def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program
 
 
 def layer_config(size: Size, quant: QuantConfig, dropout: float, **options) -> LayerConfig:
-    """Of a layer of that size."""
     return LayerConfig(
         hidden=size.hidden,
         heads=size.heads,
@@ -166,7 +162,6 @@ def layer_config(size: Size, quant: QuantConfig, dropout: float, **options) -> L
 
 
 def table(size: Size, dropout: float) -> programs.Table:
-    """Of an embedding of that size."""
     return programs.Table(
         vocabulary=size.vocabulary,
         hidden=size.hidden,
@@ -179,14 +174,11 @@ def table(size: Size, dropout: float) -> programs.Table:
 
 
 def words(size: Size) -> programs.Vocabulary:
-    """Of a projection onto a vocabulary of that size."""
     return programs.Vocabulary(words=size.vocabulary, hidden=size.hidden, padded=size.padded)
 
 
 def others(size: Size) -> Iterator[Operation]:
-    """Outside programs: Adam on the weight [F, H] of a feed-forward block, its clips and those of
-    what it reads and makes, and its gradient in messages.
-    """
+    """Operations outside programs: Adam, clips, and messages of gradients."""
     shape = size.feed_forward, size.hidden
     tensors = {name: _tensor(name, shape) for name in ("weight", "gradient", "first", "second")}
     tensors |= {
@@ -213,9 +205,7 @@ def others(size: Size) -> Iterator[Operation]:
 def messages(
     values: int, dtype: torch.dtype, bits: int = 8, stochastic: bool = False
 ) -> Iterator[Operation]:
-    """What a process does with a bucket of gradients: pack it, without and with its error, add up
-    one shard of every process's, unpack the sums.
-    """
+    """Operations of a worker on a bucket of gradients: pack (two ways), sum a shard, unpack."""
     layout = MessageLayout.for_values(values, PROCESSES, bits=bits)
     eight = MessageLayout.for_values(values, PROCESSES)
     one, key = MessageLayout.of_shard(layout.length), KEY if stochastic else None
@@ -236,6 +226,13 @@ def _messages(layout: MessageLayout, *copies: int) -> Messages:
 
 def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> VirtualTensor:
     return VirtualTensor(name=name, shape=tuple(shape), dtype=dtype)
+
+
+def product_of(operation: Operation) -> ProductKey | None:
+    """The int8 product of an operation; None: it has none."""
+    with gemm.requested() as found:
+        operation.cpu_scratch()
+    return found[0] if found else None
 
 
 def counted(operation: Operation) -> dict[int, tuple[torch.Tensor, int]]:

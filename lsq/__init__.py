@@ -4,18 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lsq.commands.translator import Translator
     from lsq.config import QuantConfig
     from lsq.layers.memory import plan_memory
     from lsq.models import convert, freeze, revert
     from lsq.observe import monitor
-    from lsq.serving.translate import Translator
 
 __all__ = ["QuantConfig", "Translator", "convert", "freeze", "monitor", "plan_memory", "revert"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "QuantConfig": "lsq.config",
-    "Translator": "lsq.serving.translate",
+    "Translator": "lsq.commands.translator",
     "convert": "lsq.models",
     "freeze": "lsq.models",
     "monitor": "lsq.observe",

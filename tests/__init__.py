@@ -1,0 +1,3 @@
+from tests.constants import let_tests_choose
+
+let_tests_choose()

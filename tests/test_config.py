@@ -14,6 +14,7 @@ from lsq.config import (
     check_dimension,
     documentation,
 )
+from lsq.config.quantization import CONSTANT, of_this_version
 
 LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 
@@ -21,11 +22,7 @@ LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 def test_defaults():
     config = QuantConfig()
     assert config.quantized and config.bits == 8
-    assert (config.weight_init, config.activation_init, config.weight_granularity) == (
-        "mse",
-        "mse",
-        "channel",
-    )
+    assert (config.clip_init, config.weight_granularity) == ("mse", "channel")
     assert (config.clip_gradient, config.backward) == ("pact", "int8")
     assert LayerConfig(**LAYER).quant == config
     assert not QuantConfig(mode="float").quantized
@@ -50,32 +47,22 @@ def test_defaults():
         ),
     ],
 )
-def test_widths_are_told(given, said):
-    assert QuantConfig(**given).told == said
+def test_summary(given, said):
+    assert QuantConfig(**given).summary == said
 
 
 @pytest.mark.parametrize(
     "name, value, allowed",
     [
         ("mode", "int4", "'float', 'int8'"),
-        ("weight_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),
-        ("activation_init", "", "'fixed', 'absmax', 'percentile', 'mse'"),
+        ("clip_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),
         ("weight_granularity", "row", "'tensor', 'channel'"),
         ("clip_gradient", "ste", "'pact', 'lsq'"),
         ("backward", "int4", "'float', 'int8'"),
-        ("backward_dtype", "float64", "'float32', 'bfloat16'"),
         ("bits", 1, "from 2 to 8"),
         ("bits", 9, "from 2 to 8"),
         ("bits", 8.0, "from 2 to 8"),
-        ("weight_clip", 0.0, "above 0"),
-        ("weight_clip", float("nan"), "above 0"),
-        ("activation_clip", -1.0, "above 0"),
-        ("activation_clip", float("inf"), "above 0"),
-        ("activation_clip", "16", "above 0"),
         ("sparsity", "1:4", "'2:4'"),
-        ("percentile", 0.0, "above 0 and at most 100"),
-        ("percentile", 100.1, "above 0 and at most 100"),
-        ("percentile", float("nan"), "above 0 and at most 100"),
     ],
 )
 def test_quantisers_refuse(name, value, allowed):
@@ -83,6 +70,37 @@ def test_quantisers_refuse(name, value, allowed):
         ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)
     ):
         QuantConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "given, fields",
+    [
+        ({"backward_dtype": "float32", "backward": "float"}, {"backward": "float"}),
+        ({"activation_init": "absmax"}, {"clip_init": "absmax"}),
+        ({"weight_init": "fixed", "activation_init": "fixed"}, {"clip_init": "fixed"}),
+        (CONSTANT, {}),
+    ],
+)
+def test_fields_of_version_0_1(given, fields):
+    assert of_this_version(fields) == fields
+    with pytest.warns(FutureWarning, match=" now"):
+        assert of_this_version(given) == fields
+    with pytest.warns(FutureWarning, match="weight_init is clip_init now"):
+        assert QuantConfig(weight_init="absmax").learned
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        *(({name: 7}, f"{name} is 7, but it is always .* now: leave it out") for name in CONSTANT),
+        ({"weight_init": "mse", "activation_init": "fixed"}, "are clip_init now.*give clip_init"),
+        ({"weight_init": "mse", "clip_init": "fixed"}, "weight_init are clip_init now"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fields_of_version_0_1_that_would_be_lost(given, message):
+    with pytest.raises(ValueError, match=message):
+        of_this_version(given)
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,9 @@ def test_all_files_name_the_same():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (oldest, newest) = prerequisites.TRIED[0], prerequisites.TRIED[-1]
     assert project["requires-python"] == f">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"apt install {' '.join(APT)}" in readme
-    assert f"Python {', '.join(VERSIONS[:-1])} or {VERSIONS[-1]}" in readme
+    page = " ".join((ROOT / "docs/start.md").read_text().split())
+    assert f"apt install {' '.join(APT)}" in page
+    assert f"Python {', '.join(VERSIONS[:-1])} or {VERSIONS[-1]}" in page
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"python{version}" in makefile for version in VERSIONS)
 

@@ -1,5 +1,4 @@
-"""`lsq configs`: the files of tuned products that there are, what they say, and whether it still
-holds."""
+"""`lsq configs`: files of tuned products, their content, and whether it still holds."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -7,7 +6,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lsq.commands.options import check_writable, one_line_errors
-from lsq.commands.tune import trials
+from lsq.commands.tune import gpu_trials
 from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile
@@ -17,25 +16,25 @@ from lsq.study.tables import fitted
 
 KINDS = ("cpu", "cuda")
 OTHER = {TileConfiguration: "cuBLASLt and a kernel", CublasConfiguration: "the best tile"}
-"""What an entry's other way is."""
+"""The other way, by type of the chosen configuration."""
+HEAD = "op m n k layout types chosen default float gain spread date".split() + ["run as"]
+TEXTS = ("op", "layout", "types", "date", "run as")
 
 
 def parser() -> ArgumentParser:
     """The command line of `lsq configs`."""
-    made = ArgumentParser(
+    result = ArgumentParser(
         prog="lsq configs",
         description="Files that say how each matrix product runs fastest on one device; `lsq tune`"
         " makes them.",
         allow_abbrev=False,
     )
-    one_line_errors(made)
-    actions = made.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser(
-        "list", help="all files that are found, and whether they are used here"
-    )
-    showing = actions.add_parser("show", help="what a file says")
+    one_line_errors(result)
+    actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="all files, and whether they are used here")
+    showing = actions.add_parser("show", help="the content of a file")
     verifying = actions.add_parser(
-        "verify", help="run every entry of a file once, and compare with exact arithmetic"
+        "verify", help="run every entry of a GPU's file once, and compare with exact arithmetic"
     )
     exporting = actions.add_parser(
         "export", help="write the entries that are in use here as one file"
@@ -51,8 +50,10 @@ def parser() -> ArgumentParser:
         metavar="PATH",
         help="a file, or a folder, where it is named after the device",
     )
-    exporting.add_argument("--kind", choices=KINDS, default="cpu", help="of device (default: cpu)")
-    return made
+    exporting.add_argument(
+        "--kind", choices=KINDS, default="cuda", help="of device (default: cuda)"
+    )
+    return result
 
 
 def run(arguments: list[str]) -> int:
@@ -70,37 +71,30 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _devices() -> dict[str, Validators | str]:
-    """What is here of each kind, or why nothing is."""
-    found: dict[str, Validators | str] = {}
-    for kind in KINDS:
-        try:
-            found[kind] = device.here(kind)
-        except RuntimeError as error:
-            found[kind] = str(error)
-    return found
+def _device(kind: str) -> Validators | str:
+    """The device of a kind, or the reason why there is none."""
+    try:
+        return device.here(kind)
+    except RuntimeError as error:
+        return str(error)
 
 
 def list_files() -> str:
     """Every file, its device, and whether it is used."""
-    devices = _devices()
-    found = configuration_file.find(devices["cpu"])
-    if not found:
-        return (
-            f"There are no files in {configuration_file.user_folder()} or in the package. `lsq"
-            " tune` makes one."
-        )
+    files = configuration_file.search(device.here("cpu"))
+    if not files:
+        folder = configuration_file.user_folder()
+        return f"There are no files in {folder}. `lsq tune` makes one."
     lines = []
-    for each in found:
-        where = f"{each.path} ({each.source})"
+    for each in files:
         if each.file is None:
-            lines.append(f"{where}: damaged: {each.refusal}")
+            lines.append(f"{each.path}: damaged: {each.refusal}")
             continue
         theirs = each.file.validators
-        ours = devices[theirs.kind]
+        ours = _device(theirs.kind)
         refusal = ours if isinstance(ours, str) else difference(theirs, ours)
         verdict = "used" if refusal is None else f"not used: {refusal}"
-        lines.append(f"{where}: {theirs.device}, {len(each.file.entries)} entries; {verdict}")
+        lines.append(f"{each.path}: {theirs.device}, {len(each.file.entries)} entries; {verdict}")
     return "\n".join(lines)
 
 
@@ -108,7 +102,7 @@ def show(file: ConfigurationFile) -> str:
     """The device of a file and a table of its entries."""
     validators = file.validators
     words = [
-        f"{name} {_text(value)}"
+        f"{name} {' '.join(value) or 'none' if isinstance(value, tuple) else value}"
         for name, value in vars(validators).items()
         if name not in ("device", "format")
     ]
@@ -116,34 +110,12 @@ def show(file: ConfigurationFile) -> str:
         f"{validators.device}: {', '.join(words)}",
         f"{len(file.entries)} entries; times in microseconds",
     ]
-    head = (
-        "op",
-        "m",
-        "n",
-        "k",
-        "layout",
-        "types",
-        "chosen",
-        "default",
-        "float",
-        "gain",
-        "spread",
-        "date",
-        "run as",
-    )
-    sides = [
-        "left" if title in ("op", "layout", "types", "date", "run as") else "right"
-        for title in head
-    ]
     if file.entries:
+        sides = ["left" if title in TEXTS else "right" for title in HEAD]
         lines.append(
-            fitted([_row(entry) for entry in file.entries], head, sides, style="plain", keys=4)
+            fitted([_row(entry) for entry in file.entries], HEAD, sides, style="plain", keys=4)
         )
     return "\n".join(lines)
-
-
-def _text(value: object) -> str:
-    return " ".join(value) or "none" if isinstance(value, tuple) else str(value)
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
@@ -159,23 +131,27 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def verify(path: Path, *, quiet: bool) -> int:
-    """Check every entry, print what is wrong; the exit status: 1 if anything is, else 0.
+    """Check every entry of a GPU's file, print what is wrong; the exit status: 1 if anything is.
 
     Raises:
-        ValueError: the file is damaged, or was made for another device.
+        ValueError: the file is damaged, or was made for another device or a CPU.
         OSError: it cannot be read.
     """
     file = configuration_file.read(path)
-    here = _devices()[file.validators.kind]
+    if file.validators.kind == "cpu":
+        raise ValueError(
+            f"{path} is for a CPU, whose tiles are exact whatever a file says; verify files of GPUs"
+        )
+    here = _device("cuda")
     refusal = here if isinstance(here, str) else difference(file.validators, here)
     if refusal is not None:
         raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
     faults = 0
-    runner = trials(file.validators.kind, cache=0)  # one set of operands: nothing is timed
-    hidden = quiet or None  # None: where there is no terminal
+    trials = gpu_trials(cache=0)  # one set of operands: nothing is timed
+    hidden = quiet or None  # None: without a terminal
     with tqdm(file.entries, desc="verifying", unit="entry", disable=hidden, leave=False) as bar:
         for entry in bar:
-            fault = entry_fault(entry, runner)
+            fault = entry_fault(entry, trials)
             if fault is not None:
                 faults += 1
                 bar.write(f"{entry.key}: {fault}")
@@ -191,7 +167,7 @@ def export(output: Path, kind: str) -> int:
         OSError: it cannot be written.
     """
     check_writable(output, "PATH", makes_folders=True)
-    here = _devices()[kind]
+    here = _device(kind)
     if isinstance(here, str):
         raise ValueError(f"--kind is {kind}, and {here}")
     file = lookup.table(kind).file

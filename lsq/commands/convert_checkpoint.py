@@ -12,7 +12,7 @@ from lsq.config import QuantConfig, documentation
 from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
 
-CHANGEABLE = (*FIELDS, "gradient_format", "weight_init", "activation_init")
+CHANGEABLE = (*FIELDS, "gradient_format", "clip_init")
 """Fields of QuantConfig.
 
 Some say nothing about what clips mean: what gradients are rounded to, which must go with the other

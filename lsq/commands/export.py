@@ -6,11 +6,13 @@ from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 from lsq.commands import interruption, run_files
-from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
+from lsq.commands.options import command_parser, is_part_of, replaces
 from lsq.files.lock import locked_file
-from lsq.serving.export import ctranslate2_folder, model_file
-from lsq.serving.export.model_file import ExportedModel
-from lsq.serving.export.narrowing import with_int4
+from lsq.serving import export_ctranslate2, model_file
+from lsq.serving.architecture import check_codes
+from lsq.serving.decoding_model import model_of
+from lsq.serving.int4 import with_int4
+from lsq.serving.model_file import ExportedModel
 
 LSQ, CTRANSLATE2, FAIRSEQ = TARGETS = ("lsq", "ctranslate2", "fairseq")
 DESCRIPTION = """
@@ -22,21 +24,15 @@ fairseq: a float checkpoint of fairseq's own transformer, for fairseq-generate.
 
 
 def parser() -> ArgumentParser:
-    """The command line of `lsq export`."""
-    made = ArgumentParser(
-        prog="lsq export",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
-    one_line_errors(made)
+    """Make the parser of `lsq export`."""
+    made = command_parser("export", DESCRIPTION)
     made.add_argument(
         "model",
         type=Path,
         metavar="MODEL",
         help="a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a"
-        " checkpoint with --data, or"
-        " (for ctranslate2, or with --bits 4) a file that was exported for lsq",
+        " checkpoint with --data, or (for ctranslate2, or with --bits 4) a file that was exported"
+        " for lsq",
     )
     made.add_argument("--to", choices=TARGETS, required=True, help="who is to load it")
     made.add_argument(
@@ -52,8 +48,7 @@ def parser() -> ArgumentParser:
         choices=(4, 8),
         metavar="N",
         help="of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares, 8"
-        " leaves them "
-        "(default: as trained)",
+        " leaves them (default: as trained)",
     )
     made.add_argument(
         "--overwrite", action="store_true", help="replace what was exported there before"
@@ -68,7 +63,7 @@ def parser() -> ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: write the model.
+    """Write the model.
 
     Raises:
         FileNotFoundError, ValueError: a mistake in the options or the files.
@@ -94,11 +89,7 @@ def run(arguments: list[str]) -> int:
 
 
 def check_output(given: Namespace) -> None:
-    """Make sure that --output may be written.
-
-    Raises:
-        ValueError: it may not, with what to do.
-    """
+    """Refuse an --output that must not be replaced; ValueError."""
     output = given.output
     if not replaces(output, given.overwrite):
         return
@@ -112,12 +103,11 @@ def check_output(given: Namespace) -> None:
 
 
 def is_exported(path: Path, target: str) -> bool:
-    """Whether something is of the kind that is written for a target; for fairseq, any file of
-    torch.save."""
+    """Whether something was exported for a target; for fairseq, any file of torch.save."""
     if target == LSQ:
         return model_file.is_exported(path)
     if target == CTRANSLATE2:
-        return ctranslate2_folder.is_model_folder(path)
+        return export_ctranslate2.is_model_folder(path)
     try:
         with ZipFile(path) as file:
             return any(name.endswith("/data.pkl") for name in file.namelist())
@@ -126,11 +116,8 @@ def is_exported(path: Path, target: str) -> bool:
 
 
 def export_file(given: Namespace) -> None:
-    """Export a file that was exported for lsq.
-
-    Raises:
-        ValueError: it is damaged; --to or another option does not go with it.
-    """
+    """Export a file that was exported for lsq; ValueError if it is damaged, or does not go with
+    --to or another option."""
     if given.data is not None or given.sentencepiece_model is not None:
         raise ValueError(
             f"{given.model} has its words in it; leave --data and --sentencepiece-model out"
@@ -154,8 +141,6 @@ def export_training(given: Namespace) -> None:
     from lsq.commands import trained  # it imports fairseq, which takes seconds
     from lsq.fairseq import checkpoint, float_checkpoint
     from lsq.fairseq.model import LSQModel
-    from lsq.serving.decode.architecture import check_codes
-    from lsq.serving.decode.model import model_of
 
     quant = checkpoint.quantization(checkpoint.options_in(source.checkpoint, "model"))
     if quant.quantized or given.to != FAIRSEQ:
@@ -183,11 +168,8 @@ def export_training(given: Namespace) -> None:
 
 
 def with_bits(exported: ExportedModel, bits: int | None) -> ExportedModel:
-    """The same with weights of 4 bits; None: as they are, as 8 are as well.
-
-    Raises:
-        ValueError: 8 are asked for of weights that have 4.
-    """
+    """Round weights to 4 bits if that is asked for; ValueError if 8 are asked for of weights that
+    have 4."""
     if bits == 4:
         return replace(exported, model=with_int4(exported.model))
     trained = exported.model.architecture.decoder.config.quant.weight_format
@@ -203,10 +185,5 @@ def write_codes(given: Namespace, exported: ExportedModel) -> None:
     if given.to == LSQ:
         model_file.write(given.output, with_bits(exported, given.bits))
     else:
-        ctranslate2_folder.write(
-            given.output,
-            exported.model,
-            exported.source,
-            exported.target,
-            subwords=exported.subwords,
-        )
+        words = exported.source, exported.target
+        export_ctranslate2.write(given.output, exported.model, *words, subwords=exported.subwords)

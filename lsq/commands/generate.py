@@ -26,7 +26,7 @@ HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: translate as the options say.
+    """Translate as the options say.
 
     Raises:
         ValueError, OSError: a mistake in the options or the data.
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
 
 
 def task_of(checkpoint: Path) -> str:
-    """The task that a checkpoint was trained with; lsq_translation where none is known."""
+    """Return the task that a checkpoint was trained with; lsq_translation if it is unknown."""
     given = options_in(checkpoint, "task")
     name = given.get("_name") or given.get("task")
     return name if isinstance(name, str) and name in TASK_REGISTRY else TASK
@@ -69,8 +69,7 @@ def is_ours(checkpoint: Path) -> bool:
 
 
 def check_subwords(path: str) -> None:
-    """Raise ValueError unless a file is a model of sentencepiece's, which says so in words of its
-    own."""
+    """Raise ValueError unless a file is a model of sentencepiece's."""
     extras.require("--sentencepiece-model", "text")
     from sentencepiece import SentencePieceProcessor
 
@@ -79,16 +78,15 @@ def check_subwords(path: str) -> None:
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"--sentencepiece-model {path} is missing, damaged or no model of sentencepiece's"
-            f" ({error}); give"
-            " vocabulary/sentencepiece.model of the text that the model was trained on"
+            f" ({error}); give vocabulary/sentencepiece.model of the text that the model was"
+            " trained on"
         ) from None
 
 
 def load_fitting(
     data: str, paths: list[str], arg_overrides=None, task=None, **options
 ) -> tuple[list, object]:
-    """Takes the place of fairseq's load_model_ensemble, which gives (models, options of the last
-    one).
+    """Load as fairseq's load_model_ensemble does, which returns (models, options of the last).
 
     Raises:
         ValueError: a checkpoint does not fit the data, or that of --lm-path, which has no task, is
@@ -102,8 +100,7 @@ def load_fitting(
         first = " ".join(str(error).partition("\n")[2].split("\n")[0].split())
         raise ValueError(
             f"{', '.join(paths)} does not fit the model that its options, --model-overrides and the"
-            " dictionaries"
-            f" (dict.*.txt) of {data} describe; use those of the training: {first}"
+            f" dictionaries (dict.*.txt) of {data} describe; use those of the training: {first}"
         ) from None
     if task is None and not isinstance(models[0], FairseqLanguageModel):
         raise ValueError(
@@ -114,20 +111,16 @@ def load_fitting(
 
 
 def read_hypotheses(path: Path, count: int) -> list[str]:
-    """The best translation of each sentence, in the order of the sentences, from a file of
-    fairseq-generate's.
-
-    Raises:
-        ValueError: the file lacks a sentence.
-    """
-    found = {}
+    """Read the best translation of each sentence, in their order, from output of fairseq-generate;
+    ValueError if it lacks a sentence."""
+    best = {}
     with path.open(encoding="utf-8", newline="\n") as file:
         for line in file:
             if match := HYPOTHESIS.fullmatch(line.rstrip("\n")):
-                found.setdefault(int(match[1]), match[2])
-    missing = [number for number in range(count) if number not in found]
+                best.setdefault(int(match[1]), match[2])
+    missing = [number for number in range(count) if number not in best]
     if missing:
         raise ValueError(
             f"{path} has no translation of {len(missing)} sentences, the first of them {missing[0]}"
         )
-    return [found[number] for number in range(count)]
+    return [best[number] for number in range(count)]

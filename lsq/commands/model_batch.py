@@ -1,6 +1,7 @@
-"""A model by the path that a user gives, and its loss on one batch of text: to measure what happens
-in it."""
+"""A model by the path that a user gives, and its loss on a batch of text: for `lsq formats` and
+`lsq sensitivity`."""
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,31 +11,87 @@ import torch
 from torch import Tensor, nn
 
 from lsq.commands import run_files
+from lsq.commands.options import count
 from lsq.text.corpus import read_lines, read_pairs
 
 LONGEST = 256
 """Tokens of a line that are read."""
 IGNORED = -100
-"""The label of what counts for no loss, as transformers has it."""
+"""transformers' label of words that are not predicted."""
 MASKED_SHARE = 0.15
 """Of the words that a masked language model has to guess (Devlin et al. 2019)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelBatch:
-    """A model in eval mode on the CPU, and what it computes on a batch."""
+    """A model in eval mode on the CPU, and its loss on a batch."""
 
     model: nn.Module
     loss: Callable[[], Tensor]
-    """The mean loss of the batch, always the same one; it can be differentiated."""
+    """The mean loss of the batch, always the same; it can be differentiated."""
     lengths: Sequence[int]
-    """Words of each sentence, by which like ones can be taken together."""
+    """Words of each sentence."""
     losses: Callable[[Sequence[int]], tuple[Tensor, float]]
-    """Of some of the sentences, by their numbers: the sum of their losses, without label smoothing,
-    and how many words these are of.
+    """Numbers of sentences -> (the sum of their losses, without label smoothing; number of words).
     """
     description: str
-    """What the batch is."""
+
+
+def add_options(parser: ArgumentParser, formats: Sequence[str], words: int) -> None:
+    """Add the options that say which text, tensors and formats, and whether there is a progress
+    bar."""
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="with --model: sentences, one a line, and a second file of translations for a model"
+        " that translates; without it, the validation data of the training",
+    )
+    parser.add_argument(
+        "--words",
+        type=count,
+        metavar="N",
+        help=f"with --model: of the text, about (default: {words})",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="of a checkpoint as --model: its data folder"
+    )
+    parser.add_argument(
+        "--sentencepiece-model",
+        type=Path,
+        metavar="FILE",
+        help="of a checkpoint as --model, for --text",
+    )
+    parser.add_argument(
+        "--tensors",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="names of weights, with * and ?; without it, all",
+    )
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        default=list(formats),
+        metavar="FORMAT",
+        help="such as nvfp4 or int4/group16/uint4, see docs/numbers.md",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def of_options(given: Namespace, words: int) -> ModelBatch:
+    """Load what the options describe, and say that it is measured."""
+    batch = load(
+        given.model,
+        given.text,
+        data=given.data,
+        subwords=given.sentencepiece_model,
+        words=given.words or words,
+    )
+    print(f"measuring {given.model}, {batch.description}")
+    return batch
 
 
 def load(
@@ -51,8 +108,8 @@ def load(
         path: a folder of transformers' with its tokenizer; or a run of `lsq train-text`, or a
             checkpoint of fairseq's with `data`.
         texts: a file with a sentence a line; for a model that translates also one of their
-            translations. Without any, a trained model takes its own validation data. Sentences are
-            spread over the files.
+            translations. Without any, a trained model takes its own validation data. The sentences
+            of the batch are spread over the files.
         data, subwords: of a checkpoint: the folder of its data, and sentencepiece's model.
         words: of the batch, about; at least one sentence.
 
@@ -69,8 +126,7 @@ def load(
 
 
 def _spread(lengths: Sequence[int], words: int) -> list[int]:
-    """Which of so many sentences, evenly spaced, have about so many words together; one at
-    least."""
+    """Choose evenly spaced sentences that have about so many words together; at least one."""
     count = max(1, min(len(lengths), round(words * len(lengths) / max(sum(lengths), 1))))
     return [i * len(lengths) // count for i in range(count)]
 
@@ -114,7 +170,7 @@ def _of_fairseq(
 
 
 def _own_data(found):
-    """The validation data of the training."""
+    """Load the validation data of the training."""
     try:
         found.task.load_dataset("valid")
     except FileNotFoundError:
@@ -125,10 +181,10 @@ def _own_data(found):
 
 
 def _pairs(found, texts: Sequence[Path]):
-    """fairseq's dataset of two files of text."""
+    """Make fairseq's dataset of two files of text."""
     from fairseq.data import LanguagePairDataset
 
-    from lsq.serving.translate.subwords import processor_of
+    from lsq.serving.subwords import processor_of
 
     if found.source is None:
         raise ValueError(
@@ -181,10 +237,9 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
         if kind is None or not losses:
             raise ValueError(
                 f"{path} is of the architecture {name}, of which no loss on plain text is known"
-                " here; known are those "
-                f"whose name ends with {', '.join(end for ends in LOSSES for end in ends)}. For"
-                " others call "
-                "lsq.study.measure(model, run)"
+                " here; known are those whose name ends with"
+                f" {', '.join(end for ends in LOSSES for end in ends)}. For others call"
+                " lsq.study.measure(model, run)"
             )
         model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
     except OSError as error:
@@ -204,11 +259,13 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
 def _losses(
     model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int]
 ) -> tuple[Tensor, float]:
-    """`ModelBatch.losses` of a model of transformers' and its inputs [B, T]."""
+    """Compute `ModelBatch.losses` of a model of transformers' on its inputs [B, T]."""
     rows = {name: tensor[list(numbers)] for name, tensor in inputs.items()}
-    there = rows["attention_mask"].any(0)
-    wanted = (rows["labels"] != IGNORED).any(0) if model.config.is_encoder_decoder else there
-    rows = {name: tensor[:, wanted if name == "labels" else there] for name, tensor in rows.items()}
+    columns = rows["attention_mask"].any(0)
+    of_labels = (rows["labels"] != IGNORED).any(0) if model.config.is_encoder_decoder else columns
+    rows = {
+        name: tensor[:, of_labels if name == "labels" else columns] for name, tensor in rows.items()
+    }
     count = int((rows["labels"] != IGNORED).sum())
     if not count:
         return torch.zeros((), requires_grad=True), 0.0
@@ -216,7 +273,7 @@ def _losses(
 
 
 def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
-    """What a model reads of lines: input_ids and attention_mask int64 [B, T]."""
+    """Tokenise lines: input_ids and attention_mask int64 [B, T]."""
     longest = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
     return tokenizer(
         list(lines), return_tensors="pt", padding=True, truncation=True, max_length=longest
@@ -224,7 +281,7 @@ def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
 
 
 def _chosen(tokenizer, columns: Sequence[Sequence[str]], words: int) -> list[list[str]]:
-    """Sentences of the same lines of each file with about so many words, without empty ones."""
+    """Choose sentences of the same lines of each file with about so many words, none empty."""
     rows = [row for row in zip(*columns, strict=True) if all(row)]
     if not rows:
         raise ValueError("--text has empty lines alone")
@@ -241,10 +298,10 @@ def _one_file(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) ->
 
 
 def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
-    """Each word is to be predicted from those before it."""
+    """Each word is predicted from those before it."""
     inputs, count = _one_file(model, tokenizer, texts, words)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    first = inputs["attention_mask"].argmax(1, keepdim=True)  # which is predicted from nothing
+    first = inputs["attention_mask"].argmax(1, keepdim=True)  # predicted from nothing
     labels = labels.scatter(1, first, IGNORED)
     return {**inputs, "labels": labels}, count
 
@@ -252,7 +309,7 @@ def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -
 def _masked_words(
     model: nn.Module, tokenizer, texts: Sequence[Path], words: int
 ) -> tuple[dict, int]:
-    """Some words, the same ones each time, are masked and to be guessed."""
+    """Some words, the same each time, are masked and predicted."""
     inputs, count = _one_file(model, tokenizer, texts, words)
     ids = inputs["input_ids"]
     guessed = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < MASKED_SHARE
@@ -265,7 +322,7 @@ def _masked_words(
 def _translation(
     model: nn.Module, tokenizer, texts: Sequence[Path], words: int
 ) -> tuple[dict, int]:
-    """The second text is to be predicted from the first one; of one text, itself."""
+    """The second text is predicted from the first; a single text from itself."""
     if len(texts) > 2:
         raise ValueError(
             f"--text has {len(texts)} files; give sentences, and their translations or nothing"
@@ -286,4 +343,4 @@ LOSSES: dict[tuple[str, ...], Callable] = {
     ("ForMaskedLM",): _masked_words,
     ("ForConditionalGeneration", "MTModel"): _translation,
 }
-"""Ends of the names of architectures -> what makes their inputs."""
+"""Ends of the names of architectures -> function that makes their inputs."""

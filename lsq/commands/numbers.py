@@ -48,7 +48,7 @@ FAIRSEQ = {"fairseq": ["--mode", "float", "--arch", "transformer"]}
 """By their names: options of `lsq train-text` by which trainings differ; FAIRSEQ with --fairseq
 alone."""
 CHANCE = 0.003
-"""Bits a token, measured with the options that are the default here (docs/quality.md)."""
+"""Bits a token, measured with the options that are the default here (docs/numbers.md)."""
 MOST_THREADS = 8
 """More are slower with models this small."""
 

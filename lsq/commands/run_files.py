@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lsq.commands.stages import read_marker
 from lsq.files import check_name
-from lsq.serving.decode import SearchOptions
+from lsq.serving.search_options import SearchOptions
 from lsq.text import vocabulary
 
 BEST = "checkpoint_best.pt"

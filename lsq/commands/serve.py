@@ -7,10 +7,10 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 
 from lsq.commands import logs
-from lsq.commands.options import HelpFormatter, one_line_errors
+from lsq.commands.options import command_parser
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
 from lsq.config import documentation, require_positive
-from lsq.serving.serve.limits import Limits
+from lsq.serving.http.requests import Limits
 
 DESCRIPTION = """
 Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and options of
@@ -22,11 +22,8 @@ MOST_PORT = 2**16 - 1
 
 
 def parser() -> ArgumentParser:
-    """The command line of `lsq serve`."""
-    made = ArgumentParser(
-        prog="lsq serve", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
-    )
-    one_line_errors(made)
+    """Make the parser of `lsq serve`."""
+    made = command_parser("serve", DESCRIPTION)
     made.add_argument(
         "--host", default="127.0.0.1", help="address to serve at; 0.0.0.0: all of this machine"
     )
@@ -34,33 +31,31 @@ def parser() -> ArgumentParser:
     add_model(made)
     limits, texts = made.add_argument_group("limits"), documentation(Limits)
     for field in fields(Limits):
-        text = texts[field.name].replace("%", "%%")
         limits.add_argument(
-            option_of(field.name), type=field.type, default=field.default, help=text
+            option_of(field.name),
+            type=field.type,
+            default=field.default,
+            help=texts[field.name].replace("%", "%%"),
         )
     add_search(made)
     return made
 
 
 def option_of(limit: str) -> str:
-    """The option of a field of Limits."""
+    """Return the option of a field of Limits."""
     return "--limit-" + limit.replace("_", "-")
 
 
 def limits_of(given: Namespace) -> Limits:
-    """What these options say.
-
-    Raises:
-        ValueError: one is not above 0.
-    """
-    found = {field.name: getattr(given, f"limit_{field.name}") for field in fields(Limits)}
-    for name, value in found.items():
+    """Make the limits that the options describe; ValueError if one is not above 0."""
+    values = {field.name: getattr(given, f"limit_{field.name}") for field in fields(Limits)}
+    for name, value in values.items():
         require_positive(option_of(name), value)
-    return Limits(**found)
+    return Limits(**values)
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: serve until a signal comes.
+    """Serve until a signal comes.
 
     Raises:
         ValueError, OSError: a mistake in the options or the files, or the address is in use.
@@ -69,9 +64,9 @@ def run(arguments: list[str]) -> int:
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)
-    # what they import may be missing
-    from lsq.serving.serve.application import Service
-    from lsq.serving.serve.server import bound, make_room, server_of
+    # here, since packages of the extra may be missing
+    from lsq.serving.http.server import bound, make_room, server_of
+    from lsq.serving.http.service import Service
 
     logs.to_standard_error()
     logs.quieten()

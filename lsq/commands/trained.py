@@ -1,4 +1,4 @@
-"""A trained model in memory, from the files that `lsq.commands.run_files` finds."""
+"""Trained models in memory, from the files that `lsq.commands.run_files` finds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from lsq.commands.generate import load_fitting
 from lsq.commands.run_files import Source, evaluation, trained_length
 from lsq.fairseq.float_checkpoint import Languages
 from lsq.fairseq.generator import evaluation_of_task
-from lsq.serving.decode import SearchOptions
+from lsq.serving.search_options import SearchOptions
 
 OF_TRAINING = ("lsq_gemm_config", "lsq_gemm_coverage", "lsq_device", "lsq_activations")
-"""Options of the machine that trained, which a checkpoint keeps."""
+"""Options in a checkpoint that are for the machine that trained."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,11 +46,8 @@ class Trained:
 
 
 def load(source: Source) -> Trained:
-    """Read a model and its words.
-
-    Raises:
-        ValueError: the checkpoint is damaged or does not fit the dictionaries.
-    """
+    """Read a model and its words; ValueError if the checkpoint is damaged or does not fit the
+    dictionaries."""
     overrides = {"data": str(source.data), **dict.fromkeys(OF_TRAINING)}
     state = checkpoint_utils.load_checkpoint_to_cpu(str(source.checkpoint), overrides)
     task = tasks.setup_task(state["cfg"].task, from_checkpoint=True)

@@ -1,5 +1,6 @@
 """`lsq translate`: text in, translations out."""
 
+import codecs
 import contextlib
 import io
 import itertools
@@ -15,13 +16,11 @@ from tqdm import tqdm
 
 from lsq import files
 from lsq.commands import interruption, logs
-from lsq.commands.options import HelpFormatter, check_writable, count, is_part_of, one_line_errors
+from lsq.commands.options import check_writable, command_parser, count, is_part_of
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
 from lsq.files.lock import locked_file
-from lsq.serving.decode import SearchOptions
-from lsq.serving.translate import RefusedLine, Translation, Translator
-from lsq.serving.translate.lines import read_lines
-from lsq.serving.translate.translator import LONG_LINES
+from lsq.serving.search_options import SearchOptions
+from lsq.serving.translator import LONG_LINES, RefusedLine, TextTranslator, Translation
 from lsq.text.corpus import check_file
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,8 @@ is written begins with the number of the line that it translates, and a tab.
 """
 STANDARD_INPUT = Path("-")
 BUFFER = 4096
+LONGEST = 2**26
+"""Bytes of a line, at most: without an end, /dev/zero and the like would fill the memory."""
 DEVICES = Path("/dev")
 """Its links to the standard output may lead to a file, and are none."""
 
@@ -41,8 +42,8 @@ DEVICES = Path("/dev")
 class Line:
     """A line that is to be translated."""
 
-    place: str
-    """Where it stands, for messages."""
+    source: str
+    """Its file and number, for messages."""
     number: int
     """From 1, of all that is read."""
     text: str
@@ -50,14 +51,8 @@ class Line:
 
 
 def parser() -> ArgumentParser:
-    """The command line of `lsq translate`."""
-    made = ArgumentParser(
-        prog="lsq translate",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
-    one_line_errors(made)
+    """Make the parser of `lsq translate`."""
+    made = command_parser("translate", DESCRIPTION)
     made.add_argument(
         "files",
         type=Path,
@@ -90,7 +85,7 @@ def parser() -> ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand.
+    """Run the subcommand.
 
     Raises:
         ValueError, OSError: a mistake in the options or the files.
@@ -105,20 +100,20 @@ def run(arguments: list[str]) -> int:
     translator = translator_of(given)
     options = search_options(given, translator.options)
     with contextlib.ExitStack() as opened:
-        found = translated(lines_of(given, opened), translator, options, given)
+        texts = translated(lines_of(given, opened), translator, options, given)
         if given.output is not None:
             with interruption.raised(), locked_file(given.output, "choose another --output"):
-                files.write(given.output, lambda file: file.writelines(map(str.encode, found)))
+                files.write(given.output, lambda file: file.writelines(map(str.encode, texts)))
             return 0
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale has
-        for text in found:
+        for text in texts:
             print(text, end="", flush=True)
     return 0
 
 
 def check_files(given: Namespace) -> None:
-    """Look for what is read, and for where it is written.
+    """Check what is read, and that --output can be written.
 
     Raises:
         FileNotFoundError: a file is not there.
@@ -132,50 +127,75 @@ def check_files(given: Namespace) -> None:
     inputs = [path for path in (*given.files, given.prefix) if path not in (None, STANDARD_INPUT)]
     for path in inputs:
         check_file(path)
-    if given.output is None:
+    output = given.output
+    if output is None:
         return
-    check_writable(given.output)
-    if given.output.is_dir():
-        raise ValueError(f"--output {given.output} is a folder; name a file")
-    if (
-        given.output.absolute().parent == DEVICES
-        or given.output.exists()
-        and not given.output.is_file()
-    ):
+    check_writable(output)
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder; name a file")
+    if output.absolute().parent == DEVICES or output.exists() and not output.is_file():
         raise ValueError(
-            f"--output {given.output} is a device or a pipe, and would be replaced; use > instead"
+            f"--output {output} is a device or a pipe, and would be replaced; use > instead"
         )
     read = [*inputs, *filter(None, (given.model, given.data, given.sentencepiece_model))]
-    if given.output.exists() and is_part_of(given.output, read):
-        raise ValueError(f"--output {given.output} is what is read, or part of it; choose another")
+    if output.exists() and is_part_of(output, read):
+        raise ValueError(f"--output {output} is what is read, or part of it; choose another")
+
+
+def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file as they come; lines end at a line feed only.
+
+    Raises:
+        ValueError: a line is not UTF-8, holds a NUL byte or is longer than LONGEST; names it.
+    """
+    number = 0
+    while raw := file.readline(LONGEST + 1):
+        number += 1
+        if len(raw) > LONGEST:
+            raise ValueError(
+                f"{name}, line {number} has more than {LONGEST} bytes; it must hold one sentence a"
+                " line"
+            )
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        if b"\0" in raw:
+            raise ValueError(
+                f"{name}, line {number}: a NUL byte is no text; remove it, e.g. with tr -d '\\000'"
+            )
+        try:
+            yield raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{name}, line {number}: byte 0x{raw[error.start]:02x} is not valid UTF-8;"
+                " convert the file first, e.g. with iconv"
+            ) from None
 
 
 def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
-    """All lines of all files; `opened` closes them.
+    """Yield the lines of all files; `opened` closes them.
 
     Raises:
         ValueError: see `read_lines`; or there are more or fewer prefixes than lines.
     """
 
     def lines(path: Path) -> Iterator[tuple[str, str]]:
-        name = "standard input" if path == STANDARD_INPUT else str(path)
-        file: BinaryIO = (
-            sys.stdin.buffer if path == STANDARD_INPUT else opened.enter_context(path.open("rb"))
-        )
+        if path == STANDARD_INPUT:
+            name, file = "standard input", sys.stdin.buffer
+        else:
+            name, file = str(path), opened.enter_context(path.open("rb"))
         for number, text in enumerate(read_lines(file, name), 1):
             yield f"{name}, line {number}", text
 
     texts = itertools.chain.from_iterable(map(lines, given.files))
     prefixes = itertools.repeat((None, "")) if given.prefix is None else lines(given.prefix)
     number = 0
-    for number, ((place, text), prefix) in enumerate(
-        zip(texts, itertools.chain(prefixes, [None]), strict=False), 1
-    ):
+    pairs = zip(texts, itertools.chain(prefixes, [None]), strict=False)
+    for number, ((source, text), prefix) in enumerate(pairs, 1):
         if prefix is None:
             raise ValueError(
-                f"{given.prefix} has {number - 1} lines, and there are more to translate ({place})"
+                f"{given.prefix} has {number - 1} lines, and there are more to translate ({source})"
             )
-        yield Line(place=place, number=number, text=text, prefix=prefix[1])
+        yield Line(source=source, number=number, text=text, prefix=prefix[1])
     if not number:
         logger.warning("standard input is empty: there is nothing to translate")
     if given.prefix is not None and next(prefixes, None) is not None:
@@ -185,43 +205,42 @@ def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
 
 
 def translated(
-    lines: Iterable[Line], translator: Translator, options: SearchOptions, given: Namespace
+    lines: Iterable[Line], translator: TextTranslator, options: SearchOptions, given: Namespace
 ) -> Iterator[str]:
-    """What is written, as soon as it is known.
+    """Yield lines of the output as soon as they are known.
 
     Raises:
-        ValueError: a line is refused; names it. At a terminal it is only told so.
+        ValueError: a line is refused; names it. At a terminal that is only printed.
     """
     typed = STANDARD_INPUT in given.files and sys.stdin.isatty()
     if typed:
         print("one sentence a line; Ctrl-D ends", file=sys.stderr)
-    too_long, first = 0, None
+    lines, too_long, first = iter(lines), 0, None
     with tqdm(unit=" sentences", disable=typed or given.quiet or None) as bar:
-        for some in chunks(lines, 1 if typed else given.buffer):
+        while chunk := list(itertools.islice(lines, 1 if typed else given.buffer)):
             try:
-                found = translator.translate(
-                    [line.text for line in some],
+                results = translator.translate(
+                    [line.text for line in chunk],
                     options,
-                    prefixes=[line.prefix for line in some],
+                    prefixes=[line.prefix for line in chunk],
                     progress=bar.update,
                 )
             except RefusedLine as refused:
-                message = f"{some[refused.line].place}: {refused.reason}"
+                message = f"{chunk[refused.line].source}: {refused.reason}"
                 if not typed:
                     raise ValueError(message) from None
                 print(message, file=sys.stderr)
                 continue
-            for line, translations in zip(some, found, strict=True):
+            for line, translations in zip(chunk, results, strict=True):
                 if translations[0].too_long:
-                    too_long, first = too_long + 1, first or line.place
+                    too_long, first = too_long + 1, first or line.source
                 yield from (
                     shown(line, translation, options, given.scores) for translation in translations
                 )
     if too_long:
         logger.warning(
             "lines of more than %d subwords are too long for the model: %d such lines %s (see"
-            " --long-lines), the first"
-            " of them %s",
+            " --long-lines), the first of them %s",
             translator.model.longest_source - 1,
             too_long,
             LONG_LINES[translator.long_lines],
@@ -229,16 +248,9 @@ def translated(
         )
 
 
-def chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
-    """`size` lines at a time, the last time fewer."""
-    lines = iter(lines)
-    while some := list(itertools.islice(lines, size)):
-        yield some
-
-
 def shown(line: Line, translation: Translation, options: SearchOptions, scores: bool) -> str:
-    """A line of the output: [number of its line, if there are several for each] [score] text, with
-    tabs between."""
+    """Format a line of the output: the number of its line if there are several for each, the score
+    if wanted, and the text, with tabs between."""
     columns = [str(line.number)] if options.nbest > 1 else []
     columns += [f"{translation.score:.6f}"] if scores else []
     return "\t".join([*columns, translation.text]) + "\n"

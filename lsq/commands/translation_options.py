@@ -1,5 +1,4 @@
-"""What the command lines of `lsq translate` and `lsq serve` share: which model, and how it
-searches."""
+"""Options that `lsq translate` and `lsq serve` share: the model, and the search."""
 
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -9,23 +8,26 @@ from pathlib import Path
 import torch
 
 from lsq.commands.options import count
+from lsq.commands.translator import Translator
 from lsq.config import documentation
-from lsq.serving.decode import SearchOptions
-from lsq.serving.translate.device import DEVICES
-from lsq.serving.translate.translator import BATCH_TOKENS, LONG_LINES, Translator
+from lsq.serving.search_options import SearchOptions
+from lsq.serving.translation_model import DEVICES
+from lsq.serving.translator import BATCH_TOKENS, LONG_LINES
 
 SEARCH = tuple(fields(SearchOptions))
-MODEL_HELP = (
-    "a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file of `lsq"
-    " export --to lsq`, or a"
-    " checkpoint with --data and --sentencepiece-model"
-)
 
 
 def add_model(parser: ArgumentParser) -> None:
     """Add the options that say which model translates, and on what."""
     model = parser.add_argument_group("model")
-    model.add_argument("--model", type=Path, required=True, metavar="PATH", help=MODEL_HELP)
+    model.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file"
+        " of `lsq export --to lsq`, or a checkpoint with --data and --sentencepiece-model",
+    )
     model.add_argument(
         "--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt"
     )
@@ -57,9 +59,8 @@ def add_model(parser: ArgumentParser) -> None:
         "--long-lines",
         choices=tuple(LONG_LINES),
         default="cut",
-        help="what becomes of lines that are too long for the model: cut translates them in parts,"
-        " skip leaves them"
-        " empty, copy copies them as they are, refuse ends with an error",
+        help="treatment of lines that are too long for the model: cut translates them in parts,"
+        " skip leaves them empty, copy copies them as they are, refuse ends with an error",
     )
 
 
@@ -85,18 +86,18 @@ def add_search(parser: ArgumentParser) -> None:
 
 
 def translator_of(given: Namespace) -> Translator:
-    """What `add_model` describes, on the threads that it says.
+    """Make the translator that the options of `add_model` describe.
 
     Raises:
         FileNotFoundError, ValueError: see `Translator`; or there are not so many cores.
     """
     cores = os.cpu_count() or 1
-    if given.threads is not None and given.threads > cores:
-        raise ValueError(
-            f"--threads is {given.threads}, and this machine has {cores} cores; give {cores} at"
-            " most"
-        )
     if given.threads is not None:
+        if given.threads > cores:
+            raise ValueError(
+                f"--threads is {given.threads}, and this machine has {cores} cores; give {cores} at"
+                " most"
+            )
         torch.set_num_threads(given.threads)
     return Translator(
         given.model,
@@ -109,12 +110,7 @@ def translator_of(given: Namespace) -> Translator:
 
 
 def search_options(given: Namespace, defaults: SearchOptions) -> SearchOptions:
-    """What `add_search` describes.
-
-    Raises:
-        ValueError: a value is out of its range, or two do not go together.
-    """
-    found = vars(given)
-    return replace(
-        defaults, **{field.name: found[field.name] for field in SEARCH if field.name in found}
-    )
+    """Replace defaults by the options of `add_search`; ValueError if they are not allowed."""
+    values = vars(given)
+    chosen = {field.name: values[field.name] for field in SEARCH if field.name in values}
+    return replace(defaults, **chosen)

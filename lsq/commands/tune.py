@@ -1,13 +1,11 @@
-"""`lsq tune`: find the fastest way to run each matrix product on this device, and keep it in a
-file."""
+"""`lsq tune`: find the fastest way to run each matrix product on this GPU; keep it in a file."""
 
 import contextlib
-import functools
 import math
 import statistics
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,37 +17,40 @@ from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, device
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.cublaslt import first_candidate
-from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
+from lsq.gemm.product_key import TOKEN_STEP, ProductKey
 from lsq.gemm.tuner import product_list
-from lsq.gemm.tuner.cpu import CpuTrial
 from lsq.gemm.tuner.cublaslt import CublasBackend
-from lsq.gemm.tuner.search import Summary, estimate, opened, tune
+from lsq.gemm.tuner.search import Summary, opened, tune
 from lsq.gemm.tuner.trial import Outcome, Trials
+from lsq.ops.representatives import OPERATIONS
 from lsq.run.cuda import gpu
 
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""
 LISTED = 5
 BACKWARD = {"both": ("float", "int8"), "float": ("float",), "int8": ("int8",)}
+NOT_ON_CPUS = (
+    "lsq tune is for GPUs: on a CPU nothing is tuned, because lsq's own tiles run every product by"
+    " a rule"
+)
 
 
 def parser() -> ArgumentParser:
     """The command line of `lsq tune`, up to fairseq's options."""
-    made = ArgumentParser(
+    result = ArgumentParser(
         prog="lsq tune",
         description=(
-            "Try the ways to run each matrix product on this device, and write the fastest into a"
-            " file that trainings "
-            "and translations here use by themselves. Every way is checked against exact arithmetic"
-            " first. Stop it "
-            "whenever you like: what is done is in the file, and the same command goes on with the"
-            " rest."
+            "Try the ways to run each matrix product on this GPU, and write the fastest into a file"
+            " that trainings and translations here use by themselves. Every way is checked against"
+            " exact arithmetic first. Stop it whenever you like: the file has all finished"
+            " products, and the same command goes on with the rest. Products of CPUs are not tuned:"
+            " they run by a rule."
         ),
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
-    one_line_errors(made)
-    what = made.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
+    one_line_errors(result)
+    what = result.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
     what.add_argument(
         "--arch",
         metavar="NAME",
@@ -62,7 +63,7 @@ def parser() -> ArgumentParser:
         help="a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV"
         " with op, m, n, k",
     )
-    training = made.add_argument_group("with --arch; further options of fairseq-train may follow")
+    training = result.add_argument_group("with --arch; further options of fairseq-train may follow")
     training.add_argument("--max-tokens", type=count, default=4096, metavar="N", help="of a batch")
     training.add_argument(
         "--step", type=count, metavar="N", help="tokens from one batch size to the next"
@@ -77,32 +78,29 @@ def parser() -> ArgumentParser:
     training.add_argument(
         "--sentences", type=count, default=64, metavar="N", help="translated at a time"
     )
-    made.add_argument(
-        "--device", choices=("cpu", "cuda"), help="by default the GPU where there is one"
-    )
-    made.add_argument(
-        "--threads", type=count, metavar="N", help="of the CPU; a file is for one number of threads"
-    )
-    made.add_argument(
+    result.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda alone")
+    result.add_argument(
         "--output", type=Path, metavar="FILE.json", help="by default in the user's folder"
     )
-    made.add_argument(
+    result.add_argument(
         "--exhaustive",
         action="store_true",
-        help="all algorithms of cuBLASLt, not its proposals alone",
+        help="all algorithms of cuBLASLt, not only its proposals",
     )
-    made.add_argument(
+    result.add_argument(
         "--seconds", type=seconds, metavar="S", help="begin no further product after so many"
     )
-    made.add_argument("--again", action="store_true", help="tune also what the file has already")
-    made.add_argument(
-        "--list", action="store_true", help="print the products as CSV, and tune nothing"
+    result.add_argument("--again", action="store_true", help="tune also what the file has already")
+    result.add_argument(
+        "--list",
+        action="store_true",
+        help="print the products as CSV, and tune nothing; needs no GPU",
     )
-    made.add_argument(
+    result.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw what the file holds (.png, .svg, .pdf)"
     )
-    made.add_argument("--quiet", action="store_true", help="no progress bar")
-    return made
+    result.add_argument("--quiet", action="store_true", help="no progress bar")
+    return result
 
 
 def run(arguments: list[str]) -> int:
@@ -110,41 +108,36 @@ def run(arguments: list[str]) -> int:
 
     Raises:
         ValueError, OSError: a mistake in the options or the files, another tuner is at work, or
-            there is no GPU, or no libcublasLt, where one is asked for.
+            there is no GPU or no libcublasLt.
     """
     given, training = parser().parse_known_args(arguments)
     if training and given.arch is None:
         parser().error(f"unrecognized arguments: {' '.join(training)}")
     if not (given.arch or given.shapes or given.plot):
         parser().error("say what to tune: --arch NAME or --shapes FILE")
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
-    keys, kind = products(given, training)
+    if given.device == "cpu":
+        raise ValueError(f"--device is cpu, and {NOT_ON_CPUS}")
+    keys = products(given, training)
     if given.list:
         print(product_list.text(keys), end="")
         return 0
     try:
-        validators = device.here(kind)
+        validators = device.here("cuda")
     except RuntimeError as error:
-        raise ValueError(f"products are to be tuned on {kind}, and {error}") from None
+        raise ValueError(f"there is no GPU to tune for ({error}); {NOT_ON_CPUS}") from None
     path = given.output or _default_path(device.file_name(validators))
     check_writable(path, makes_folders=True)
     if given.plot is not None:
         check_writable(given.plot, "--plot")
     status = 0
     if given.arch or given.shapes:
-        made = trials(kind, exhaustive=given.exhaustive)
         known = () if given.again else {entry.key for entry in opened(path, validators).entries}
-        due = [key for key in keys if key not in known]
-        durations = estimate(made, due) if due else {}
+        due = sum(key not in known for key in keys)
         if due:
-            print(
-                f"to tune    {len(due)} products, which take {duration(sum(durations.values()))}",
-                flush=True,
-            )
-        with _progress(durations, given.quiet) as progress:
+            print(f"to tune    {due} products", flush=True)
+        with _progress(due, given.quiet) as progress:
             summary = tune(
-                made,
+                gpu_trials(exhaustive=given.exhaustive),
                 keys,
                 path,
                 validators,
@@ -159,61 +152,52 @@ def run(arguments: list[str]) -> int:
     return status
 
 
-def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey], str]:
-    """What to tune, and for which kind of device.
+def products(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
+    """The products to tune.
 
     Raises:
         ValueError, OSError: a mistake in the options or the files.
     """
-    kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     keys: list[ProductKey] = []
     if given.arch is not None:
-        keys = _of_training(given, training, kind)
+        keys = _of_training(given, training)
     elif given.shapes is not None:
         keys = product_list.read(given.shapes)
-        if any(key.op == MATMUL for key in keys):  # which a CPU does not run
-            kind = "cuda"
-        if given.device not in (None, kind):
-            raise ValueError(
-                f"{given.shapes} lists products of a run on {kind}, and --device is {given.device}"
-            )
-    return list(dict.fromkeys(key.rounded() for key in keys)), kind
+    return list(dict.fromkeys(key.rounded() for key in keys))
 
 
-def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[ProductKey]:
+def _of_training(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
     step = given.step or -(-given.max_tokens // (STEPS * TOKEN_STEP)) * TOKEN_STEP
     # takes seconds
-    from lsq.fairseq.products import (
-        generation_rows,
-        products_of_training,
-        token_counts,
-    )
+    from lsq.fairseq.products import generation_rows, products_of_training, token_counts
 
-    tokens = token_counts(given.max_tokens, step)
     return products_of_training(
         parse_step("lsq tune", given.arch, ["--max-tokens", str(given.max_tokens), *training]),
         given.vocabulary_size,
         backward=BACKWARD[given.backward],
-        tokens=tokens,
+        tokens=token_counts(given.max_tokens, step),
         rows=generation_rows(given.beam, given.sentences),
-        kind=kind,
     )
 
 
-def trials(kind: str, *, exhaustive: bool = False, cache: int | None = None) -> Trials:
-    """What runs products on a device of this kind.
+def gpu_trials(*, exhaustive: bool = False, cache: int | None = None) -> Trials:
+    """Trials of products on the current GPU.
 
     Args:
-        cache: bytes that the operands of a product exceed together; None: those of the device's
-            cache.
+        exhaustive: of all algorithms of cuBLASLt.
+        cache: bytes that the operands of a product exceed together; None: the L2 cache.
 
     Raises:
         RuntimeError, ValueError: there is no libcublasLt, or the GPU cannot be used.
     """
-    if kind == "cpu":
-        return functools.partial(CpuTrial, cache=cache)
-    found = gpu(torch.cuda.current_device(), first_candidate)
-    return CublasBackend(found.products, device=found, exhaustive=exhaustive, cache=cache).trial
+    current = gpu(torch.cuda.current_device(), first_candidate)
+    return CublasBackend(
+        current.products,
+        device=current,
+        operations=OPERATIONS,
+        exhaustive=exhaustive,
+        cache=cache,
+    ).trial
 
 
 def _default_path(name: str) -> Path:
@@ -224,72 +208,47 @@ def _default_path(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _progress(
-    durations: Mapping[ProductKey, float], quiet: bool
-) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
-    """Within this context, what to call after each product.
-
-    A product fills as much of the bar as it lasts, about.
-    """
-    gains, done = [], 0
-    with tqdm(
-        total=sum(durations.values()),
-        desc="tuning",
-        disable=quiet or None,
-        file=sys.stderr,
-        bar_format="{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]",
-    ) as bar:
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
+    """Within this context, the `progress` of `lsq.gemm.tuner.search.tune`."""
+    gains = []
+    with tqdm(total=total, desc="tuning", disable=quiet or None, file=sys.stderr) as bar:
 
         def progress(key: ProductKey, outcome: Outcome | None) -> None:
-            nonlocal done
-            if key not in durations:
-                return
-            done += 1
             if outcome is not None:
                 gains.append(outcome.default / outcome.chosen)
-            gain = f", {statistics.geometric_mean(gains):.3f} times as fast" if gains else ""
-            bar.set_postfix_str(f"{done}/{len(durations)} products{gain}", refresh=False)
-            bar.update(durations[key])
+                gain = statistics.geometric_mean(gains)
+                bar.set_postfix_str(f"{gain:.3f} times as fast", refresh=False)
+            bar.update()
 
         yield progress
 
 
-def duration(seconds: float) -> str:
-    """About how long that is, in words."""
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"about {minutes} minutes" if minutes > 1 else "a minute or less"
-    return f"about {round(seconds / 3600)} hours"
-
-
 def report(summary: Summary) -> str:
-    """What was done, for people."""
+    """The results of a run, for people."""
     entries = summary.entries
     lines = [f"file       {summary.path}", f"tuned      {len(entries)} products"]
     if entries:
         gains = [entry.gain for entry in entries]
-        average = statistics.geometric_mean(gains)
-        floats = statistics.geometric_mean(
-            entry.times.float / entry.times.chosen for entry in entries
-        )
+        floats = [entry.times.float / entry.times.chosen for entry in entries]
         changed = sum(entry.times.chosen != entry.times.default for entry in entries)
-        lines.append(f"faster     {changed} of them")
-        lines.append(
-            f"           {average:.3f} times as fast as untuned on average, {max(gains):.2f} at"
-            " best"
-        )
-        lines.append(f"           {floats:.1f} times as fast as floats on average")
+        lines += [
+            f"faster     {changed} of them",
+            f"           {statistics.geometric_mean(gains):.3f} times as fast as untuned on"
+            f" average, {max(gains):.2f} at best",
+            f"           {statistics.geometric_mean(floats):.1f} times as fast as floats on"
+            " average",
+        ]
     compared = [entry for entry in entries if entry.times.other is not None]
     if compared:
         tiled = sum(isinstance(entry.configuration, TileConfiguration) for entry in compared)
         average = statistics.geometric_mean(
             entry.times.other / entry.times.chosen for entry in compared
         )
-        lines.append(
+        lines += [
             f"in one     {tiled} of {len(compared)}: one kernel multiplies and ends; the others by"
-            " cuBLASLt"
-        )
-        lines.append(f"           {average:.3f} times as fast as the other way on average")
+            " cuBLASLt",
+            f"           {average:.3f} times as fast as the other way on average",
+        ]
     counts = [
         (summary.skipped, "had an entry already; --again tunes them, too"),
         (summary.left, "were not reached; the same command goes on with them"),

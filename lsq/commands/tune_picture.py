@@ -1,4 +1,4 @@
-"""A picture of a file of tuned products: how much faster they are, across shapes."""
+"""A picture of a file of tuned products: how much faster they are, by shape."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lsq import extras
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.product_key import REQUESTS
+from lsq.gemm.product_key import MATMUL, REQUESTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,15 +17,12 @@ MARKERS = "osD^vP"
 
 
 def draw(file: ConfigurationFile, path: Path) -> None:
-    """Draw the speed-up over the default, and over the product of floats, by operations of the
-    product.
+    """Draw the speed-up of each product over the default, and over the product of floats.
 
-    Args:
-        file: its entries are the points.
-        path: picture to write; its suffix chooses the format (.png, .svg, .pdf).
+    The suffix of `path` chooses the format (.png, .svg, .pdf).
 
     Raises:
-        ValueError: there is nothing to draw, or the format is unknown.
+        ValueError: the file has no entries, or the format is unknown.
         OSError: the picture cannot be written.
     """
     if not file.entries:
@@ -44,9 +41,8 @@ def draw(file: ConfigurationFile, path: Path) -> None:
     )
     below.set_xlabel("multiplications and additions of the product")
     validators = file.validators
-    more = f", threads: {validators.threads}" if validators.kind == "cpu" else ""
     figure.suptitle(
-        f"{validators.device}{more}, {validators.library} {validators.library_version}:"
+        f"{validators.device}, {validators.library} {validators.library_version}:"
         f" {len(file.entries)} products"
     )
     figure.savefig(path, dpi=150)
@@ -55,7 +51,7 @@ def draw(file: ConfigurationFile, path: Path) -> None:
 def _panel(
     axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
 ) -> None:
-    for number, op in enumerate(REQUESTS):
+    for number, op in enumerate((*REQUESTS, MATMUL)):
         chosen = [entry for entry in entries if entry.key.op == op]
         if not chosen:
             continue

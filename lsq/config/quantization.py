@@ -1,13 +1,15 @@
 """How tensors become integers, or values of other formats."""
 
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
+from typing import Any, ClassVar
 
-from lsq.config.checks import require_choice, require_positive
+from lsq.config.checks import require_choice
 from lsq.quant import (
     CALIBRATIONS,
     CLIP_GRADIENTS,
@@ -25,19 +27,19 @@ MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
 GRANULARITIES = ("tensor", "channel")
 CLIPS = ("auto", "absmax", "learned")
-ONLY_LEARNED = {
-    "weight_init": "mse",
-    "activation_init": "mse",
-    "weight_clip": 1.0,
-    "activation_clip": 16.0,
+ONLY_LEARNED = {"clip_init": "mse", "weight_granularity": "channel", "clip_gradient": "pact"}
+"""Fields that say how clips are measured and learn, and their defaults."""
+CONSTANT = {
     "calibration_passes": 4096,
     "clip_step": 0.002,
     "percentile": 99.99,
-    "weight_granularity": "channel",
-    "clip_gradient": "pact",
+    "weight_clip": 1.0,
+    "activation_clip": 16.0,
+    "backward_dtype": "float32",
 }
-"""Fields that say how clips are found and learn, and their defaults."""
-PRODUCT_DTYPES = ("float32", "bfloat16")
+"""Fields of version 0.1 that cannot be chosen any more, and their values."""
+RENAMED = {"weight_init": "clip_init", "activation_init": "clip_init"}
+"""Fields of version 0.1 -> what they are now."""
 Names = Mapping[str, Sequence[str]]
 """What a part of a model calls a tensor -> its names in the state dict of the part."""
 Fitted = dict[str, dict[str, set[str]]]
@@ -66,10 +68,70 @@ def check_format(fast: Collection[str], name: str) -> None:
     except ValueError as error:
         allowed = ", ".join(map(repr, (*fast, UNROUNDED)))
         raise ValueError(
-            f"allowed are {allowed}, and formats of docs/formats.md, but {error}"
+            f"allowed are {allowed}, and formats of docs/numbers.md, but {error}"
         ) from None
 
 
+def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of QuantConfig, some of them by their names of version 0.1, with a warning for each.
+
+    Raises:
+        ValueError: a field that is constant now has another value, or two that are one now differ.
+    """
+    fields = {name: value for name, value in given.items() if name not in {*CONSTANT, *RENAMED}}
+    for name in CONSTANT.keys() & given.keys():
+        if given[name] != CONSTANT[name]:
+            raise ValueError(
+                f"{name} is {given[name]!r}, but it is always {CONSTANT[name]!r} now: leave it out"
+            )
+        _warn(f"{name} is always {CONSTANT[name]!r} now: leave it out")
+    for name in RENAMED.keys() & given.keys():
+        now = RENAMED[name]
+        if fields.setdefault(now, given[name]) != given[name]:
+            raise ValueError(
+                f"{' and '.join(sorted(RENAMED.keys() & given.keys()))} are {now} now, which is"
+                f" one for weights and activations: give {now} alone"
+            )
+        _warn(f"{name} is {now} now, for weights and activations")
+    return fields
+
+
+def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of QuantConfig of a training by version 0.1, which may have any value of fields that
+    are constant now: they are left out, and clips that learned go on learning."""
+    fields = {name: value for name, value in given.items() if name not in {*CONSTANT, *RENAMED}}
+    before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
+    inits = [before[name] for name in RENAMED if name in before]
+    if inits and "clip_init" not in fields:
+        fields["clip_init"] = inits[0] if len(set(inits)) == 1 else ONLY_LEARNED["clip_init"]
+    defaults = {**CONSTANT, **dict.fromkeys(RENAMED, ONLY_LEARNED["clip_init"])}
+    changed = [name for name in before if name in defaults and before[name] != defaults[name]]
+    # before there was a choice, all clips learned
+    earliest, other = "clips" not in given and before, set(changed) - {"backward_dtype"}
+    if earliest or (fields.get("clips") == "auto" and other):
+        fields["clips"] = "learned"
+    for name in CONSTANT.keys() & set(changed):
+        _warn(f"{name} was {before[name]!r} in this training; it is always {CONSTANT[name]!r} now")
+    return fields
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=4)
+
+
+def _takes_earlier_fields(config: type) -> type:
+    """Let a dataclass be made with fields of version 0.1, too."""
+    init = config.__init__
+
+    @wraps(init)
+    def of_any_version(self, **given):
+        init(self, **of_this_version(given))
+
+    config.__init__ = of_any_version
+    return config
+
+
+@_takes_earlier_fields
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """How tensors become integers. Formulas: docs/numbers.md."""
@@ -88,31 +150,11 @@ class QuantConfig:
     then trained as parameters. "auto": "absmax" where all formats are int8 of 8 bits and no option
     below that is of learned clips is given.
     """
-    weight_init: str = "mse"
-    """How a weight's first clip is measured: "fixed", "absmax", "percentile" or "mse" (OCTAV)."""
-    activation_init: str = "mse"
-    """How an activation's first clip is measured, on the first batch; "fixed" measures nothing."""
-    weight_clip: float = 1.0
-    """First clip of every weight under weight_init="fixed"."""
-    activation_clip: float = 16.0
-    """First clip of every activation under activation_init="fixed"."""
-    calibration_passes: int = 4096
-    """Clips are measured again at training passes 2, 4, 8, ... up to this one, while tensors still
-    grow fast.
-
-    Clips of activations are the largest that one of these passes, or of the seven after it, gives:
-    so every kind of batch counts. Where a layer runs more often in a step, all passes of the step
-    count. Those of weights are measured
-    eight times as often: each time the number of passes has grown by 9 %.
+    clip_init: str = "mse"
+    """How clips that learn are first measured, those of activations on the first batch: "absmax",
+    "percentile" (99.99 % of the values lie inside), "mse" (OCTAV), or "fixed": not at all, they
+    begin with 1 for weights and 16 for activations.
     """
-    clip_step: float = 0.002
-    """Largest relative change of a clip in one update.
-
-    An optimizer such as Adam takes steps as long as its learning rate, which may be several percent
-    of a small clip; see docs/numbers.md.
-    """
-    percentile: float = 99.99
-    """Share of |x| in percent that lies inside the first clip under "percentile"."""
     weight_granularity: str = "channel"
     """One clip per output channel ("channel") or one per weight ("tensor").
 
@@ -121,7 +163,7 @@ class QuantConfig:
     """
     weight_format: str = "int8"
     """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast
-    products; any format of docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or
+    products; any format of docs/numbers.md, as "nvfp4" or "int6/row", through decoded values; or
     "float32": not at all. Patterns of names
     may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
     """
@@ -138,39 +180,37 @@ class QuantConfig:
     backward: str = "int8"
     """Products of the backward pass: "int8" (gradients rounded at random) or "float" (on the
     dequantised codes)."""
-    backward_dtype: str = "float32"
-    """dtype of the products under backward="float"; sums stay float32."""
     sparsity: str = ""
     """"2:4": of four neighbouring inputs of an output two weights count, in either mode; "": all
-    do. More may follow: "2:4,every=16,decay=1,begin=0,end=500"; docs/sparsity.md.
+    do. More may follow: "2:4,every=16,decay=1,begin=0,end=500"; docs/numbers.md.
     """
+
+    calibration_passes: ClassVar[int] = CONSTANT["calibration_passes"]
+    """Clips that learn are measured again at training passes 2, 4, 8, ... up to this one, while
+    tensors still grow fast; those of weights eight times as often, each time the number of passes
+    has grown by 9 %. Clips of activations are the largest that one of these passes, or of the seven
+    after it, gives, so that every kind of batch counts.
+    """
+    clip_step: ClassVar[float] = CONSTANT["clip_step"]
+    """Largest relative change of a clip in one update: an optimizer such as Adam takes steps as
+    long as its learning rate, which may be several percent of a small clip."""
+    percentile: ClassVar[float] = CONSTANT["percentile"]
+    """Percent of |x| inside the first clip under clip_init="percentile"."""
+    weight_clip: ClassVar[float] = CONSTANT["weight_clip"]
+    activation_clip: ClassVar[float] = CONSTANT["activation_clip"]
+    """First clips under clip_init="fixed"."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"bits is {self.bits!r}; it must be a whole number from 2 to 8")
         require_choice("clips", self.clips, CLIPS)
-        require_choice("weight_init", self.weight_init, CALIBRATIONS)
-        require_choice("activation_init", self.activation_init, CALIBRATIONS)
-        require_positive("weight_clip", self.weight_clip)
-        require_positive("activation_clip", self.activation_clip)
-        if not isinstance(self.calibration_passes, int) or self.calibration_passes < 0:
-            raise ValueError(
-                f"calibration_passes is {self.calibration_passes!r}; it must be a whole number, 0"
-                " or more"
-            )
-        if not 0 < self.clip_step < 1:
-            raise ValueError(f"clip_step is {self.clip_step!r}; it must be above 0 and below 1")
-        if not 0 < self.percentile <= 100:
-            raise ValueError(
-                f"percentile is {self.percentile!r}; it must be above 0 and at most 100"
-            )
+        require_choice("clip_init", self.clip_init, CALIBRATIONS)
         require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
         for name, fast in FAST_FORMATS.items():
             check_choice(name, getattr(self, name), partial(check_format, fast))
         require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
         require_choice("backward", self.backward, BACKWARDS)
-        require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
         Pruning.read(self.sparsity)
         self._check_decoded()
         self._check_clips()
@@ -307,7 +347,7 @@ class QuantConfig:
         return rows if per_row else 1
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What layers run in, in words."""
         formats = {name.removesuffix("_format"): getattr(self, name) for name in FAST_FORMATS}
         if self.bits < 8:  # gradients have 8

@@ -20,7 +20,7 @@ LARGEST_SEED = 2**32 - 1
 class GradientConfig:
     """How the workers of a training average their gradients.
 
-    Formulas and figures: docs/gradients.md.
+    Formulas and figures: docs/distributed.md.
     """
 
     mode: str = "auto"

@@ -335,7 +335,7 @@ def _mode(config: GradientConfig, topology: Topology) -> str:
         _say(
             topology,
             logging.WARNING,
-            "mode int4_hier is experimental: see docs/gradients.md for its error",
+            "mode int4_hier is experimental: see docs/distributed.md for its error",
         )
     return mode
 

@@ -159,7 +159,7 @@ class _Trained:
             _warn(
                 "an optimizer steps within the backward pass, where the clips that each process"
                 " measures cannot be "
-                "averaged: step after it, or convert with QuantConfig(calibration_passes=1)"
+                "averaged: step after it"
             )
             return True
         return False

@@ -1,38 +1,59 @@
-// The functions of libcuda about devices and contexts. There are two devices, each with its primary context, which lives
-// as long as the process.
+// The functions of libcuda about results, devices and contexts. There are two devices.
 #include "contexts.h"
 
 #include <vector>
 
-#include "results.h"
-#include "streams.h"
-#include "work.h"
+namespace emulator {
 
 namespace {
 
 constexpr int DEVICES = 2;
-emulator::Context contexts[DEVICES] = {{0, nullptr}, {1, nullptr}};
-thread_local std::vector<emulator::Context*> stack;
+Context contexts[DEVICES] = {{0, nullptr}, {1, nullptr}};
+thread_local std::vector<Context*> stack;
+thread_local Failure last = {SUCCESS, ""};
 
 bool exists(int device) { return device >= 0 && device < DEVICES; }
 
 }  // namespace
 
-namespace emulator {
-
-Context* current_context() { return stack.empty() ? nullptr : stack.back(); }
-
-int find_context(Context*& context) {
-    context = current_context();
-    if (context) return SUCCESS;
-    return fail(INVALID_CONTEXT, "no context is current in this thread; make one current first (cuCtxPushCurrent)");
+Result remember(const Failure& failure) {
+    last = failure;
+    return failure.result;
 }
 
-std::string of_device(int device) { return device ? " of device " + std::to_string(device) : ""; }
+std::recursive_mutex& driver_lock() {
+    static std::recursive_mutex lock;
+    return lock;
+}
+
+Context& current_context() {
+    if (!stack.empty()) return *stack.back();
+    fail(INVALID_CONTEXT,
+         "no context is current in this thread; make one current first (cuCtxPushCurrent)");
+}
 
 }  // namespace emulator
 
 using namespace emulator;
+
+DRIVER cuGetErrorName(int result, const char** name) {
+    *name = nullptr;
+    switch (result) {
+        case SUCCESS: *name = "CUDA_SUCCESS"; break;
+#define EMULATOR_CASE(result, number, cuda) \
+    case result: *name = "CUDA_ERROR_" #cuda; break;
+            EMULATOR_RESULTS(EMULATOR_CASE)
+#undef EMULATOR_CASE
+    }
+    return *name ? SUCCESS : INVALID_VALUE;
+}
+
+// The message of this thread's last failure if that had `result`, else the name of the result.
+DRIVER cuGetErrorString(int result, const char** message) {
+    const int known = cuGetErrorName(result, message);
+    if (result == last.result && result != SUCCESS) *message = last.message.c_str();
+    return known;
+}
 
 DRIVER cuDeviceGetCount(int* count) {
     *count = DEVICES;
@@ -54,15 +75,12 @@ DRIVER cuDevicePrimaryCtxRetain(Context** context, int device) {
 DRIVER cuDevicePrimaryCtxRelease_v2(int device) { return exists(device) ? SUCCESS : INVALID_DEVICE; }
 
 DRIVER cuCtxGetCurrent(Context** context) {
-    *context = current_context();
+    *context = stack.empty() ? nullptr : stack.back();
     return SUCCESS;
 }
 
 DRIVER cuCtxGetDevice(int* device) {
-    Context* context;
-    if (const int refused = find_context(context)) return refused;
-    *device = context->device;
-    return SUCCESS;
+    return guarded([&] { *device = current_context().device; });
 }
 
 DRIVER cuCtxPushCurrent_v2(Context* context) {
@@ -78,22 +96,16 @@ DRIVER cuCtxPopCurrent_v2(Context** context) {
     return SUCCESS;
 }
 
-// Replaces the top of the stack; null empties the place.
+// Replaces the top of the stack; null only removes it.
 DRIVER cuCtxSetCurrent(Context* context) {
     if (!stack.empty()) stack.pop_back();
     if (context) stack.push_back(context);
     return SUCCESS;
 }
 
-// The host waits for all streams of the current context.
-DRIVER cuCtxSynchronize() {
-    HOLD_DRIVER;
-    Context* context;
-    if (const int refused = find_context(context)) return refused;
-    return synchronize(*context);
-}
-
 const void* emulator_context() {
     if (stack.empty()) stack.push_back(&contexts[0]);
     return stack.back();
 }
+
+const char* emulator_message() { return last.message.c_str(); }

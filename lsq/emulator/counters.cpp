@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "counted.h"
 #include "crashes.h"
 
 namespace emulator {
@@ -17,15 +17,48 @@ bool profiling = false, counting = false;
 
 namespace {
 
+constexpr uintptr_t SECTOR = 32;  // bytes that a GPU moves between its caches at a time
 constexpr size_t DEEPEST = 64;  // calls within calls that a path tells apart
 constexpr unsigned BANKS = 32, WORD = 4;
+
+struct Traffic {
+    int64_t requests = 0, bytes = 0, sectors = 0;
+    std::vector<bool> touched;  // sectors, each once
+};
+
+struct Region {
+    uintptr_t begin = 0, end = 0;
+    Traffic traffic[3];  // by Access
+};
+
+// Accesses to shared memory. A pass serves each bank once, with all lanes that want the same word
+// of it.
+struct Shared {
+    int64_t requests = 0, passes = 0, least = 0;
+};
+
+// A basic block of the module, by its offset in it.
+struct Block {
+    uintptr_t offset = 0;
+    int64_t warps = 0, lanes = 0;
+    uint32_t seen[WARP] = {};
+    bool active = false;
+};
+
+struct Record {
+    std::string kernel, module;
+    std::vector<Region> regions;  // the last one: memory that was not named
+    Shared shared;
+    std::vector<Block> blocks;
+};
 
 struct Request {
     uint32_t lanes = 0;
     uintptr_t address[WARP];
 };
 
-// One place in the code, and what the lanes of the warp that runs have accessed there since they met.
+// One place in the code, and what the lanes of the warp that runs have accessed there since they
+// met.
 struct Place {
     size_t size = 0;
     Access access = Access::read;
@@ -39,7 +72,7 @@ std::unordered_map<uint64_t, Place> sites;
 std::vector<Place*> active_sites;
 std::vector<uint32_t> block_at;  // by offset: index in the record's blocks, and one
 std::vector<uint32_t> active_blocks;
-uintptr_t module_begin, shared_begin[2], shared_size[2];
+uintptr_t module_begin;
 struct {
     size_t depth;
     uint64_t hash[DEEPEST];
@@ -47,12 +80,8 @@ struct {
 std::string text;
 
 uint64_t& path() {
-    auto& here = paths[running_thread()];
+    auto& here = paths[current];
     return here.hash[std::min(here.depth, DEEPEST - 1)];
-}
-
-bool is_shared(uintptr_t address) {
-    return address - shared_begin[0] < shared_size[0] || address - shared_begin[1] < shared_size[1];
 }
 
 Region& region_of(uintptr_t address) {
@@ -63,6 +92,38 @@ Region& region_of(uintptr_t address) {
     return regions.back();
 }
 
+std::string quoted(const std::string& words) { return '"' + words + '"'; }
+
+std::string listed(std::initializer_list<int64_t> numbers) {
+    std::string found = "[";
+    for (const int64_t number : numbers) found += (found.size() > 1 ? "," : "") + std::to_string(number);
+    return found + "]";
+}
+
+template <typename Items, typename Write>
+std::string joined(const Items& items, const Write& write) {
+    std::string found = "[";
+    for (const auto& item : items) found += (found.size() > 1 ? "," : "") + write(item);
+    return found + "]";
+}
+
+std::string written(const Region& region) {
+    return joined(region.traffic, [](const Traffic& one) {
+        const int64_t touched = std::count(one.touched.begin(), one.touched.end(), true);
+        return listed({one.requests, one.bytes, one.sectors, touched});
+    });
+}
+
+std::string written(const Record& record) {
+    const Shared& shared = record.shared;
+    return "{\"kernel\":" + quoted(record.kernel) + ",\"module\":" + quoted(record.module) +
+           ",\"regions\":" + joined(record.regions, [](const Region& one) { return written(one); }) +
+           ",\"shared\":" + listed({shared.requests, shared.passes, shared.least}) + ",\"blocks\":" +
+           joined(record.blocks, [](const Block& one) {
+               return listed({static_cast<int64_t>(one.offset), one.warps, one.lanes});
+           }) + "}";
+}
+
 template <typename Value>
 size_t different(std::vector<Value>& values) {
     std::sort(values.begin(), values.end());
@@ -70,7 +131,8 @@ size_t different(std::vector<Value>& values) {
     return values.size();
 }
 
-// Lanes are served together as long as they want at most a word of each bank's: 32 of 4 bytes, 16 of 8, 8 of 16.
+// Lanes are served together as long as they want at most a word of each bank's: 32 of 4 bytes, 16
+// of 8, 8 of 16.
 void settle_shared(const Request& request, size_t size) {
     Shared& shared = records.back().shared;
     const unsigned together = std::max<size_t>(WARP * WORD / std::max<size_t>(size, WORD), 1);
@@ -134,10 +196,6 @@ CountedLaunch::CountedLaunch(const Launch& launch) {
     Dl_info found = {};
     dladdr(reinterpret_cast<void*>(launch.kernel), &found);
     module_begin = reinterpret_cast<uintptr_t>(found.dli_fbase);
-    shared_begin[0] = reinterpret_cast<uintptr_t>(launch.static_shared.begin);
-    shared_size[0] = launch.static_shared.end - launch.static_shared.begin;
-    shared_begin[1] = reinterpret_cast<uintptr_t>(emulator_dynamic_shared);
-    shared_size[1] = launch.shared;
     sites.clear();
     active_sites.clear();
     block_at.clear();
@@ -152,7 +210,7 @@ void settle_warp() {
     for (Place* site : active_sites) {
         for (const Request& request : site->requests) {
             const unsigned lane = __builtin_ctz(request.lanes);
-            if (is_shared(request.address[lane])) {
+            if (in_shared(reinterpret_cast<const void*>(request.address[lane]))) {
                 settle_shared(request, site->size);
             } else {
                 settle_global(request, site->size, site->access);
@@ -189,11 +247,13 @@ void count_block(const void* site) {
 
 }  // namespace emulator
 
+using namespace emulator;
+
 extern "C" {
 
-// Until emulator_profile_end, counts what launches do. Memory is told apart by `count` regions [begin, end).
+// Until emulator_profile_end, counts what launches do. Memory is told apart by `count` regions
+// [begin, end).
 EMULATOR_VISIBLE void emulator_profile_begin(const uint64_t* begins, const uint64_t* ends, int64_t count) {
-    using namespace emulator;
     named.assign(count + 1, {});
     for (int64_t i = 0; i < count; ++i) {
         named[i].begin = begins[i];
@@ -206,11 +266,15 @@ EMULATOR_VISIBLE void emulator_profile_begin(const uint64_t* begins, const uint6
     profiling = true;
 }
 
-// What was counted for each launch since emulator_profile_begin, see in_json. Valid until the next call.
+// Returns what was counted since emulator_profile_begin, valid until the next call.
+//
+// A JSON list with an object for each launch: `kernel`, `module` (path of its library), `regions`,
+// the last one for all other memory: [reads, writes, atomics], each [requests, bytes, sectors,
+// sectors each counted once]; `shared`: [requests, passes, passes without conflicts]; `blocks`:
+// [address in the module after the call of the hook, executions by warps, by lanes].
 EMULATOR_VISIBLE const char* emulator_profile_end() {
-    using namespace emulator;
     profiling = false;
-    text = in_json(records);
+    text = joined(records, [](const Record& record) { return written(record); });
     records.clear();
     return text.c_str();
 }
@@ -219,20 +283,21 @@ EMULATOR_VISIBLE const char* emulator_profile_end() {
 
 // Kernels that are compiled for a profile call this at the beginning of each basic block.
 EMULATOR_VISIBLE void __sanitizer_cov_trace_pc() {
-    // What lanes do together runs outside of their fibers (emulator_together) and stands for one instruction.
-    if (emulator::counting && emulator::in_kernel) emulator::count_block(__builtin_return_address(0));
+    // What lanes do together runs outside of their fibers (emulator_together) and stands for one
+    // instruction.
+    if (counting && in_kernel) count_block(__builtin_return_address(0));
 }
 
 EMULATOR_VISIBLE void __tsan_func_entry(void* caller) {
-    if (!emulator::counting) return;
-    auto& here = emulator::paths[emulator::running_thread()];
-    const uint64_t outer = emulator::path();
+    if (!counting) return;
+    auto& here = paths[current];
+    const uint64_t outer = path();
     ++here.depth;
-    emulator::path() = outer * 31 + reinterpret_cast<uintptr_t>(caller);
+    path() = outer * 31 + reinterpret_cast<uintptr_t>(caller);
 }
 
 EMULATOR_VISIBLE void __tsan_func_exit() {
-    if (emulator::counting) --emulator::paths[emulator::running_thread()].depth;
+    if (counting) --paths[current].depth;
 }
 
 #endif

@@ -1,19 +1,18 @@
-// What the launches of a profile do, counted: accesses to memory as warps make them, and executions of code.
+// What the launches of a profile do, counted: accesses to memory as warps make them, and executions
+// of code.
 //
-// A GPU serves the lanes of a warp that execute one instruction together as one request. Here a request is what the
-// lanes of a warp access at one place of the code, reached on one path of calls, for the n-th time since all of them
-// last met at a barrier or a collective. Lanes that go round a loop different numbers of times are paired from its
-// beginning, as they are on a GPU.
+// A GPU serves the lanes of a warp that execute one instruction together as one request. Here a
+// request is what the lanes of a warp access at one place of the code, reached on one path of
+// calls, for the n-th time since all of them last met at a barrier or a collective. Lanes that go
+// round a loop different numbers of times are paired from its beginning, as they are on a GPU.
 #pragma once
 
-#include "scheduler.h"
+#include "threads.h"
 
 namespace emulator {
 
-constexpr unsigned WARP = 32;
-constexpr uintptr_t SECTOR = 32;  // bytes that a GPU moves between its caches at a time
-
-// Whether a profile is being made, and whether one of its launches runs; nothing below is called elsewhere.
+// Whether a profile is being made, and whether one of its launches runs; nothing below is called
+// elsewhere.
 extern bool profiling, counting;
 
 enum class Access { read, write, atomic };

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 
-#include <cstdint>
 #include <iterator>
 
 #include "report.h"
@@ -32,7 +31,7 @@ constexpr Kind KINDS[] = {
 std::string describe(const Crash& crash) {
     for (const Kind& kind : KINDS) {
         if (kind.signal != crash.signal) continue;
-        const std::string where = ", at " + hexadecimal(reinterpret_cast<uintptr_t>(crash.address));
+        const std::string where = ", at " + hexadecimal(crash.address);
         return kind.words + (kind.at_address ? where : "");
     }
     return "ends by signal " + std::to_string(crash.signal);

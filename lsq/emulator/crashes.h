@@ -11,11 +11,13 @@ struct Crash {
     void* address = nullptr;
 };
 
-// Whether the thread that has a CrashGuard is in a kernel now; a crash elsewhere is not the kernel's.
+// Whether the thread that has a CrashGuard is in a kernel now; a crash elsewhere is not the
+// kernel's.
 extern volatile std::sig_atomic_t in_kernel;
 
-// While it lives, a crash of this thread in a kernel calls `leave`, on a stack of its own, which must not return.
-// All other crashes go where they went before. Under the sanitizers it does nothing: they report and end the process.
+// While it lives, a crash of this thread in a kernel calls `leave`, on a stack of its own, which
+// must not return. All other crashes go where they went before. Under the sanitizers it does
+// nothing: they report and end the process.
 class CrashGuard {
 public:
     explicit CrashGuard(void (*leave)(Crash));

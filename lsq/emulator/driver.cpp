@@ -1,5 +1,6 @@
-// The functions of libcuda about modules and launches, for kernels that run in the emulator: a launch has finished when
-// cuLaunchKernel returns. A module's image is MAGIC and the path of a shared library.
+// The functions of libcuda about modules and launches, for kernels that run in the emulator: a
+// launch has finished when cuLaunchKernel returns. A module's image is MAGIC and the path of a
+// shared library.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -8,9 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "captures.h"
-#include "results.h"
 #include "scheduler.h"
+#include "streams.h"
+
+using namespace emulator;
 
 namespace {
 
@@ -22,10 +24,10 @@ constexpr char MAGIC[] = "lsq-emulated-module\n";
 
 struct Function {
     std::string name;
-    emulator::Context* context;
+    Context* context;
     void (*kernel)(void** arguments);
     const size_t* parameters;  // the bytes of each, ended by 0
-    emulator::Memory static_shared;
+    Memory static_shared;
     size_t dynamic_shared;  // the most that a launch may ask for
 
     size_t static_bytes() const { return static_shared.end - static_shared.begin; }
@@ -33,20 +35,20 @@ struct Function {
 
 struct Module {
     void* library;
-    emulator::Context* context;
+    Context* context;
     std::map<std::string, Function> functions;
 };
 
-bool too_large(emulator::Index size, unsigned x, unsigned y, unsigned z) {
+bool too_large(Index size, unsigned x, unsigned y, unsigned z) {
     return !size.x || !size.y || !size.z || size.x > x || size.y > y || size.z > z;
 }
 
-std::string words(emulator::Index size) {
+std::string words(Index size) {
     return std::to_string(size.x) + " x " + std::to_string(size.y) + " x " + std::to_string(size.z);
 }
 
 // What a GPU would refuse about a launch's shape; empty if nothing.
-std::string refusal(const Function& function, const emulator::Launch& launch) {
+std::string refusal(const Function& function, const Launch& launch) {
     if (too_large(launch.grid, 0x7fffffff, 65535, 65535)) {
         return "a grid of " + words(launch.grid) + " blocks; allowed are 1 to 2147483647 x 65535 x 65535";
     }
@@ -63,7 +65,7 @@ std::string refusal(const Function& function, const emulator::Launch& launch) {
 }
 
 // Runs a launch with copies of its arguments: again and again, from a graph.
-emulator::Work repeatable(const Function& function, const emulator::Launch& launch) {
+Work repeatable(const Function& function, const Launch& launch) {
     std::vector<std::vector<unsigned char>> values;
     for (const size_t* bytes = function.parameters; *bytes; ++bytes) {
         const auto* value = static_cast<const unsigned char*>(launch.arguments[values.size()]);
@@ -72,15 +74,13 @@ emulator::Work repeatable(const Function& function, const emulator::Launch& laun
     return [launch, values]() mutable {
         std::vector<void*> arguments;
         for (auto& value : values) arguments.push_back(value.data());
-        emulator::Launch again = launch;
+        Launch again = launch;
         again.arguments = arguments.data();
         return emulator::run(again);
     };
 }
 
 }  // namespace
-
-using namespace emulator;
 
 extern "C" EMULATOR_VISIBLE void lsq_emulator_order(int order) { set_order(order); }
 
@@ -92,18 +92,17 @@ DRIVER cuDriverGetVersion(int* version) {
 }
 
 DRIVER cuModuleLoadData(Module** module, const void* image) {
-    HOLD_DRIVER;
-    Context* context;
-    if (const int refused = find_context(context)) return refused;
-    if (const int refused = refuse_unsafe("cuModuleLoadData")) return refused;
-    const char* text = static_cast<const char*>(image);
-    if (std::strncmp(text, MAGIC, sizeof MAGIC - 1) != 0) {
-        return fail(INVALID_IMAGE, "not a module of the emulator; make it with lsq.emulator.compile_kernels");
-    }
-    void* library = dlopen(text + sizeof MAGIC - 1, RTLD_NOW | RTLD_LOCAL);
-    if (!library) return fail(INVALID_IMAGE, dlerror());
-    *module = new Module{library, context, {}};
-    return SUCCESS;
+    return guarded([&] {
+        Context& context = current_context();
+        refuse_unsafe("cuModuleLoadData");
+        const char* text = static_cast<const char*>(image);
+        if (std::strncmp(text, MAGIC, sizeof MAGIC - 1) != 0) {
+            fail(INVALID_IMAGE, "not a module of the emulator; make it with lsq.emulator.compile_kernels");
+        }
+        void* library = dlopen(text + sizeof MAGIC - 1, RTLD_NOW | RTLD_LOCAL);
+        if (!library) fail(INVALID_IMAGE, dlerror());
+        *module = new Module{library, &context, {}};
+    });
 }
 
 DRIVER cuModuleUnload(Module* module) {
@@ -113,55 +112,56 @@ DRIVER cuModuleUnload(Module* module) {
 }
 
 DRIVER cuModuleGetFunction(Function** function, Module* module, const char* name) {
-    HOLD_DRIVER;
-    const auto known = module->functions.find(name);
-    if (known != module->functions.end()) {
-        *function = &known->second;
-        return SUCCESS;
-    }
-    const auto find = [&](const std::string& symbol) { return dlsym(module->library, symbol.c_str()); };
-    void* kernel = find(std::string(name) + "__launch");
-    if (!kernel) return fail(NOT_FOUND, std::string("no kernel ") + name + " (or no LSQ_EXPORT after it)");
-    const auto shared = reinterpret_cast<Memory (*)()>(find("emulator_static_shared"));
-    const auto parameters = reinterpret_cast<const size_t* (*)()>(find(std::string(name) + "__parameters"));
-    if (!shared || !parameters) return fail(NOT_FOUND, std::string("kernel ") + name + " has no LSQ_EXPORT of its own");
-    Function made{name, module->context, reinterpret_cast<void (*)(void**)>(kernel), parameters(), shared(), 0};
-    made.dynamic_shared = DEFAULT_SHARED - std::min(DEFAULT_SHARED, made.static_bytes());
-    *function = &module->functions.emplace(name, made).first->second;
-    return SUCCESS;
+    return guarded([&] {
+        const auto known = module->functions.find(name);
+        if (known != module->functions.end()) {
+            *function = &known->second;
+            return;
+        }
+        const auto find = [&](const std::string& symbol) { return dlsym(module->library, symbol.c_str()); };
+        void* kernel = find(std::string(name) + "__launch");
+        if (!kernel) fail(NOT_FOUND, std::string("no kernel ") + name + " (or no LSQ_EXPORT after it)");
+        const auto shared = reinterpret_cast<Memory (*)()>(find("emulator_static_shared"));
+        const auto parameters = reinterpret_cast<const size_t* (*)()>(find(std::string(name) + "__parameters"));
+        if (!shared || !parameters) fail(NOT_FOUND, std::string("kernel ") + name + " has no LSQ_EXPORT of its own");
+        Function made{name, module->context, reinterpret_cast<void (*)(void**)>(kernel), parameters(), shared(), 0};
+        made.dynamic_shared = DEFAULT_SHARED - std::min(DEFAULT_SHARED, made.static_bytes());
+        *function = &module->functions.emplace(name, made).first->second;
+    });
 }
 
 DRIVER cuFuncGetAttribute(int* value, int attribute, Function* function) {
-    if (attribute != SHARED_SIZE) return fail(INVALID_VALUE, "attribute " + std::to_string(attribute));
-    *value = static_cast<int>(function->static_bytes());
-    return SUCCESS;
+    return guarded([&] {
+        if (attribute != SHARED_SIZE) fail(INVALID_VALUE, "attribute " + std::to_string(attribute));
+        *value = static_cast<int>(function->static_bytes());
+    });
 }
 
 DRIVER cuFuncSetAttribute(Function* function, int attribute, int value) {
-    if (attribute != MAX_DYNAMIC_SHARED) return SUCCESS;
-    const size_t most = LARGEST_SHARED - function->static_bytes();
-    if (value < 0 || static_cast<size_t>(value) > most) {
-        return fail(INVALID_VALUE, "kernel " + function->name + ": " + std::to_string(value) +
-                                       " bytes of dynamic shared memory; allowed are 0 to " + std::to_string(most));
-    }
-    function->dynamic_shared = value;
-    return SUCCESS;
+    return guarded([&] {
+        if (attribute != MAX_DYNAMIC_SHARED) return;
+        const size_t most = LARGEST_SHARED - function->static_bytes();
+        if (value < 0 || static_cast<size_t>(value) > most) {
+            fail(INVALID_VALUE, "kernel " + function->name + ": " + std::to_string(value) +
+                                    " bytes of dynamic shared memory; allowed are 0 to " + std::to_string(most));
+        }
+        function->dynamic_shared = value;
+    });
 }
 
 DRIVER cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                       unsigned block_y, unsigned block_z, unsigned shared, const void* handle, void** arguments,
                       void**) {
-    HOLD_DRIVER;
-    Stream* stream;
-    if (const int refused = find_stream(handle, stream)) return refused;
-    const Launch launch{function->name.c_str(),      function->kernel, {grid_x, grid_y, grid_z},
-                        {block_x, block_y, block_z}, shared,           function->static_shared,
-                        arguments};
-    const std::string refused = refusal(*function, launch);
-    if (!refused.empty()) return fail(INVALID_VALUE, "kernel " + function->name + ": " + refused);
-    const std::string what = "kernel " + function->name;
-    if (function->context != &stream->context) {
-        return fail(INVALID_HANDLE, what + " was loaded into another context than the current one");
-    }
-    return submit(*stream, what, stream->capture ? repeatable(*function, launch) : [&] { return run(launch); });
+    return guarded([&] {
+        Stream& stream = find_stream(handle);
+        const Launch launch{function->name.c_str(),      function->kernel, {grid_x, grid_y, grid_z},
+                            {block_x, block_y, block_z}, shared,           function->static_shared,
+                            arguments};
+        const std::string what = "kernel " + function->name, refused = refusal(*function, launch);
+        if (!refused.empty()) fail(INVALID_VALUE, what + ": " + refused);
+        if (function->context != &stream.context) {
+            fail(INVALID_HANDLE, what + " was loaded into another context than the current one");
+        }
+        submit(stream, what, stream.capture ? repeatable(*function, launch) : [&] { return run(launch); });
+    });
 }

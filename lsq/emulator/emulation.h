@@ -1,14 +1,14 @@
-// The part of CUDA C++ that kernels use, for a C++17 compiler: keywords, built-in variables and functions.
+// The part of CUDA C++ that kernels use, for a C++17 compiler: keywords, built-in variables and
+// functions.
 //
-// Blocks run one at a time, the threads of a block as fibers that switch only at barriers and warp collectives.
-// __shared__ is no macro: emulator.py turns the declarations of shared memory into C++ after preprocessing.
-// A file may hold no other writable global variable: before each block, all of them are filled with 0xFF bytes.
+// Blocks run one at a time, the threads of a block as fibers that switch only at barriers and warp
+// collectives. __shared__ is no macro: emulator.py turns the declarations of shared memory into C++
+// after preprocessing. A file may hold no other writable global variable: before each block, all of
+// them are filled with 0xFF bytes.
 #pragma once
 
-#include "bfloat16.h"
 #include "services.h"
 #include "tensor_core.h"
-#include "warpgroup.h"
 
 #define __global__
 #define __device__
@@ -100,7 +100,8 @@ EMULATOR_INSTRUCTION float __fadd_rd(float a, float b) {
     return lost < 0.0f ? nextafterf(sum, -__builtin_inff()) : sum;
 }
 
-// Four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest digit of `choice` being the lowest byte.
+// Four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest digit of `choice` being the
+// lowest byte.
 EMULATOR_INSTRUCTION unsigned __byte_perm(unsigned a, unsigned b, unsigned choice) {
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
     unsigned chosen = 0;
@@ -167,7 +168,8 @@ inline int __all_sync(unsigned mask, int predicate, EMULATOR_SITE) {
     return emulator_collective(emulator::Collective::ballot, "__all_sync", mask, predicate != 0, 0, site) == mask;
 }
 
-// Shuffles act within groups of `width` lanes, a power of two; a source beyond the group is the lane itself.
+// Shuffles act within groups of `width` lanes, a power of two; a source beyond the group is the
+// lane itself.
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATOR_SITE) {
     const unsigned group = emulator_lane() & ~(width - 1u);
@@ -192,7 +194,8 @@ inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, EMULA
     return emulator::shuffle("__shfl_xor_sync", mask, value, source >= beyond ? lane : source, site);
 }
 
-// Loads and stores of vectors, each one access, which on a GPU must be aligned. Compilers would take them apart.
+// Loads and stores of vectors, each one access, which on a GPU must be aligned. Compilers would
+// take them apart.
 #define EMULATOR_VECTOR __attribute__((noinline, no_sanitize_thread))
 
 template <typename Word>
@@ -250,7 +253,8 @@ inline const size_t* parameters(void (*)(T...)) {
 
 }  // namespace emulator
 
-// Stands after each kernel: what the driver looks up, one thread's run of it and the sizes of its parameters.
+// Stands after each kernel: what the driver looks up, one thread's run of it and the sizes of its
+// parameters.
 #define LSQ_EXPORT(kernel)                                                                                     \
     extern "C" EMULATOR_VISIBLE void kernel##__launch(void** arguments) { emulator::call(kernel, arguments); } \
     extern "C" EMULATOR_VISIBLE const size_t* kernel##__parameters() { return emulator::parameters(kernel); }

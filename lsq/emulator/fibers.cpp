@@ -56,7 +56,8 @@ inline void after_switch([[maybe_unused]] void* kept, [[maybe_unused]] bool in_f
 
 #ifndef EMULATOR_UCONTEXT
 
-// Saves the registers that a function must preserve and the stack pointer, and loads those of another stack.
+// Saves the registers that a function must preserve and the stack pointer, and loads those of
+// another stack.
 extern "C" void emulator_switch(void** save, void* load);
 asm(R"(
 .text
@@ -98,7 +99,8 @@ bool Fiber::start(void (*entry)()) {
 #endif
     entry_ = entry;
 #ifndef EMULATOR_UCONTEXT
-    // Six saved registers, where emulator_switch returns to, and a return address that is never used.
+    // Six saved registers, where emulator_switch returns to, and a return address that is never
+    // used.
     void** top = reinterpret_cast<void**>(stack_ + STACK) - 8;
     for (int i = 0; i < 8; ++i) top[i] = nullptr;
     top[6] = reinterpret_cast<void*>(&Fiber::enter);

@@ -16,7 +16,8 @@ namespace emulator {
 class Fiber {
 public:
     // The next resume() calls `entry` on an empty stack; what the fiber did before is abandoned.
-    // `entry` ends with a yield after which the fiber is not resumed. False where no memory is left for the stack.
+    // `entry` ends with a yield after which the fiber is not resumed. False where no memory is left
+    // for the stack.
     bool start(void (*entry)());
 
     // Runs the fiber until it yields. Not from within a fiber.

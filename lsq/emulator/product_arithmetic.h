@@ -1,4 +1,5 @@
-// The arithmetic of the emulated libcublasLt, column-major: exact int8 sums, double sums of floats, rounded once.
+// The arithmetic of the emulated libcublasLt, column-major: exact int8 sums, double sums of floats,
+// rounded once.
 #pragma once
 
 #include <algorithm>
@@ -103,7 +104,8 @@ inline void multiply_integers(const Job& job, const int8_t* a, const int8_t* b, 
     }
 }
 
-// The lines over which sums run, one after another: row or column `line` of the operand at [line * k].
+// The lines over which sums run, one after another: row or column `line` of the operand at [line *
+// k].
 inline std::vector<double> lines(const char* operand, const Layout& layout, int64_t count, int64_t k, bool contiguous) {
     std::vector<double> values(static_cast<size_t>(count * k));
     for (int64_t line = 0; line < count; ++line)

@@ -22,7 +22,8 @@ struct Candidate {
     int32_t reserved[4];
 };
 
-// What the 64 bytes of an algorithm hold here: its configuration, and the types that it was made for.
+// What the 64 bytes of an algorithm hold here: its configuration, and the types that it was made
+// for.
 struct Algorithm {
     uint32_t magic;
     int32_t id;

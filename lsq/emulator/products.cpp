@@ -1,23 +1,48 @@
-// An emulated libcublasLt: the functions that lsq/csrc/runtime/cublaslt.cpp calls, on host memory, without CUDA.
+// An emulated libcublasLt: the functions that lsq/csrc/runtime/cublaslt.cpp calls, on host memory,
+// without CUDA.
 //
-// It refuses what the documentation of cublasLtMatmul forbids, and some things that a device might let pass: operands
-// that are not at multiples of 16 bytes, a missing algorithm (a hidden lookup), algorithms that are not its own. Its
-// algorithms have different configurations and workspaces, and compute the same. Calls are counted, and fail on demand
-// (product_calls.cpp).
-// A product goes to a stream of the emulated driver, which knows contexts, captures and who touches which memory.
+// It refuses what the documentation of cublasLtMatmul forbids, and some things that a device might
+// let pass: operands that are not at multiples of 16 bytes, a missing algorithm (a hidden lookup),
+// algorithms that are not its own. Its algorithms have different configurations and workspaces, and
+// compute the same. Calls are counted, and fail on demand. A product goes to a stream of the
+// emulated driver, which knows contexts, captures and who touches which memory.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
 #include <type_traits>
 #include <vector>
 
-#include "product_calls.h"
 #include "product_rules.h"
-#include "work.h"
+#include "services.h"
+
+#define LSQ_EXPORT extern "C" EMULATOR_VISIBLE
 
 using namespace emulator;
 
 namespace {
+
+struct Failure {
+    int32_t status;
+    int64_t times;
+};
+
+std::mutex mutex;
+std::map<std::string, int64_t> counts;
+std::map<std::string, Failure> failures;
+
+// Counts a call; returns the status that it must fail with, or kSuccess.
+int called(const char* function) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ++counts[function];
+    const auto planned = failures.find(function);
+    if (planned == failures.end() || planned->second.times == 0) return kSuccess;
+    --planned->second.times;
+    return planned->second.status;
+}
+
 
 struct Preference {
     uint64_t workspace;
@@ -272,3 +297,28 @@ LSQ_EXPORT const char* cublasLtGetStatusString(int status) {
 }
 
 LSQ_EXPORT size_t cublasLtGetVersion() { return 131000; }
+
+LSQ_EXPORT const char* cublasLtGetStatusName(int status) {
+    switch (status) {
+        case 0: return "CUBLAS_STATUS_SUCCESS";
+        case 1: return "CUBLAS_STATUS_NOT_INITIALIZED";
+        case 3: return "CUBLAS_STATUS_ALLOC_FAILED";
+        case 7: return "CUBLAS_STATUS_INVALID_VALUE";
+        case 8: return "CUBLAS_STATUS_ARCH_MISMATCH";
+        case 13: return "CUBLAS_STATUS_EXECUTION_FAILED";
+        case 15: return "CUBLAS_STATUS_NOT_SUPPORTED";
+    }
+    return "unrecognized status";
+}
+
+// How often a function was called: those that create, destroy, look up, check and run.
+LSQ_EXPORT int64_t emulated_calls(const char* function) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return counts[function];
+}
+
+// The next `times` calls of a function return `status` and do nothing.
+LSQ_EXPORT void emulated_fail(const char* function, int64_t status, int64_t times) {
+    std::lock_guard<std::mutex> lock(mutex);
+    failures[function] = {static_cast<int32_t>(status), times};
+}

@@ -1,9 +1,8 @@
-"""What kernels do, counted in the emulator: memory as warps access it, instructions by kind, blocks
-that fit.
+"""Counts what kernels do in the emulator: memory accesses by warps, and instructions by kind.
 
-Lanes of a warp that access memory together are one request (csrc/emulator/counters.h). Instructions
-are those of the kernel compiled for this machine's scalar units, at each execution of a basic block
-by a warp: no GPU's, but near them.
+Lanes of a warp that access memory together are one request (counters.h). Instructions are those of
+the kernel compiled for the scalar units of this machine, near a GPU's, at each execution of a
+basic block by a warp.
 """
 
 import ctypes
@@ -51,8 +50,8 @@ CALLED = {
     "sqrt": "root",
     "logf": "logarithm",
 }
-"""Functions that stand for an instruction or a few of a GPU, and their kind; what they execute is
-not counted."""
+"""Functions that stand for one or a few GPU instructions, and their kind. Their own instructions
+are not counted."""
 KINDS = (
     ("root", r"sqrt[sp][sd]"),
     ("division", r"div[sp][sd]|i?div[lq]?"),
@@ -68,8 +67,8 @@ KINDS = (
         r"(add|sub|and|or|xor|not|neg|sh[lr]d?|sa[lr]|ro[lr]|inc|dec|cmp|test|lea|bt\w*)[bwlq]?|(set|cmov)\w+",
     ),
 )
-"""Kinds of instructions and the mnemonics of x86-64 that stand for them; others (moves, calls) are
-not counted."""
+"""Kinds of instructions and the x86-64 mnemonics that stand for them. Others (moves, calls) are not
+counted."""
 _KINDS = [(kind, re.compile(pattern)) for kind, pattern in KINDS]
 _HOOK = "__sanitizer_cov_trace_pc"
 
@@ -79,21 +78,20 @@ class Traffic:
     """Accesses of one kind to one tensor."""
 
     requests: int = 0
-    """Of warps."""
+    """By warps."""
     bytes: int = 0
-    """That lanes asked for."""
+    """Asked for by lanes."""
     sectors: int = 0
-    """Of 32 bytes, in all requests."""
+    """Sectors of 32 bytes in all requests."""
     touched: int = 0
-    """Sectors, each counted once."""
+    """Different sectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A tensor that a launch was given, and what it did with it."""
+    """A tensor argument of a launch, and the launch's accesses to it."""
 
     bytes: int
-    """Its size."""
     reads: Traffic
     writes: Traffic
     atomics: Traffic
@@ -101,28 +99,27 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Of one launch."""
+    """Counts of one launch."""
 
     kernel: str
     warps: int
     operands: tuple[Operand, ...]
-    """In the order of `operands_of`; of a tensor that is there twice, the second has no accesses.
-    """
+    """In the order of `operands_of`. If a tensor occurs twice, the first has all accesses."""
     elsewhere: tuple[Traffic, Traffic, Traffic]
-    """Reads, writes and atomics of memory that belongs to none of them."""
+    """Reads, writes and atomics of memory outside the operands."""
     shared_requests: int
     shared_passes: int
-    """Of the banks of shared memory; more than `shared_least` are conflicts."""
+    """Passes of the banks of shared memory; those beyond `shared_least` are conflicts."""
     shared_least: int
     instructions: dict[str, int]
-    """By kind, executed by warps."""
+    """Executions by warps, by kind."""
     activity: float
-    """Lanes that take part in an instruction, of 32, on average."""
+    """Mean share of a warp's 32 lanes that take part in an instruction."""
 
 
 @functools.cache
 def device() -> Device:
-    """The emulator, with kernels compiled to be counted. Its lists hold no products.
+    """The emulator with kernels compiled for counting. Its lists hold no products.
 
     Raises:
         RuntimeError: there is no C++ compiler.
@@ -139,7 +136,7 @@ def device() -> Device:
 
 
 def operands_of(entry: Launch) -> list[torch.Tensor]:
-    """The tensors that a launch is given, those in structs of operations included, in order."""
+    """The tensor arguments of a launch in order, those in structs of operations included."""
     found: list[torch.Tensor] = []
     for argument in entry.arguments:
         if hasattr(argument, "pack"):
@@ -150,7 +147,7 @@ def operands_of(entry: Launch) -> list[torch.Tensor]:
 
 
 def profile(entries: Sequence[Launch]) -> list[Profile]:
-    """Run launches one after another, on tensors on the CPU, and count what each does.
+    """Run launches on tensors on the CPU, one after another, and count what each does.
 
     Raises:
         RuntimeError: a kernel fails, or there is no C++ compiler or no objdump.
@@ -217,7 +214,7 @@ def _profile(record: dict, entry: Launch, tensors: list[torch.Tensor], places: d
 
 
 def _instructions(record: dict) -> tuple[dict[str, int], float]:
-    """Instructions by kind, and the lanes of 32 that took part in them on average."""
+    """Instructions by kind, and the mean share of lanes that took part."""
     code = _code(record["module"])
     found, active = Counter(), 0
     for offset, warps, lanes in record["blocks"]:
@@ -230,8 +227,7 @@ def _instructions(record: dict) -> tuple[dict[str, int], float]:
 
 @functools.cache
 def _code(module: str) -> dict[int, Counter]:
-    """Of each basic block, by the address after its call of the hook: how many instructions of each
-    kind it has.
+    """Instructions by kind of each basic block, by the address after its call of the hook.
 
     Raises:
         RuntimeError: there is no objdump.
@@ -268,7 +264,7 @@ def _code(module: str) -> dict[int, Counter]:
 
 
 def _kind(name: str, given: str) -> str | None:
-    """Of an instruction; None: no work."""
+    """The kind of an instruction; None: it is not counted."""
     if name.startswith("call"):
         target = re.search(r"<([^+>]*(?:<.*>)?[^+>]*)", given)
         return _called(target.group(1)) if target else None
@@ -278,18 +274,18 @@ def _kind(name: str, given: str) -> str | None:
 
 
 def _called(symbol: str) -> str | None:
-    """The kind of what a function stands for, by its name in the listing."""
+    """The kind of the GPU instruction that a function in the listing stands for."""
     name = re.search(r"(?:^|[ :])(\w+)(?:@plt)?(?:[<(]|$)", symbol)
     return CALLED.get(name.group(1)) if name else None
 
 
 def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") -> int:
-    """Blocks of a kernel that a multiprocessor holds at once; 0: not one.
+    """How many blocks of a kernel a multiprocessor holds at once.
 
     Args:
-        threads: of a block.
+        threads: per block.
         registers: per thread.
-        shared: bytes of a block, static and dynamic.
+        shared: bytes per block, static and dynamic.
         limits: of the multiprocessor.
     """
     warps = -(-threads // WARP)
@@ -301,7 +297,7 @@ def fitting_blocks(threads: int, registers: int, shared: int, limits: "Limits") 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a multiprocessor has."""
+    """Resources of a multiprocessor."""
 
     warps: int
     blocks: int

@@ -1,8 +1,9 @@
-// Finds warps that touch the same byte of shared memory between two barriers, where at least one of them writes, and
-// tells order.h of all other memory.
+// Finds warps that touch the same byte of shared memory between two barriers, where at least one of
+// them writes, and tells order.h of all other memory.
 //
-// Kernels are compiled with -fsanitize=thread, which calls a function before each access to memory; these stand in for
-// those of ThreadSanitizer's library. Within a warp nothing is reported: the order of its lanes shows there.
+// Kernels are compiled with -fsanitize=thread, which calls a function before each access to memory;
+// these stand in for those of ThreadSanitizer's library. Within a warp nothing is reported: the
+// order of its lanes shows there.
 #include "races.h"
 
 #include <algorithm>
@@ -13,36 +14,7 @@
 #include "counters.h"
 #include "order.h"
 #include "report.h"
-#include "scheduler.h"
-
-namespace emulator {
-
-namespace {
-
-uintptr_t begins[2], sizes[2];  // of shared memory, static and dynamic
-
-bool in_shared(const void* address) {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(address);
-    return at - begins[0] < sizes[0] || at - begins[1] < sizes[1];
-}
-
-}  // namespace
-
-void watch_shared(Memory static_shared, size_t dynamic) {
-    begins[0] = reinterpret_cast<uintptr_t>(static_shared.begin);
-    begins[1] = reinterpret_cast<uintptr_t>(emulator_dynamic_shared);
-    sizes[0] = static_shared.end - static_shared.begin;
-    sizes[1] = dynamic;
-}
-
-}  // namespace emulator
-
-extern "C" void emulator_check_shared(const void* address, size_t size, const char* name, emulator::Site site) {
-    const auto* first = static_cast<const unsigned char*>(address);
-    if (emulator::in_shared(first) && emulator::in_shared(first + size - 1)) return;
-    emulator::fail_thread("gives " + emulator::hexadecimal(reinterpret_cast<uintptr_t>(address)) + " to " + name + " (" +
-                          emulator::describe(site) + "), which is not shared memory of its block");
-}
+#include "threads.h"
 
 #ifndef LSQ_SANITIZE
 
@@ -53,14 +25,15 @@ namespace {
 constexpr uint64_t WARPS = 64, SEVERAL = WARPS - 1;  // of a block there are at most 32
 constexpr uint64_t COPYING = uint64_t{1} << 63;      // and the thread whose copy will write this byte
 
-// Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL; or COPYING. THREADS * fences + the thread that wrote.
+// Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL; or COPYING. THREADS * fences
+// + the thread that wrote.
 struct Accesses {
     uint64_t write, read, writer;
 };
 constexpr uint64_t THREADS = 1024;
 
 uint64_t epoch = 1;  // barriers and blocks so far, in all launches
-std::vector<Accesses> shadows[2];
+std::vector<Accesses> shadows[2];  // of shared memory, static and dynamic
 uint64_t fences[THREADS];  // of each thread so far, in all launches
 uint32_t readers[LARGEST_SHARED / 16];  // multiplications that read a chunk of dynamic shared memory
 uint64_t all_readers = 0;
@@ -80,7 +53,7 @@ bool others(uint64_t access, uint64_t warp) { return access / WARPS == epoch && 
                 " still fills, which has not waited for it" + waited());
 }
 
-uint64_t writer() { return THREADS * fences[running_thread()] + running_thread(); }
+uint64_t writer() { return THREADS * fences[current] + current; }
 
 void record(Accesses& byte, uint64_t warp, bool writes) {
     if (byte.write & COPYING) report_copy(writes ? "writes" : "reads", byte.write & ~COPYING);
@@ -101,7 +74,7 @@ uint32_t& readers_of(const void* address) {
 
 void check_readers(const void* address, size_t size) {
     const auto* byte = static_cast<const unsigned char*>(address);
-    if (reinterpret_cast<uintptr_t>(byte) - begins[1] >= sizes[1]) return;
+    if (static_cast<size_t>(byte - emulator_dynamic_shared) >= launched->shared) return;
     if (!readers_of(byte) && !readers_of(byte + size - 1)) return;
     fail_thread("writes shared memory that wgmma still reads, which has not been waited for" + waited());
 }
@@ -110,10 +83,14 @@ void check_readers(const void* address, size_t size) {
 template <typename Change>
 void for_shared(const void* address, size_t size, const Change& change) {
     for (int place = 0; place < 2; ++place) {
-        const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - begins[place];
-        if (offset >= sizes[place]) continue;
-        if (shadows[place].size() < sizes[place]) shadows[place].resize(sizes[place]);
-        for (size_t i = offset; i < offset + size && i < sizes[place]; ++i) change(shadows[place][i]);
+        const Memory dynamic = {emulator_dynamic_shared, emulator_dynamic_shared + launched->shared};
+        const Memory memory = place ? dynamic : launched->static_shared;
+        std::vector<Accesses>& shadow = shadows[place];
+        const size_t bytes = memory.end - memory.begin;
+        const size_t offset = static_cast<const unsigned char*>(address) - memory.begin;
+        if (offset >= bytes) continue;
+        if (shadow.size() < bytes) shadow.resize(bytes);
+        for (size_t i = offset; i < offset + size && i < bytes; ++i) change(shadow[i]);
     }
 }
 
@@ -140,7 +117,7 @@ void order_accesses() { ++epoch; }
 
 void begin_copy(const void* to, size_t size, const void* site) {
     touch(to, size, true, site);
-    const uint64_t copying = COPYING | running_thread();
+    const uint64_t copying = COPYING | current;
     for_shared(to, size, [copying](Accesses& byte) { byte.write = copying; });
 }
 
@@ -173,7 +150,7 @@ void end_readers() {
 
 }  // namespace emulator
 
-using emulator::touch;
+using namespace emulator;
 
 extern "C" {
 
@@ -181,11 +158,11 @@ extern "C" {
 #define SITE __builtin_return_address(0)
 
 HOOK emulator_atomic(const void* address, size_t size) {
-    if (emulator::counting) emulator::count_access(address, size, emulator::Access::atomic, SITE);
-    if (emulator::watching && !emulator::in_shared(address)) emulator::touch_global(address, size, true);
+    if (counting) count_access(address, size, Access::atomic, SITE);
+    if (watching && !in_shared(address)) touch_global(address, size, true);
 }
 
-HOOK emulator_fence_shared() { ++emulator::fences[emulator::running_thread()]; }
+HOOK emulator_fence_shared() { ++fences[current]; }
 
 HOOK __tsan_init() {}
 HOOK __tsan_read_range(const void* address, size_t size) { touch(address, size, false, SITE); }

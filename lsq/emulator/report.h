@@ -1,28 +1,29 @@
-// Words about launches, threads and what they wait for.
+// Words for messages.
 #pragma once
 
+#include <cstdio>
+#include <cstring>
 #include <string>
-#include <vector>
 
-#include "threads.h"
+#include "services.h"
 
 namespace emulator {
 
 // "0x7f"
-std::string hexadecimal(uint64_t value);
+inline std::string hexadecimal(uint64_t value) {
+    char text[32];
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
+    return text;
+}
+
+inline std::string hexadecimal(const void* address) {
+    return hexadecimal(reinterpret_cast<uintptr_t>(address));
+}
 
 // "reduce.cuh:41"
-std::string describe(Site site);
-
-// "thread (3, 0, 0)"
-std::string describe(const Thread& thread);
-
-// "kernel lsq_sum, block (2, 0, 0): "
-std::string describe_block(const char* kernel, Index block);
-
-// What all threads wait for: the first that waits for something, and how many more do.
-std::string describe_all(const std::vector<Thread>& threads);
-
-bool same(Site a, Site b);
+inline std::string describe(Site site) {
+    const char* slash = std::strrchr(site.file, '/');
+    return std::string(slash ? slash + 1 : site.file) + ":" + std::to_string(site.line);
+}
 
 }  // namespace emulator

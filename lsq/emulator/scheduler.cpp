@@ -3,28 +3,23 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <numeric>
+#include <random>
 #include <vector>
 
-#include "arrangement.h"
-#include "copies.h"
+#include "asynchronous.h"
 #include "counters.h"
 #include "crashes.h"
-#include "fibers.h"
 #include "races.h"
 #include "report.h"
-#include "threads.h"
-#include "warpgroups.h"
 
 #ifdef LSQ_SANITIZE
 #include <sanitizer/asan_interface.h>
 #endif
 
 extern "C" {
-
 EMULATOR_VISIBLE emulator::Index threadIdx, blockIdx, blockDim, gridDim;
-alignas(1024) unsigned char emulator_dynamic_shared[emulator::LARGEST_SHARED];
-
-}  // extern "C"
+}
 
 namespace emulator {
 
@@ -32,14 +27,24 @@ namespace {
 
 int chosen_order = 0;
 std::mutex one_launch;
-
-// The launch that runs.
-std::vector<Thread> threads;
-Fiber fibers[1024];  // of the threads; their stacks are kept from launch to launch
-unsigned current = 0;
-const Launch* launched = nullptr;
-std::string fault;
 Crash crash;
+
+// Arranges positions in the chosen order, anew by each call where that is random.
+class Order {
+public:
+    explicit Order(int order) : order_(order), generator_(static_cast<unsigned>(order)) {}
+
+    void arrange(std::vector<unsigned>& positions, size_t count) {
+        positions.resize(count);
+        std::iota(positions.begin(), positions.end(), 0u);
+        if (order_ == 1) std::reverse(positions.begin(), positions.end());
+        if (order_ != 0 && order_ != 1) std::shuffle(positions.begin(), positions.end(), generator_);
+    }
+
+private:
+    int order_;
+    std::minstd_rand generator_;
+};
 
 void thread_main() {
     launched->kernel(launched->arguments);
@@ -47,27 +52,11 @@ void thread_main() {
     fibers[current].yield();
 }
 
-// In a signal's handler: ends the launch. Allocates nothing, for what a kernel has overwritten is unknown.
+// In a signal's handler: ends the launch. Allocates nothing, for what a kernel has overwritten is
+// unknown.
 void leave_crashed(Crash found) {
     crash = found;
     fibers[current].yield();
-}
-
-void wait(State state, const char* operation, Site site) {
-    in_kernel = 0;
-    Thread& thread = threads[current];
-    thread.state = state;
-    thread.operation = operation;
-    thread.site = site;
-    fibers[current].yield();
-}
-
-[[noreturn]] void refuse_mask(const char* name, uint32_t mask, uint32_t lane, size_t lanes, Site site) {
-    in_kernel = 0;
-    const std::string call =
-        std::string("calls ") + name + " (" + describe(site) + ") with mask " + hexadecimal(mask) + ", but ";
-    if (!(mask >> lane & 1)) fail_thread(call + "is itself lane " + std::to_string(lane) + ", which the mask does not name");
-    fail_thread(call + "its warp has only " + std::to_string(lanes) + " lanes");
 }
 
 // Gives the lanes of a collective their results once all of them have arrived.
@@ -99,8 +88,32 @@ void try_collective(unsigned arrived) {
     if (counting && mask == static_cast<uint32_t>((uint64_t{1} << lanes) - 1)) settle_warp();
 }
 
-std::string describe_crash() {
-    return fibers[current].overflown(crash.address) ? "needs more stack than it has" : describe(crash);
+// "(0, 0, 0) and 39 more: wait at __syncthreads (reduce.cuh:41); ...", grouped by what threads wait
+// for.
+std::string describe_waits() {
+    const auto wait_of = [](const Thread& thread) -> std::string {
+        if (thread.state == State::finished) return " finished";
+        const std::string mask = thread.state == State::collective ? ", mask " + hexadecimal(thread.mask) : "";
+        return std::string(": wait at ") + thread.operation + " (" + describe(thread.site) + mask + ")";
+    };
+    std::vector<std::string> waits;
+    std::vector<std::vector<const Thread*>> groups;
+    for (const Thread& thread : threads) {
+        const std::string wait = wait_of(thread);
+        const size_t group = std::find(waits.begin(), waits.end(), wait) - waits.begin();
+        if (group == waits.size()) {
+            waits.push_back(wait);
+            groups.emplace_back();
+        }
+        groups[group].push_back(&thread);
+    }
+    std::string text;
+    for (size_t group = 0; group < groups.size(); ++group) {
+        text += (group ? "; " : "") + describe(*groups[group].front());
+        if (groups[group].size() > 1) text += " and " + std::to_string(groups[group].size() - 1) + " more";
+        text += waits[group];
+    }
+    return text;
 }
 
 // Runs the threads of a warp until all of them wait or have finished. False after a fault.
@@ -119,7 +132,10 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
                 in_kernel = 1;
                 fibers[current].resume();
                 in_kernel = 0;
-                if (crash.signal) fault = describe(thread) + " " + describe_crash();
+                if (crash.signal) {
+                    const bool overflown = fibers[current].overflown(crash.address);
+                    fault = describe(thread) + " " + (overflown ? "needs more stack than it has" : describe(crash));
+                }
                 if (!fault.empty()) return false;
                 if (thread.state == State::collective) try_collective(current);
             }
@@ -129,19 +145,22 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
     return true;
 }
 
-// All threads wait or have finished: lets them pass a barrier that all have reached. False after a fault.
+// All threads wait or have finished: lets them pass a barrier that all have reached. False after a
+// fault.
 bool pass_barrier() {
-    const Thread& first = threads.front();
+    const Site site = threads.front().site;
     for (const Thread& thread : threads) {
-        if (thread.state == State::collective) {
-            fault = std::string("some lanes of the mask of ") + thread.operation +
-                    " do not arrive with the same mask and function: " + describe_all(threads);
-            return false;
-        }
+        if (thread.state != State::collective) continue;
+        fault = std::string("some lanes of the mask of ") + thread.operation +
+                " do not arrive with the same mask and function: " + describe_waits();
+        return false;
     }
     for (const Thread& thread : threads) {
-        if (thread.state == State::barrier && first.state == State::barrier && same(thread.site, first.site)) continue;
-        fault = "not all threads reach the same __syncthreads: " + describe_all(threads);
+        if (thread.state == State::barrier && threads.front().state == State::barrier &&
+            thread.site.line == site.line && std::strcmp(thread.site.file, site.file) == 0) {
+            continue;
+        }
+        fault = "not all threads reach the same __syncthreads: " + describe_waits();
         return false;
     }
     for (Thread& thread : threads) thread.state = State::ready;
@@ -153,7 +172,8 @@ bool pass_barrier() {
 void clear_shared() {
     std::memset(emulator_dynamic_shared, 0xff, launched->shared);
 #ifdef LSQ_SANITIZE
-    // Red zones lie between the variables: a plain memset would be reported. volatile keeps this from becoming one.
+    // Red zones lie between the variables: a plain memset would be reported. volatile keeps this
+    // from becoming one.
     const Memory memory = launched->static_shared;
     [memory]() __attribute__((no_sanitize("address", "undefined"))) {
         for (volatile unsigned char* byte = memory.begin; byte != memory.end; ++byte) *byte = 0xff;
@@ -165,8 +185,6 @@ void clear_shared() {
 
 bool run_block(Order& order) {
     static std::vector<unsigned> warps, lanes;
-    const BlockCopies copies;
-    const BlockMultiplications multiplications;
     clear_shared();
     order_accesses();
     if (counting) begin_counted_block();
@@ -183,7 +201,7 @@ bool run_block(Order& order) {
         for (unsigned warp : warps) {
             if (!run_warp(warp, order, lanes)) return false;
         }
-        fault = different_multiplications(threads.size());
+        fault = different_multiplications();
         if (!fault.empty()) return false;
         const auto finished = [](const Thread& thread) { return thread.state == State::finished; };
         if (std::all_of(threads.begin(), threads.end(), finished)) return true;
@@ -214,7 +232,6 @@ std::string run(const Launch& launch) {
     __asan_unpoison_memory_region(emulator_dynamic_shared, LARGEST_SHARED);
     __asan_poison_memory_region(emulator_dynamic_shared + launch.shared, LARGEST_SHARED - launch.shared);
 #endif
-    watch_shared(launch.static_shared, launch.shared);
     const CrashGuard guard_of_signals(leave_crashed);
     const CountedLaunch counted(launch);
     Order order(chosen_order);
@@ -223,78 +240,11 @@ std::string run(const Launch& launch) {
     for (unsigned block : blocks) {
         const unsigned row = block / launch.grid.x;
         blockIdx = {block % launch.grid.x, row % launch.grid.y, row / launch.grid.y};
-        if (!run_block(order)) return describe_block(launch.name, blockIdx) + fault;
+        const bool sound = run_block(order);
+        abandon_asynchronous();
+        if (!sound) return std::string("kernel ") + launch.name + ", block " + describe(blockIdx) + ": " + fault;
     }
     return "";
 }
 
-void fail_thread(const std::string& message) {
-    in_kernel = 0;
-    fault = describe(threads[current]) + " " + message;
-    fibers[current].yield();
-    __builtin_unreachable();
-}
-
-std::string waited() {
-    in_kernel = 0;
-    const Site site = threads[current].site;
-    return site.file ? ", after it waited at " + describe(site) : "";
-}
-
-bool on_stack(const void* address) { return fibers[current].holds(address); }
-
-unsigned running_thread() { return current; }
-
-unsigned running_warp() { return current / WARP; }
-
 }  // namespace emulator
-
-using emulator::Collective;
-using emulator::State;
-
-extern "C" {
-
-uint32_t emulator_lane() { return emulator::current % emulator::WARP; }
-
-void emulator_barrier(emulator::Site site) { emulator::wait(State::barrier, "__syncthreads", site); }
-
-uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, uint32_t value, uint32_t source,
-                             emulator::Site site) {
-    const uint32_t lane = emulator_lane();
-    const size_t first = emulator::current - lane;
-    const size_t lanes = std::min<size_t>(emulator::WARP, emulator::threads.size() - first);
-    const uint32_t present = static_cast<uint32_t>((uint64_t{1} << lanes) - 1);
-    if (!(mask >> lane & 1) || mask & ~present) emulator::refuse_mask(name, mask, lane, lanes, site);
-    if (kind == Collective::shuffle && !(source < lanes && mask >> source & 1)) {
-        emulator::fail_thread(std::string("reads lane ") + std::to_string(source) + " by " + name + " (" +
-                       emulator::describe(site) + "), which its mask " + emulator::hexadecimal(mask) +
-                       " does not name");
-    }
-    emulator::Thread& thread = emulator::threads[emulator::current];
-    thread.kind = kind;
-    thread.mask = mask;
-    thread.value = value;
-    thread.source = source;
-    thread.result = 0;
-    emulator::wait(State::collective, name, site);
-    return thread.result;
-}
-
-void emulator_together(const char* name, void (*operation)(void* const*), void* operands, emulator::Site site) {
-    emulator::Thread& thread = emulator::threads[emulator::current];
-    thread.together = operation;
-    thread.operands = operands;
-    emulator_collective(Collective::together, name, ~uint32_t{0}, 0, 0, site);
-}
-
-void emulator_misaligned(const void* address, size_t alignment, emulator::Site site) {
-    emulator::fail_thread("accesses " + emulator::hexadecimal(reinterpret_cast<uintptr_t>(address)) + " as a vector (" +
-                   emulator::describe(site) + "), which is not aligned to " + std::to_string(alignment) + " bytes");
-}
-
-void emulator_unordered(uint32_t places, emulator::Site site) {
-    emulator::fail_thread("gives mma.sp (" + emulator::describe(site) + ") the places " + std::to_string(places & 3) +
-                          " and " + std::to_string(places >> 2) + " of a group, of which the first must be the smaller");
-}
-
-}  // extern "C"

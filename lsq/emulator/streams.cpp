@@ -1,76 +1,222 @@
 #include "streams.h"
 
+#include <algorithm>
 #include <map>
-
-#include "captures.h"
-#include "results.h"
-#include "work.h"
+#include <set>
+#include <thread>
 
 namespace emulator {
 
+struct Node {
+    std::string what;
+    Work work;
+    std::vector<size_t> after;  // nodes
+    size_t branch;              // the captured stream that did it
+};
+
+struct Graph {
+    Context* context;
+    std::vector<Node> nodes;
+    size_t branches = 1;
+};
+
+// Records what is submitted to its streams as a graph.
+struct Capture {
+    Stream* origin;
+    int mode;
+    std::thread::id thread;
+    Graph graph;
+    std::vector<Stream*> streams;
+    std::string fault;  // that ended it before its time
+    bool ended = false;
+};
+
 namespace {
 
-constexpr unsigned NON_BLOCKING = 1;  // CU_STREAM_NON_BLOCKING
-constexpr uintptr_t LEGACY = 1;       // CU_STREAM_LEGACY
+constexpr unsigned NON_BLOCKING = 1;               // CU_STREAM_NON_BLOCKING
+constexpr uintptr_t LEGACY = 1;                    // CU_STREAM_LEGACY
+constexpr int MODE_GLOBAL = 0, MODE_RELAXED = 2;  // CU_STREAM_CAPTURE_MODE_*
 
-std::map<const void*, std::shared_ptr<Stream>> streams;
-std::map<const void*, std::shared_ptr<Event>> events;
-unsigned made = 0;
+struct Event {
+    Context& context;
+    bool recorded = false;
+    Clock clock;
+
+    // Recorded in a captured stream: the capture, and the nodes that it stands behind.
+    std::shared_ptr<Capture> capture;
+    std::vector<size_t> last;
+};
+
+struct Executable {
+    Graph graph;
+    std::vector<Lane> lanes;  // of its branches
+    Clock clock;              // of its last launch
+};
+
+template <typename T>
+using Handles = std::map<const void*, std::shared_ptr<T>>;
+
+Handles<Stream> streams;
+Handles<Event> events;
+Handles<Graph> graphs;
+Handles<Executable> executables;
+std::vector<std::shared_ptr<Capture>> captures;
+unsigned streams_made = 0;
+
+template <typename T>
+const void* keep(Handles<T>& handles, std::shared_ptr<T> made) {
+    const void* handle = made.get();
+    handles[handle] = std::move(made);
+    return handle;
+}
+
+template <typename T>
+std::shared_ptr<T> find(const Handles<T>& handles, const void* handle, Result result, const char* kind) {
+    const auto found = handles.find(handle);
+    if (found == handles.end()) fail(result, std::string("there is no such ") + kind);
+    return found->second;
+}
+
+std::shared_ptr<Event> find_event(const void* handle) {
+    current_context();
+    return find(events, handle, INVALID_HANDLE, "event");
+}
 
 Stream& null_stream(Context& context) {
     if (!context.null_stream) context.null_stream = std::make_shared<Stream>(context, true, "stream 0");
     return *context.null_stream;
 }
 
-int find_event(const void* handle, std::shared_ptr<Event>& event) {
-    Context* context;
-    if (const int refused = find_context(context)) return refused;
-    const auto found = events.find(handle);
-    if (found == events.end()) return fail(INVALID_HANDLE, "there is no such event");
-    event = found->second;
-    return SUCCESS;
-}
-
-// The host learns that the work of a stream is over.
-int wait_for(Stream& stream, const char* call) {
-    if (const int refused = refuse_in_capture(stream, call)) return refused;
-    order_behind_others(stream);
-    join(host().clock, stream.lane.clock);
-    return SUCCESS;
-}
-
-int wait_for(const Event& event, const char* call) {
-    if (event.capture) return refuse_captured_event(*event.capture, call);
-    join(host().clock, event.clock);
-    return SUCCESS;
-}
-
-}  // namespace
-
-Stream::Stream(Context& context, bool blocking, const std::string& name)
-    : context(context), blocking(blocking), lane(name + of_device(context.device), context.device) {}
-
-int find_stream(const void* handle, Stream*& stream) {
-    Context* context;
-    if (const int refused = find_context(context)) return refused;
-    if (reinterpret_cast<uintptr_t>(handle) <= LEGACY) {
-        stream = &null_stream(*context);
-        return SUCCESS;
-    }
-    const auto found = streams.find(handle);
-    if (found == streams.end()) return fail(INVALID_HANDLE, "there is no such stream");
-    stream = found->second.get();
-    if (&stream->context == context) return SUCCESS;
-    return fail(INVALID_HANDLE, stream->lane.name + " does not belong to the current context, which is that of device " +
-                                    std::to_string(context->device));
-}
-
+// The streams of a context, its null stream among them.
 std::vector<Stream*> streams_of(Context& context) {
     std::vector<Stream*> found = {&null_stream(context)};
     for (const auto& [handle, stream] : streams) {
         if (&stream->context == &context) found.push_back(stream.get());
     }
     return found;
+}
+
+// Ends a capture, of which nothing can come any more.
+[[noreturn]] void invalidate(Capture& capture, Result result, const std::string& message) {
+    capture.fault = message;
+    fail(result, message);
+}
+
+[[noreturn]] void refuse_invalid(const Capture& capture) {
+    fail(CAPTURE_INVALIDATED,
+         "the capture was ended by what is not allowed in one: " + capture.fault);
+}
+
+[[noreturn]] void refuse_captured_event(Capture& capture, const char* call) {
+    const std::string message = std::string(call) + ": the event was recorded in a captured stream";
+    if (capture.ended) fail(CAPTURED_EVENT, message);
+    invalidate(capture, CAPTURED_EVENT, message);
+}
+
+void refuse_captured(Stream& stream, const std::string& call) {
+    refuse_in_capture(stream, CAPTURE_UNSUPPORTED,
+                      call + " is not allowed for " + stream.lane.name + ", which is captured");
+}
+
+// The host learns that the work of a stream is over.
+void wait_for(Stream& stream, const char* call) {
+    refuse_captured(stream, call);
+    order_behind_others(stream);
+    join(host().clock, stream.lane.clock);
+}
+
+void wait_for(const Event& event, const char* call) {
+    if (event.capture) refuse_captured_event(*event.capture, call);
+    join(host().clock, event.clock);
+}
+
+// Appends a node to the graph of a captured stream.
+void record(Stream& stream, const std::string& what, const Work& work) {
+    Capture& capture = *stream.capture;
+    if (!capture.fault.empty()) refuse_invalid(capture);
+    capture.graph.nodes.push_back({what, work, stream.last, stream.branch});
+    stream.last = {capture.graph.nodes.size() - 1};
+}
+
+// Lets a stream wait for an event, one of which is captured.
+void wait_in_capture(Stream& stream, const Event& event) {
+    if (!event.capture) {
+        if (!event.recorded) return;
+        invalidate(*stream.capture, CAPTURE_ISOLATION,
+                   stream.lane.name + " is captured and cannot wait for an event recorded outside of the capture");
+    }
+    if (event.capture->ended) refuse_captured_event(*event.capture, "cuStreamWaitEvent");
+    if (!event.capture->fault.empty()) refuse_invalid(*event.capture);
+    if (stream.capture && stream.capture != event.capture) {
+        stream.capture->fault = "two captures would become one";
+        invalidate(*event.capture, CAPTURE_MERGE, "two captures would become one");
+    }
+    if (&stream == stream.context.null_stream.get()) {
+        invalidate(*event.capture, CAPTURE_IMPLICIT, stream.lane.name + " cannot take part in a capture");
+    }
+    if (!stream.capture) {
+        stream.capture = event.capture;
+        stream.branch = event.capture->graph.branches++;
+        event.capture->streams.push_back(&stream);
+    }
+    std::set<size_t> last(stream.last.begin(), stream.last.end());
+    last.insert(event.last.begin(), event.last.end());
+    stream.last.assign(last.begin(), last.end());
+}
+
+// A stream of the capture whose work the origin has not waited for; null: none.
+const Stream* unjoined(const Capture& capture) {
+    std::set<size_t> joined(capture.origin->last.begin(), capture.origin->last.end());
+    for (size_t i = capture.graph.nodes.size(); i-- > 0;) {
+        const std::vector<size_t>& after = capture.graph.nodes[i].after;
+        if (joined.count(i)) joined.insert(after.begin(), after.end());
+    }
+    for (const Stream* stream : capture.streams) {
+        for (size_t node : stream->last) {
+            if (!joined.count(node)) return stream;
+        }
+    }
+    return nullptr;
+}
+
+void leave(const std::shared_ptr<Capture>& capture) {
+    for (Stream* stream : capture->streams) {
+        stream->capture = nullptr;
+        stream->last.clear();
+    }
+    capture->ended = true;
+    captures.erase(std::remove(captures.begin(), captures.end(), capture), captures.end());
+}
+
+// Runs the nodes in the order of their capture. All come after `clock`, which then comes after all.
+void run(Executable& executable, Clock& clock) {
+    std::vector<Clock> ends;
+    join(clock, executable.clock);
+    const Clock begin = clock;
+    for (const Node& node : executable.graph.nodes) {
+        Lane& lane = executable.lanes[node.branch];
+        join(lane.clock, begin);
+        for (size_t before : node.after) join(lane.clock, ends[before]);
+        perform(lane, node.what, node.work);
+        ends.push_back(lane.clock);
+        join(clock, lane.clock);
+    }
+    executable.clock = clock;
+}
+
+}  // namespace
+
+Stream::Stream(Context& context, bool blocking, const std::string& name)
+    : context(context), blocking(blocking),
+      lane(name + (context.device ? " of device " + std::to_string(context.device) : ""), context.device) {}
+
+Stream& find_stream(const void* handle) {
+    Context& context = current_context();
+    if (reinterpret_cast<uintptr_t>(handle) <= LEGACY) return null_stream(context);
+    Stream& stream = *find(streams, handle, INVALID_HANDLE, "stream");
+    if (&stream.context == &context) return stream;
+    fail(INVALID_HANDLE, stream.lane.name + " does not belong to the current context, which is that of device " +
+                             std::to_string(context.device));
 }
 
 void order_behind_others(Stream& stream) {
@@ -85,140 +231,201 @@ void order_behind_others(Stream& stream) {
     }
 }
 
-int submit(Stream& stream, const std::string& what, const Work& work) {
+void submit(Stream& stream, const std::string& what, const Work& work) {
     if (stream.capture) return record(stream, what, work);
     if (&stream == &null_stream(stream.context)) {
         for (Stream* other : streams_of(stream.context)) {
             if (!other->blocking || !other->capture) continue;
-            return invalidate(*other->capture, CAPTURE_IMPLICIT,
-                              what + " on " + stream.lane.name + " would wait for " + other->lane.name +
-                                  ", which is captured; make that one non-blocking");
+            invalidate(*other->capture, CAPTURE_IMPLICIT,
+                       what + " on " + stream.lane.name + " would wait for " + other->lane.name +
+                           ", which is captured; make that one non-blocking");
         }
     }
     order_behind_others(stream);
-    return perform(stream.lane, what, work);
+    perform(stream.lane, what, work);
 }
 
-int perform(Lane& lane, const std::string& what, const Work& work) {
+void perform(Lane& lane, const std::string& what, const Work& work) {
     begin_piece(lane, what);
     const std::string fault = work();
     end_piece();
-    return fault.empty() ? SUCCESS : fail(LAUNCH_FAILED, fault);
+    if (!fault.empty()) fail(LAUNCH_FAILED, fault);
 }
 
-int synchronize(Context& context) {
-    for (Stream* stream : streams_of(context)) {
-        if (const int refused = wait_for(*stream, "cuCtxSynchronize")) return refused;
+void synchronize(Context& context) {
+    for (Stream* stream : streams_of(context)) wait_for(*stream, "cuCtxSynchronize");
+}
+
+void refuse_in_capture(Stream& stream, Result result, const std::string& message) {
+    if (stream.capture) invalidate(*stream.capture, result, message);
+}
+
+void refuse_unsafe(const char* call) {
+    for (const auto& capture : captures) {
+        const bool own = capture->thread == std::this_thread::get_id();
+        if (capture->mode == MODE_RELAXED || (capture->mode != MODE_GLOBAL && !own)) continue;
+        invalidate(*capture, CAPTURE_UNSUPPORTED,
+                   std::string(call) + " may wait for the device, and a stream is captured");
     }
-    return SUCCESS;
 }
 
 }  // namespace emulator
 
 using namespace emulator;
 
+DRIVER cuCtxSynchronize() {
+    return guarded([] { synchronize(current_context()); });
+}
+
 DRIVER cuStreamCreate(const void** handle, unsigned flags) {
-    HOLD_DRIVER;
-    Context* context;
-    if (const int refused = find_context(context)) return refused;
-    const auto stream = std::make_shared<Stream>(*context, !(flags & NON_BLOCKING), "stream " + std::to_string(++made));
-    streams[stream.get()] = stream;
-    *handle = stream.get();
-    return SUCCESS;
+    return guarded([&] {
+        Context& context = current_context();
+        const std::string name = "stream " + std::to_string(++streams_made);
+        *handle = keep(streams, std::make_shared<Stream>(context, !(flags & NON_BLOCKING), name));
+    });
 }
 
 DRIVER cuStreamDestroy_v2(const void* handle) {
-    HOLD_DRIVER;
-    const auto found = streams.find(handle);
-    if (found == streams.end()) return fail(INVALID_HANDLE, "there is no such stream");
-    if (const int refused = refuse_in_capture(*found->second, "cuStreamDestroy")) return refused;
-    streams.erase(found);
-    return SUCCESS;
+    return guarded([&] {
+        Stream& stream = *find(streams, handle, INVALID_HANDLE, "stream");
+        refuse_captured(stream, "cuStreamDestroy");
+        streams.erase(handle);
+    });
 }
 
 DRIVER cuStreamSynchronize(const void* handle) {
-    HOLD_DRIVER;
-    Stream* stream;
-    if (const int refused = find_stream(handle, stream)) return refused;
-    return wait_for(*stream, "cuStreamSynchronize");
+    return guarded([&] { wait_for(find_stream(handle), "cuStreamSynchronize"); });
 }
 
 DRIVER cuStreamQuery(const void* handle) {
-    HOLD_DRIVER;
-    Stream* stream;
-    if (const int refused = find_stream(handle, stream)) return refused;
-    return wait_for(*stream, "cuStreamQuery");
+    return guarded([&] { wait_for(find_stream(handle), "cuStreamQuery"); });
 }
 
 DRIVER cuStreamWaitEvent(const void* handle, const void* event_handle, unsigned) {
-    HOLD_DRIVER;
-    Stream* stream;
-    std::shared_ptr<Event> event;
-    if (const int refused = find_stream(handle, stream)) return refused;
-    if (const int refused = find_event(event_handle, event)) return refused;
-    if (stream->capture || event->capture) return wait_in_capture(*stream, *event);
-    join(stream->lane.clock, event->clock);
-    return SUCCESS;
+    return guarded([&] {
+        Stream& stream = find_stream(handle);
+        const auto event = find_event(event_handle);
+        if (stream.capture || event->capture) return wait_in_capture(stream, *event);
+        join(stream.lane.clock, event->clock);
+    });
 }
 
 DRIVER cuEventCreate(const void** handle, unsigned) {
-    HOLD_DRIVER;
-    Context* context;
-    if (const int refused = find_context(context)) return refused;
-    const auto event = std::shared_ptr<Event>(new Event{*context});
-    events[event.get()] = event;
-    *handle = event.get();
-    return SUCCESS;
+    return guarded([&] { *handle = keep(events, std::shared_ptr<Event>(new Event{current_context()})); });
 }
 
 DRIVER cuEventDestroy_v2(const void* handle) {
-    HOLD_DRIVER;
-    return events.erase(handle) ? SUCCESS : fail(INVALID_HANDLE, "there is no such event");
+    return guarded([&] { events.erase(find(events, handle, INVALID_HANDLE, "event").get()); });
 }
 
 DRIVER cuEventRecord(const void* handle, const void* stream_handle) {
-    HOLD_DRIVER;
-    Stream* stream;
-    std::shared_ptr<Event> event;
-    if (const int refused = find_stream(stream_handle, stream)) return refused;
-    if (const int refused = find_event(handle, event)) return refused;
-    if (&event->context != &stream->context) {
-        return fail(INVALID_HANDLE, "the event does not belong to the context of " + stream->lane.name);
-    }
-    if (!stream->capture) order_behind_others(*stream);
-    event->recorded = true;
-    event->clock = stream->lane.clock;
-    event->capture = stream->capture;
-    event->last = stream->last;
-    return SUCCESS;
+    return guarded([&] {
+        Stream& stream = find_stream(stream_handle);
+        const auto event = find_event(handle);
+        if (&event->context != &stream.context) {
+            fail(INVALID_HANDLE, "the event does not belong to the context of " + stream.lane.name);
+        }
+        if (!stream.capture) order_behind_others(stream);
+        event->recorded = true;
+        event->clock = stream.lane.clock;
+        event->capture = stream.capture;
+        event->last = stream.last;
+    });
 }
 
 DRIVER cuEventSynchronize(const void* handle) {
-    HOLD_DRIVER;
-    std::shared_ptr<Event> event;
-    if (const int refused = find_event(handle, event)) return refused;
-    return wait_for(*event, "cuEventSynchronize");
+    return guarded([&] { wait_for(*find_event(handle), "cuEventSynchronize"); });
 }
 
 DRIVER cuEventQuery(const void* handle) {
-    HOLD_DRIVER;
-    std::shared_ptr<Event> event;
-    if (const int refused = find_event(handle, event)) return refused;
-    return wait_for(*event, "cuEventQuery");
+    return guarded([&] { wait_for(*find_event(handle), "cuEventQuery"); });
+}
+
+DRIVER cuStreamBeginCapture_v2(const void* handle, int mode) {
+    return guarded([&] {
+        Stream& stream = find_stream(handle);
+        if (mode < MODE_GLOBAL || mode > MODE_RELAXED) fail(INVALID_VALUE, "mode " + std::to_string(mode));
+        if (&stream == stream.context.null_stream.get()) fail(CAPTURE_UNSUPPORTED, "stream 0 cannot be captured");
+        if (stream.capture) fail(ILLEGAL_STATE, stream.lane.name + " is captured already");
+        stream.capture = std::make_shared<Capture>();
+        *stream.capture = {&stream, mode, std::this_thread::get_id(), {&stream.context, {}}, {&stream}, "", false};
+        stream.branch = 0;
+        captures.push_back(stream.capture);
+    });
+}
+
+DRIVER cuStreamIsCapturing(const void* handle, int* status) {
+    return guarded([&] {
+        const auto& capture = find_stream(handle).capture;
+        *status = !capture ? 0 : capture->fault.empty() ? 1 : 2;
+    });
+}
+
+DRIVER cuStreamEndCapture(const void* handle, const void** graph) {
+    *graph = nullptr;
+    return guarded([&] {
+        Stream& stream = find_stream(handle);
+        const std::shared_ptr<Capture> capture = stream.capture;
+        if (!capture) fail(ILLEGAL_STATE, stream.lane.name + " is not captured");
+        if (&stream != capture->origin) {
+            invalidate(*capture, CAPTURE_UNMATCHED, "the capture did not begin in " + stream.lane.name);
+        }
+        if (capture->mode != MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
+            fail(CAPTURE_WRONG_THREAD, "the capture was begun by another thread");
+        }
+        const Stream* left = unjoined(*capture);
+        leave(capture);
+        if (!capture->fault.empty()) refuse_invalid(*capture);
+        if (left) {
+            fail(CAPTURE_UNJOINED, "work was captured in " + left->lane.name + " for which " + stream.lane.name +
+                                       " has not waited");
+        }
+        *graph = keep(graphs, std::make_shared<Graph>(capture->graph));
+    });
+}
+
+DRIVER cuGraphInstantiateWithFlags(const void** handle, const void* graph, unsigned long long) {
+    return guarded([&] {
+        const auto made = std::make_shared<Executable>();
+        made->graph = *find(graphs, graph, INVALID_VALUE, "graph");
+        for (size_t branch = 0; branch < made->graph.branches; ++branch) {
+            made->lanes.emplace_back("branch " + std::to_string(branch) + " of a graph", made->graph.context->device);
+        }
+        *handle = keep(executables, made);
+    });
+}
+
+DRIVER cuGraphLaunch(const void* handle, const void* stream_handle) {
+    return guarded([&] {
+        Stream& stream = find_stream(stream_handle);
+        const auto executable = find(executables, handle, INVALID_VALUE, "graph");
+        refuse_in_capture(stream, NOT_SUPPORTED, "the emulator captures no graph in another");
+        if (executable->graph.context != &stream.context) {
+            fail(INVALID_HANDLE, "the graph does not belong to the context of " + stream.lane.name);
+        }
+        order_behind_others(stream);
+        run(*executable, stream.lane.clock);
+    });
+}
+
+DRIVER cuGraphDestroy(const void* graph) {
+    return guarded([&] { graphs.erase(find(graphs, graph, INVALID_VALUE, "graph").get()); });
+}
+
+DRIVER cuGraphExecDestroy(const void* handle) {
+    return guarded([&] { executables.erase(find(executables, handle, INVALID_VALUE, "graph").get()); });
 }
 
 int emulator_submit(const void* context, const void* handle, const char* what, const char* (*work)(const void*),
                     const void* data, size_t bytes) {
-    HOLD_DRIVER;
-    Stream* stream;
-    if (const int refused = find_stream(handle, stream)) return refused;
-    if (context != &stream->context) return fail(INVALID_CONTEXT, std::string(what) + " belongs to another context");
-    const auto* first = static_cast<const unsigned char*>(data);
-    const std::vector<unsigned char> copy(first, first + bytes);
-    return submit(*stream, what, [work, copy, name = std::string(what)] {
-        const char* fault = work(copy.data());
-        return fault ? name + " " + fault : "";
+    return guarded([&] {
+        Stream& stream = find_stream(handle);
+        if (context != &stream.context) fail(INVALID_CONTEXT, std::string(what) + " belongs to another context");
+        const auto* first = static_cast<const unsigned char*>(data);
+        const std::vector<unsigned char> copy(first, first + bytes);
+        submit(stream, what, [work, copy, name = std::string(what)] {
+            const char* fault = work(copy.data());
+            return fault ? name + " " + fault : "";
+        });
     });
 }
-
-const char* emulator_message() { return last_message().c_str(); }

@@ -1,4 +1,5 @@
-// Streams and events. Work has finished when it has been submitted; what streams and events order is kept in order.h.
+// Streams, events, captures and graphs. Submitted work has finished when submit() returns; order.h
+// keeps what streams and events order.
 #pragma once
 
 #include <functional>
@@ -13,7 +14,7 @@ namespace emulator {
 
 struct Capture;
 
-// What a stream does: it returns what went wrong in words, or nothing.
+// Work of a stream. Returns a message about what went wrong, or nothing.
 using Work = std::function<std::string()>;
 
 struct Stream {
@@ -23,38 +24,34 @@ struct Stream {
     bool blocking;  // waits for the null stream, and the null stream for it
     Lane lane;
 
-    // While it is captured: by what, as which branch of the graph, and the nodes that the next one comes after.
+    // While it is captured: the capture, its branch of the graph, and the nodes that its next node
+    // comes after.
     std::shared_ptr<Capture> capture;
     size_t branch = 0;
     std::vector<size_t> last;
 };
 
-struct Event {
-    Context& context;
-    bool recorded = false;
-    Clock clock;
-
-    // Recorded in a captured stream: the capture, and the nodes that it stands behind.
-    std::shared_ptr<Capture> capture;
-    std::vector<size_t> last;
-};
-
-// Of a handle; 0 and 1 are the null stream of the current context. Fails where the stream belongs to another context.
-int find_stream(const void* handle, Stream*& stream);
-
-// Streams of a context that live, its null stream among them.
-std::vector<Stream*> streams_of(Context& context);
+// Finds a stream by its handle; 0 and 1 are the null stream of the current context. Fails where the
+// stream belongs to another context.
+Stream& find_stream(const void* handle);
 
 // Does the work, or records it where the stream is captured.
-int submit(Stream& stream, const std::string& what, const Work& work);
+void submit(Stream& stream, const std::string& what, const Work& work);
 
-// Does the work in a lane, and in no graph.
-int perform(Lane& lane, const std::string& what, const Work& work);
+// Does the work in a lane, never in a graph.
+void perform(Lane& lane, const std::string& what, const Work& work);
 
-// What a stream's next work comes after: what the host knows, and the null stream or the blocking ones.
+// Orders a stream's next work behind what the host knows, and behind the null stream or the
+// blocking ones.
 void order_behind_others(Stream& stream);
 
 // The host waits for all streams of a context.
-int synchronize(Context& context);
+void synchronize(Context& context);
+
+// Fails where the stream is captured, and ends that capture.
+void refuse_in_capture(Stream& stream, Result result, const std::string& message);
+
+// Fails where a capture forbids calls that may wait for the device, and ends that capture.
+void refuse_unsafe(const char* call);
 
 }  // namespace emulator

@@ -1,11 +1,22 @@
-// The instructions of tensor cores, and those that bring their operands, as functions; kernels/tensor_core.cuh names them.
+// The instructions of tensor cores, and those that bring their operands, as functions;
+// kernels/tensor_core.cuh names them.
 //
-// Layouts are those of "Warp Level Matrix Multiply-Accumulate Instructions" in NVIDIA's PTX ISA. A lane's place in a
-// fragment: group = lane / 4, part = lane % 4.
+// Layouts are those of "Warp Level Matrix Multiply-Accumulate Instructions" in NVIDIA's PTX ISA. A
+// lane's place in a fragment: group = lane / 4, part = lane % 4.
 #pragma once
 
-#include "bfloat16.h"
+#include <cstdint>
+#include <cstring>
+
 #include "services.h"
+
+// Rounds a float to the bits of a bfloat16, to nearest even.
+inline uint16_t emulator_float_to_bfloat16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return 0x7FFF;
+    return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+}
 
 namespace emulator {
 
@@ -45,7 +56,8 @@ struct SparseMultiplication {
     int32_t sums[4];
 };
 
-// Of stored byte k of a row, group k / 2 of four columns has the place; the smaller one of a group comes first.
+// Of stored byte k of a row, group k / 2 of four columns has the place; the smaller one of a group
+// comes first.
 EMULATOR_TOGETHER inline void multiply_sparse_bytes(void* const* operands) {
     const auto of = [operands](int lane) { return static_cast<SparseMultiplication*>(operands[lane]); };
     for (int row = 0; row < 16; ++row) {
@@ -120,15 +132,17 @@ EMULATOR_TOGETHER void together(void (*operation)(void* const*), Sum (&sums)[4],
 
 }  // namespace emulator
 
-// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 32] times b [8, 32] transposed.
+// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 32] times b [8, 32]
+// transposed.
 EMULATOR_TOGETHER inline void emulator_multiply(
     int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
     emulator::together(emulator::multiply_bytes, sums, a, b, site);
 }
 
-// mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 64], of which 32 columns are
-// stored, times b [8, 64] transposed. An order of places that the instruction does not take ends the launch.
+// mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 64],
+// of which 32 columns are stored, times b [8, 64] transposed. An order of places that the
+// instruction does not take ends the launch.
 EMULATOR_TOGETHER inline void emulator_multiply_sparse(
     int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t kept,
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
@@ -142,7 +156,8 @@ EMULATOR_TOGETHER inline void emulator_multiply_sparse(
     for (int i = 0; i < 4; ++i) sums[i] = operands.sums[i];
 }
 
-// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32: sums [16, 8] += a [16, 16] times b [8, 16] transposed.
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32: sums [16, 8] += a [16, 16] times b [8, 16]
+// transposed.
 EMULATOR_TOGETHER inline void emulator_multiply(
     float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
@@ -154,7 +169,8 @@ __attribute__((noinline)) inline uint32_t emulator_bfloat16_pair(float low, floa
     return emulator_float_to_bfloat16(low) | static_cast<uint32_t>(emulator_float_to_bfloat16(high)) << 16;
 }
 
-// ldmatrix.sync.aligned.m8n8.x1, .x2 or .x4, perhaps .trans, .shared.b16: lane i names row i % 8 of matrix i / 8.
+// ldmatrix.sync.aligned.m8n8.x1, .x2 or .x4, perhaps .trans, .shared.b16: lane i names row i % 8 of
+// matrix i / 8.
 template <int MATRICES, bool TRANSPOSED>
 EMULATOR_TOGETHER void emulator_load_matrices(
     const void* row, uint32_t (&words)[MATRICES], emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
@@ -175,3 +191,27 @@ EMULATOR_TOGETHER inline void emulator_copy_async(
     void* to, const void* from, size_t bytes, bool zeros, emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
     emulator_copy(to, from, bytes, zeros, __builtin_return_address(0), site);
 }
+
+#define EMULATOR_HERE emulator::Site site = {__builtin_FILE(), __builtin_LINE()}
+#define EMULATOR_NO_CALL __attribute__((always_inline)) inline
+
+// wgmma.fence
+EMULATOR_NO_CALL void emulator_fence_sums(EMULATOR_HERE) { emulator_fence_warpgroup(site); }
+
+// wgmma.mma_async.m64nNk32.s32.s8.s8: sums [64, N] += a [64, 32] times b [N, 32] transposed, N = 8
+// * TILES.
+template <int TILES>
+EMULATOR_NO_CALL void emulator_multiply_warpgroup(int32_t (&sums)[TILES][4], uint64_t a, uint64_t b, EMULATOR_HERE) {
+    emulator_begin_multiplication(sums[0], 8 * TILES, a, b, site);
+}
+
+// wgmma.commit_group
+EMULATOR_NO_CALL void emulator_commit_warpgroup(EMULATOR_HERE) { emulator_commit_multiplications(site); }
+
+// wgmma.wait_group
+EMULATOR_NO_CALL void emulator_wait_warpgroup(size_t groups, EMULATOR_HERE) {
+    emulator_wait_multiplications(groups, site);
+}
+
+#undef EMULATOR_HERE
+#undef EMULATOR_NO_CALL

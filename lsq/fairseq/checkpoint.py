@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lsq import quant
 from lsq.config import QuantConfig
+from lsq.config.quantization import CONSTANT, RENAMED, of_trained
 from lsq.fairseq import calibration
 from lsq.fairseq.parameter_names import rename
 from lsq.layers import clip_format, quantized_tensors, weight_masks
@@ -178,19 +179,13 @@ def quantization(given: Mapping[str, Any]) -> QuantConfig:
     Raises:
         ValueError: one has a value that is not allowed.
     """
-    given = with_clips(given)
-    return QuantConfig(
-        **{
-            field.name: given.get(PREFIX + field.name, field.default)
-            for field in fields(QuantConfig)
-        }
-    )
+    return QuantConfig(**of_trained(quantizer_fields(given)))
 
 
-def with_clips(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a checkpoint; those of versions in which all clips were learned say so."""
-    old = PREFIX + "calibration_passes" in given and PREFIX + "clips" not in given
-    return {**given, PREFIX + "clips": "learned"} if old else given
+def quantizer_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of QuantConfig, of this version and of 0.1, among fairseq's options."""
+    names = [*(field.name for field in fields(QuantConfig)), *CONSTANT, *RENAMED]
+    return {name: given[PREFIX + name] for name in names if PREFIX + name in given}
 
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
@@ -219,17 +214,16 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
     load_float(model, state["model"])
 
 
-def trained_with(args: Any) -> Mapping[str, Any]:
-    """The model's options in the checkpoint that a training with these options goes on from;
+def trained_with(args: Any) -> dict[str, Any]:
+    """The fields of QuantConfig in the checkpoint that a training with these options goes on from;
     without one, none.
 
     Args:
         args: fairseq's options; where there is no training, they lack `restore_file`.
     """
     name = getattr(args, "restore_file", None)
-    return with_clips(
-        options_in(Path(args.save_dir, name) if name == LAST else Path(name or ""), "model")
-    )
+    path = Path(args.save_dir, name) if name == LAST else Path(name or "")
+    return of_trained(quantizer_fields(options_in(path, "model")))
 
 
 def options_in(path: Path, part: str) -> Mapping[str, Any]:

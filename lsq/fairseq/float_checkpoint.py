@@ -23,7 +23,7 @@ from lsq import files
 from lsq.fairseq import checkpoint
 from lsq.fairseq.parameter_names import restore
 from lsq.layers import ProgramModule, quantized_tensors
-from lsq.serving.decode.model import model_of
+from lsq.serving.decoding_model import model_of
 
 VERSION = 3.0
 """Of fairseq's stacks; those below 3 have no norm after the last layer."""

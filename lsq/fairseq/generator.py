@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from lsq.fairseq.model import LSQModel
 from lsq.layers.module import ProgramModule
 from lsq.run.backends import Backend, backend
-from lsq.serving.decode import Hypothesis, SearchOptions, Steps, Symbols, search
-from lsq.serving.decode.engine import Engine
-from lsq.serving.decode.fairseq_steps import FairseqSteps
-from lsq.serving.decode.model import model_of
-from lsq.serving.translate.subwords import Words
+from lsq.serving import Engine, Hypothesis, SearchOptions, Steps, Symbols, search
+from lsq.serving.decoding_model import model_of
+from lsq.serving.fairseq_steps import FairseqSteps
+from lsq.serving.subwords import Words
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,15 @@ are refused."""
 import contextlib
 import difflib
 import logging
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lsq.config import LayerConfig, QuantConfig, documentation
+from lsq.config.quantization import CONSTANT, RENAMED, of_this_version, of_trained
 from lsq.fairseq import checkpoint
 from lsq.fairseq.checkpoint import PREFIX
 
@@ -24,11 +25,16 @@ def option(name: str) -> str:
 
 
 def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """Add --lsq-from and an option for every field of QuantConfig but `without`.
+    """Add --lsq-from and an option for every field of QuantConfig but `without`, and hidden ones
+    for those of version 0.1.
 
     No option has a default here: `set_defaults` fills in what was not given, so that architectures
-        may have their own.
+    may have their own.
     """
+    for name, value in CONSTANT.items():
+        parser.add_argument(option(PREFIX + name), type=type(value), help=SUPPRESS)
+    for name in RENAMED:
+        parser.add_argument(option(PREFIX + name), help=SUPPRESS)
     parser.add_argument(
         "--lsq-from",
         metavar="CHECKPOINT",
@@ -51,18 +57,31 @@ def set_defaults(args: Namespace) -> None:
     are given.
     """
     args.lsq_from = getattr(args, "lsq_from", None)
-    if all(
-        hasattr(args, PREFIX + field.name) for field in fields(QuantConfig) if field.name != "clips"
-    ):
-        vars(args).update(checkpoint.with_clips(vars(args)))  # the options of a checkpoint
-    missing = [field for field in fields(QuantConfig) if not hasattr(args, PREFIX + field.name)]
+    given = checkpoint.quantizer_fields(vars(args))
+    chosen = (of_trained if _of_checkpoint(given) else of_this_version)(given)
+    missing = [field for field in fields(QuantConfig) if field.name not in chosen]
     before = checkpoint.trained_with(args) if missing else {}
     for field in missing:
-        name, value = PREFIX + field.name, before.get(PREFIX + field.name)
+        value = before.get(field.name)
         kept = type(value) is field.type and value != field.default
-        setattr(args, name, value if kept else field.default)
+        chosen[field.name] = value if kept else field.default
         if kept:
-            logger.info("%s is %s, as in the training that goes on here", option(name), value)
+            name = option(PREFIX + field.name)
+            logger.info("%s is %s, as in the training that goes on here", name, value)
+    for name in given:
+        delattr(args, PREFIX + name)
+    for name, value in chosen.items():
+        setattr(args, PREFIX + name, value)
+
+
+def _of_checkpoint(given: Collection[str]) -> bool:
+    """Whether these fields of QuantConfig are those of a checkpoint, which has all of its version,
+    and not a user's."""
+    return all(
+        field.name in given
+        for field in fields(QuantConfig)
+        if field.name not in ("clips", "clip_init")
+    )
 
 
 NESTED = ("encoder", "decoder", "quant_noise")
@@ -93,7 +112,7 @@ def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
     around = {}
     for group in groups:
         around |= OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else {}
-    if not all(PREFIX + field.name in own for field in fields(QuantConfig)):  # it is a user's
+    if not _of_checkpoint(checkpoint.quantizer_fields(own)):
         _check_known(own, model)
     args = Namespace(**{**around, **own})
     yield args

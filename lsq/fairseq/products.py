@@ -1,4 +1,4 @@
-"""The matrix products that a training and its translations run, from their options alone."""
+"""The matrix products of a training and its translations on a GPU, from their options alone."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -22,13 +22,11 @@ def products_of_training(
     backward: Iterable[str],
     tokens: Sequence[int],
     rows: Sequence[int],
-    kind: str = "cpu",
 ) -> list[ProductKey]:
-    """Every product once: for each number of tokens those of a training step, then those of
-    generation.
+    """Every product once: of a training step for each number of tokens, then of generation.
 
-    The model is built, but no data is read and no layer computes. Attention's kernels multiply by
-    themselves.
+    The model is built, but no data is read and no layer computes. Products of attention's kernels
+    are not among them.
 
     Args:
         given: fairseq-train's options with a task of lsq and a limit of batches.
@@ -36,32 +34,28 @@ def products_of_training(
         backward: values of --lsq-backward to take together.
         tokens: of batches, source and target alike.
         rows: of a step of generation: sentences times beam.
-        kind: "cpu" or "cuda"; see `lsq.run.products.products_of`.
 
     Raises:
         ValueError: the options do not fit, or the architecture is not of lsq.
     """
-    found: list[ProductKey] = []
+    keys: list[ProductKey] = []
     models = []
     for mode in backward:
         options = copy(given)
         options.lsq_backward = mode
-        options.lsq_activation_init = options.lsq_weight_init = (
-            "fixed"  # nothing is measured: shapes are the same
-        )
+        options.lsq_clip_init = "fixed"  # nothing is measured: shapes are the same
         _, model, criterion = build_training(options, vocabulary)
         models.append((model, criterion))
     for count in tokens:
         for model, criterion in models:
-            found += products_of_programs(training_programs(model, criterion, count), kind)
+            keys += products_of_programs(training_programs(model, criterion, count))
     for count in rows:
-        found += products_of_programs(generation_programs(models[0][0], count), kind)
-    return list(dict.fromkeys(found))
+        keys += products_of_programs(generation_programs(models[0][0], count))
+    return list(dict.fromkeys(keys))
 
 
 def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> list[Program]:
-    """The programs of a training step on so many source and target tokens, as so many sentences of
-    one."""
+    """The programs of a training step on `tokens` source and target tokens, in sentences of one."""
     batch = bounding_batch(
         model.decoder.dictionary, max_tokens=tokens, max_sentences=None, max_positions=(1, 1)
     )
@@ -74,8 +68,7 @@ def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> li
 
 @torch.no_grad()
 def generation_programs(model: nn.Module, rows: int) -> list[Program]:
-    """The programs that generate: encode so many sentences of one word, if anything does, and one
-    step of decoding.
+    """The programs of encoding `rows` sentences of one word, and of one step of decoding.
 
     The model's clips are measured or fixed.
     """
@@ -91,19 +84,16 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
     return rehearsed.programs
 
 
-def products_of_programs(programs: Iterable[Program], kind: str) -> list[ProductKey]:
-    """Every product once, in the order of the programs; kind and errors as of
+def products_of_programs(programs: Iterable[Program]) -> list[ProductKey]:
+    """Every product once, in the order of the programs; errors as of
     `lsq.run.products.products_of`."""
-    return list(
-        dict.fromkeys(
-            key for program in dict.fromkeys(programs) for key in products_of(program, kind)
-        )
-    )
+    keys = (key for program in dict.fromkeys(programs) for key in products_of(program))
+    return list(dict.fromkeys(keys))
 
 
 def token_counts(max_tokens: int, step: int) -> list[int]:
-    """Numbers of tokens of batches, the largest first: the multiples of `step` up to `max_tokens`,
-    and that itself.
+    """Numbers of tokens of batches, the largest first: `max_tokens`, and the multiples of `step`
+    below it.
 
     Raises:
         ValueError: the step is not a multiple of 32, in whose steps products are looked up.
@@ -117,8 +107,8 @@ def token_counts(max_tokens: int, step: int) -> list[int]:
 
 
 def generation_rows(beam: int, sentences: int) -> list[int]:
-    """Rows of the steps of generation, the largest first: the beam times 1, 2, 4 ... sentences, as
-    they finish."""
+    """Rows of the steps of generation as sentences finish, the largest first: the beam times 1, 2,
+    4 ... sentences."""
     counts = {sentences, *(2**power for power in range(sentences.bit_length()))}
     exact = {beam * count for count in counts if beam * count <= EXACT_TOKENS}
     return sorted({*exact, beam * sentences}, reverse=True)

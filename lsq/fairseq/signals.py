@@ -19,7 +19,7 @@ from lsq.layers.signals import complaint
 
 logger = logging.getLogger(__name__)
 
-OPTION = "--lsq-{}-init {}"
+OPTION = "--lsq-clip-init {}"
 """What a complaint tells to try."""
 
 

@@ -30,7 +30,7 @@ from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
 from lsq.layers.signals import interval_of
 from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
-from lsq.serving.translate.subwords import Words
+from lsq.serving.subwords import Words
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,19 @@
-"""What is said of tuned products when a training is over."""
+"""The report of tuned products at the end of a training on a GPU."""
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from lsq import files
 from lsq.gemm import lookup
-from lsq.gemm.tuner import coverage, product_list
+from lsq.gemm.lookup import Table, Use
+from lsq.gemm.tuner import product_list
 
 logger = logging.getLogger(__name__)
+
+SHOWN = 10
+"""Missed products that the log lists."""
 
 
 def check(path: str | None) -> None:
@@ -24,14 +29,47 @@ def check(path: str | None) -> None:
 
 
 def report(path: str | None) -> None:
-    """Log which products of each device were tuned, and list the others in `path` for `lsq tune
-    --shapes`.
-
-    Nothing is written if none ran.
-    """
-    asked = [table for table in lookup.tables() if table.uses()]
-    for table in asked:
-        logger.info(coverage.text(table))
-    if path and asked:
-        missed = dict.fromkeys(key for table in asked for key in coverage.missed(table))
+    """Log how many products of a GPU were tuned, and list the others in `path` for `lsq tune
+    --shapes`. Nothing is written if none ran: products of CPUs are not tuned."""
+    tables = [table for table in lookup.tables() if table.uses()]
+    for table in tables:
+        logger.info(coverage(table))
+    if path and tables:
+        missed = dict.fromkeys(use.key for table in tables for use in _missed(table))
         files.write_text(Path(path), product_list.text(list(missed)))
+    elif path:
+        logger.info("--lsq-gemm-coverage: no product ran on a GPU, so %s is not written", path)
+
+
+def coverage(table: Table) -> str:
+    """The shares of tuned products and the largest missed ones; one line without a file."""
+    name, uses = f"tuned products on {table.here.device}", table.uses()
+    if not table.used:
+        return f"{name}: none, for there is no file for this device; lsq tune makes one"
+    lines = [f"{name}: {len(uses)} products"]
+    measures: dict[str, Callable[[Use], int]] = {
+        "products": lambda use: 1,
+        "arithmetic": lambda use: use.key.arithmetic,
+    }
+    for measure, size in measures.items():
+        total = sum(map(size, uses))
+        own = sum(size(use) for use in uses if use.hit) / total
+        near = sum(size(use) for use in uses if use.entry is not None) / total - own
+        lines.append(
+            f"  {measure}: {own:.1%} tuned, {near:.1%} as the nearest batch size,"
+            f" {1 - own - near:.1%} not"
+        )
+    lines += [f"  from {each.path}" for each in table.used]
+    missed = _missed(table)
+    for use in missed[:SHOWN]:
+        served = f"ran as {use.entry.key.tokens} tokens" if use.entry else "ran untuned"
+        lines.append(f"  missed {use.key}: {served}")
+    if len(missed) > SHOWN:
+        lines.append(f"  and {len(missed) - SHOWN} more")
+    return "\n".join(lines)
+
+
+def _missed(table: Table) -> list[Use]:
+    """The products without an entry of their own, the largest first."""
+    missed = [use for use in table.uses() if not use.hit]
+    return sorted(missed, key=lambda use: (-use.key.arithmetic, str(use.key)))

@@ -1,17 +1,15 @@
-"""What is multiplied, and by what: as tuned files say, by lsq's tiles or oneDNN, on a GPU by lsq's
-or cuBLASLt.
+"""int8 matrix products: on a CPU lsq's tiles make them, on a GPU lsq's kernels or cuBLASLt, as
+tuned files or a rule say.
 
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
 lsq.gemm.tuner makes the files.
 """
 
 from lsq.gemm.configuration import TileConfiguration
-from lsq.gemm.cpu import multiply, scratch_for, tiled, untuned_product
-from lsq.gemm.cpu_product import int8_product, reference
+from lsq.gemm.cpu import int8_product, multiply, reference, scratch_for, untuned_product
 from lsq.gemm.cuda import cuda_tile, ended_by
 from lsq.gemm.lookup import set_files
-from lsq.gemm.product_key import LARGEST_INNER, inner_parts, is_long
-from lsq.gemm.requested import requested
+from lsq.gemm.product_key import LARGEST_INNER, inner_parts, is_long, requested
 
 __all__ = [
     "LARGEST_INNER",
@@ -26,6 +24,5 @@ __all__ = [
     "requested",
     "scratch_for",
     "set_files",
-    "tiled",
     "untuned_product",
 ]

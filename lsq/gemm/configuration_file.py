@@ -1,11 +1,6 @@
 """Files of tuned products: JSON with the validators of one device and its entries, one per line.
 
-They are not trusted.
-
-Files that are named explicitly are the only ones then. Otherwise the user's folder goes before the
-package's own, entry
-by entry: what one file lacks is taken from the next. A file whose validators do not match is
-    refused as a whole.
+Files are not trusted. A file whose validators do not match is refused as a whole.
 """
 
 import dataclasses
@@ -31,8 +26,7 @@ from lsq.gemm.configuration import (
 from lsq.gemm.device import CpuValidators, CudaValidators, Validators, check_format, difference
 from lsq.gemm.product_key import ProductKey
 
-PACKAGE_FOLDER = Path(__file__).parent / "configs"
-_REMEDY = "correct or delete the file, or make it again with `lsq tune`"
+_REMEDY = "correct or delete the file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,33 +34,30 @@ class ConfigurationFile:
     """The entries of one device, sorted by key.
 
     Raises:
-        ValueError: two entries have the same key, or one is of another kind of device or wants what
-            it has not.
+        ValueError: two entries have the same key, or one does not suit the device.
     """
 
     validators: Validators
     entries: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
-        places: dict[ProductKey, int] = {}
-        for place, entry in enumerate(self.entries):
-            if entry.configuration.kind != self.validators.kind:
+        numbers: dict[ProductKey, int] = {}
+        for number, entry in enumerate(self.entries):
+            configuration = entry.configuration
+            if configuration.kind != self.validators.kind:
                 raise ValueError(
-                    f"entries[{place}].configuration is of kind {entry.configuration.kind!r}; "
+                    f"entries[{number}].configuration is of kind {configuration.kind!r}; "
                     f"the file is of kind {self.validators.kind!r}"
                 )
-            if (
-                getattr(entry.configuration, "instruction", None) == "wgmma"
-                and self.validators.sm != WGMMA_SM
-            ):
+            wgmma = getattr(configuration, "instruction", None) == "wgmma"
+            if wgmma and self.validators.sm != WGMMA_SM:
                 raise ValueError(
-                    f"entries[{place}].configuration.instruction is 'wgmma', which GPUs of sm"
-                    f" {WGMMA_SM} alone have; "
-                    f"the file is for sm {self.validators.sm}: tune again"
+                    f"entries[{number}].configuration.instruction is 'wgmma', which only GPUs of sm"
+                    f" {WGMMA_SM} have; the file is for sm {self.validators.sm}: tune again"
                 )
-            if places.setdefault(entry.key, place) != place:
+            if numbers.setdefault(entry.key, number) != number:
                 raise ValueError(
-                    f"entries[{place}].key is {entry.key}, which entries[{places[entry.key]}] has"
+                    f"entries[{number}].key is {entry.key}, which entries[{numbers[entry.key]}] has"
                     " already; remove one"
                 )
         object.__setattr__(self, "entries", tuple(sorted(self.entries, key=_order)))
@@ -78,24 +69,23 @@ class ConfigurationFile:
 
 
 def read(path: Path) -> ConfigurationFile:
-    """Read what `write` wrote, or somebody edited.
+    """Read a file.
 
     Raises:
-        ValueError: it is not such a file; the message says where, what stands there, and what is
+        ValueError: it is no such file; the message says where, what stands there, and what is
             allowed.
         FileNotFoundError, OSError: there is none, or it cannot be read.
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"there is no file {path} of tuned products; `lsq configs list` names those that there"
-            " are, and `lsq tune` "
-            "makes one"
+            f"there is no file {path} of tuned products; `lsq configs list` names all files, and"
+            " `lsq tune` makes one"
         )
     return json_file.read(path, _file, _REMEDY)
 
 
 def write(path: Path, file: ConfigurationFile) -> None:
-    """Write a file, whole or not at all; its folder is made where it is missing.
+    """Write a file, whole or not at all; make its folder if it is missing.
 
     Raises:
         OSError: it cannot be written.
@@ -111,52 +101,64 @@ def _file(content: Any) -> ConfigurationFile:
     json_file.check_fields(content, ["validators", "entries"], "")
     validators = _validators(content["validators"], "validators")
     record = json_file.record
-    configurations = {"cpu": partial(record, CpuConfiguration), "cuda": _of_gpu}
     entry = partial(
         record,
         Entry,
         key=partial(record, ProductKey),
         times=partial(record, Times),
-        configuration=configurations[validators.kind],
+        configuration={"cpu": _of_cpu, "cuda": _of_gpu}[validators.kind],
     )
     return ConfigurationFile(
         validators=validators, entries=json_file.sequence(content["entries"], "entries", entry)
     )
 
 
-def _validators(value: Any, place: str) -> Validators:
+def _validators(value: Any, where: str) -> Validators:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is {shown(value)}; it must be an object")
+        raise ValueError(f"{where} is {shown(value)}; it must be an object")
     fields = dict(value)
     try:
         check_format(fields.get("format"))
         check_choice("kind", fields.get("kind"), ("cpu", "cuda"))
     except ValueError as error:
-        raise ValueError(json_file.within(place, str(error))) from None
+        raise ValueError(json_file.within(where, str(error))) from None
     if fields.pop("kind") == "cpu":
-        return json_file.record(CpuValidators, fields, place, features=_names)
-    return json_file.record(CudaValidators, fields, place)
+        return json_file.record(CpuValidators, fields, where, features=_names)
+    return json_file.record(CudaValidators, fields, where)
 
 
-def _of_gpu(value: Any, place: str) -> Configuration:
+def _of_cpu(value: Any, where: str) -> Configuration:
+    """The tiles of a CPU. Older files also say how oneDNN copies its operands."""
+    if isinstance(value, dict):
+        if value.get("kernel", "onednn") == "onednn":
+            raise ValueError(
+                f"{where} is for oneDNN, by which no product of a CPU runs any more: lsq's own"
+                " tiles run all of them"
+            )
+        copies = [("a_layout", "as_is"), ("b_layout", "as_is")]
+        value = {name: each for name, each in value.items() if (name, each) not in copies}
+    return json_file.record(CpuConfiguration, value, where)
+
+
+def _of_gpu(value: Any, where: str) -> Configuration:
     """A tile, or an algorithm of cuBLASLt, which alone has the field of that name."""
     if isinstance(value, dict) and "algorithm" not in value:
-        return json_file.record(TileConfiguration, value, place)
-    return json_file.record(CublasConfiguration, value, place, algorithm=_bytes)
+        return json_file.record(TileConfiguration, value, where)
+    return json_file.record(CublasConfiguration, value, where, algorithm=_bytes)
 
 
-def _names(value: Any, place: str) -> tuple[Any, ...]:
-    return json_file.sequence(value, place, lambda item, _: item)
+def _names(value: Any, where: str) -> tuple[Any, ...]:
+    return json_file.sequence(value, where, lambda item, _: item)
 
 
-def _bytes(value: Any, place: str) -> bytes:
+def _bytes(value: Any, where: str) -> bytes:
     digits = 2 * ALGORITHM_BYTES
     try:
         if isinstance(value, str) and len(value) == digits and value == value.strip():
             return bytes.fromhex(value)
     except ValueError:
         pass
-    raise ValueError(f"{place} is {shown(value)}; it must be {digits} hexadecimal digits")
+    raise ValueError(f"{where} is {shown(value)}; it must be {digits} hexadecimal digits")
 
 
 def _fields(entry: Entry) -> dict[str, Any]:
@@ -173,20 +175,18 @@ def _order(entry: Entry) -> tuple:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A file, and what became of it."""
+class SearchedFile:
+    """A file of the user's folder, or an explicitly named one, and whether it is used."""
 
     path: Path
-    source: str
-    """"explicit", "user" or "package"."""
     file: ConfigurationFile | None
-    """Its content; None where it cannot be read."""
+    """None if it cannot be read."""
     refusal: str | None
-    """Why it does not hold for the device; None where it does."""
+    """Why it is not used for the device; None if it is."""
 
 
 def user_folder() -> Path | None:
-    """$XDG_CONFIG_HOME/lsq/gemm, by default ~/.config/lsq/gemm; None where there is no home."""
+    """$XDG_CONFIG_HOME/lsq/gemm, by default ~/.config/lsq/gemm; None without a home."""
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(configured):  # the XDG specification: others are to be ignored
         return Path(configured, "lsq", "gemm")
@@ -196,27 +196,15 @@ def user_folder() -> Path | None:
         return None
 
 
-def paths() -> list[tuple[str, Path]]:
-    """(source, path) of all files where files are searched, in the order of their precedence."""
-    folders = {"user": user_folder(), "package": PACKAGE_FOLDER}
-    return [
-        (source, path)
-        for source, folder in folders.items()
-        if folder is not None and folder.is_dir()
-        for path in sorted(folder.glob("*.json"))
-    ]
-
-
-def find(here: Validators) -> list[Found]:
-    """Every file where files are searched, and whether it holds for a device; what is wrong with it
-    is its refusal."""
-    found = []
-    for source, path in paths():
+def search(here: Validators) -> list[SearchedFile]:
+    """Every file of the user's folder, with its refusal for a device."""
+    folder, results = user_folder(), []
+    for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
         file = None
         try:
             file = read(path)
             refusal = difference(file.validators, here)
         except (ValueError, OSError) as error:
             refusal = str(error).removeprefix(f"{path}: ")
-        found.append(Found(path=path, source=source, file=file, refusal=refusal))
-    return found
+        results.append(SearchedFile(path=path, file=file, refusal=refusal))
+    return results

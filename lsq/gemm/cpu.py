@@ -1,36 +1,29 @@
-"""The int8 products of the CPU's operations, each run as it is tuned.
+"""int8 products of the CPU: lsq's own tiles multiply, and the loops of an operation apply its
+epilogue in the same pass.
 
-An operation declares scratch memory with `scratch_for` and multiplies with `multiply`, whose sums
-its loops read. Every call is counted and timed; by tiles with what the loops do, since those read
-sums in the pass that makes them. What is asked for is noted, so that what is to be tuned follows
-from the operations themselves.
+Which instructions multiply, and how many rows at a time, is a rule: the fastest instructions of the
+processor, and rows that suit the caches, as lsq/csrc/cpu/tiles.h counts them. A file may say
+otherwise for a product. No bit depends on the choice.
 """
 
-import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator
 
 import torch
 
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import (
-    ALIGNMENT,
-    carve,
-    check_scratch,
-    configured_blocks,
-    fresh_scratch,
-    tile_product,
+from lsq.gemm.product_key import (
+    LARGEST_INNER,
+    TILED_ALONE,
+    ProductKey,
+    inner_parts,
+    is_long,
+    note,
 )
-from lsq.gemm.product_key import LARGEST_INNER, ProductKey, inner_parts, is_long
-from lsq.gemm.requested import note
-from lsq.native import loader
+from lsq.native import loader, tiles
 
-
-@functools.lru_cache(maxsize=4096)
-def _key(op: str, m: int, n: int, k: int) -> ProductKey:
-    return ProductKey(op=op, m=m, n=n, k=k)
+ALIGNMENT = 64
+"""Bytes of a cache line, to whose multiples scratch memory is aligned."""
 
 
 def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
@@ -47,102 +40,168 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
     long = is_long(op, k)
-    key = _key(op, m, n, LARGEST_INNER if long else k)
-    note(key)
-    sums = 2 * _sums_bytes(m, n) if long else 0
-    return (sums + max(lookup.table().largest_scratch(key), ALIGNMENT),), torch.uint8
-
-
-def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], as it runs where nothing is tuned; all rows at
-    once.
-
-    Raises:
-        ValueError: K could overflow the sums.
-    """
-    key = _key("project", a.shape[0], b.shape[0], a.shape[1])
-    configuration = dataclasses.replace(CpuConfiguration.default(key), rows=0)
-    ((_, sums),) = configured_blocks(a, b, configuration, fresh_scratch(key, configuration))
-    return sums
-
-
-def tiled(op: str, m: int, n: int, k: int) -> bool:
-    """Whether `multiply` makes this product by tiles, and does not read b where an operation packs
-    it for itself.
-
-    Raises:
-        ValueError: there is no such product.
-    """
-    return not is_long(op, k) and lookup.table().configuration(_key(op, m, n, k)).tiled
+    note(_key(op, m, n, LARGEST_INNER if long else k))
+    # of vocabularies, each thread packs the columns that it reads in memory of its own
+    packed = 0 if op in TILED_ALONE else _packed_bytes(n, LARGEST_INNER if long else k)
+    return (max(packed, ALIGNMENT) + (2 * _sums_bytes(m, n) if long else 0),), torch.uint8
 
 
 def multiply(
     op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments
 ) -> None:
-    """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation end the product.
+    """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation apply its
+    epilogue.
 
-    These are functions of the C++ library: `lsq_multiply_<op>`, which takes a TileProduct, and
-    `lsq_end_<op>`, which takes a block of sums int32, its first row, and the number of its rows;
-    both take the operation before these. `lsq_end_long_<op>` takes float32 sums, where K is longer
-    than one int32 sum may be.
+    The loop is `lsq_multiply_<op>` of the C++ library, which takes the operation, a TileProduct and
+    `arguments`. If K is longer than one int32 sum may be, it is `lsq_end_long_<op>`, which takes
+    the operation, float32 sums [M, N], their first row and number, and `arguments`.
 
     Args:
         op: one of product_key.REQUESTS, whose layout the operands have.
-        operation: what the functions take first.
-        a, b: int8; either may be a transposed view. Of weight gradients, b is written if the
-            product is not `tiled`.
-        memory: what `scratch_for` asks for.
-        arguments: what they take last.
+        operation: of the loop.
+        a, b: int8; either may be a transposed view.
+        memory: as `scratch_for` asks for, at a multiple of ALIGNMENT bytes.
+        arguments: of the loop.
 
     Raises:
         ValueError: there is no such product, or the memory is too small.
     """
-    if is_long(op, a.shape[1]):
+    (m, k), n = a.shape, b.shape[0]
+    if is_long(op, k):
         sums = _long_sums(op, a, b, memory)
-        loader.call(f"lsq_end_long_{op}", operation, sums, 0, len(sums), *arguments)
+        loader.call(f"lsq_end_long_{op}", operation, sums, 0, m, *arguments)
         return
-    key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
-    use = table.use(key)
-    if not use.configuration.tiled:
-        blocks = configured_blocks(a, b, use.configuration, carve(memory, key, use.configuration))
-        for first, sums in _timed(blocks, lambda seconds: table.add_seconds(use, seconds)):
-            loader.call(f"lsq_end_{op}", operation, sums, first, len(sums), *arguments)
-        return
-    began = time.perf_counter()
-    check_scratch(memory, key, use.configuration)
-    product = tile_product(a, b, use.configuration, memory)
+    configuration = configuration_of(op, m, n, k)
+    needed = 0 if op in TILED_ALONE else _packed_bytes(n, k)
+    product = _tile_product(a, b, configuration, memory, needed)
     loader.call(f"lsq_multiply_{op}", operation, product, *arguments)
-    table.add_seconds(use, time.perf_counter() - began)
+
+
+def configuration_of(op: str, m: int, n: int, k: int) -> CpuConfiguration:
+    """How a product runs: as a file says, or by the rule.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    return _configuration(lookup.generation(), op, m, n, k)
+
+
+def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by tiles, as the rule says.
+
+    Raises:
+        ValueError: K could overflow the sums.
+        LibraryError: the C++ library is missing.
+    """
+    size = _packed_bytes(b.shape[0], a.shape[1])
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu")
+    memory = memory[-memory.data_ptr() % ALIGNMENT :]
+    sums = torch.empty(a.shape[0], b.shape[0], dtype=torch.int32, device="cpu")
+    return _multiply_into(sums, a, b, CpuConfiguration.default(), memory)
+
+
+def int8_product(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N] by oneDNN.
+
+    Raises:
+        ValueError: K could overflow the sums.
+    """
+    _check_inner(a.shape[1])
+    a, b = _unambiguous(a), _unambiguous(b)
+    if out is None:
+        return torch._int_mm(a, b.t())
+    return torch._int_mm(a, b.t(), out=out)
+
+
+def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], through float64, in which every sum is exact.
+
+    If K is longer than LARGEST_INNER: float32 [M, N], see `product_key.inner_parts`.
+    """
+    sums = [
+        (a[:, part].to(torch.float64) @ b[:, part].to(torch.float64).t()).to(torch.int32)
+        for part in inner_parts(a.shape[1])
+    ]
+    return sums[0] if len(sums) == 1 else functools.reduce(torch.add, (s.float() for s in sums))
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(op: str, m: int, n: int, k: int) -> ProductKey:
+    return ProductKey(op=op, m=m, n=n, k=k)
+
+
+@functools.lru_cache(maxsize=4096)
+def _configuration(generation: int, op: str, m: int, n: int, k: int) -> CpuConfiguration:
+    return lookup.table().configuration(_key(op, m, n, k))
+
+
+def _packed_bytes(n: int, k: int) -> int:
+    return -(-tiles.packed_bytes(n, k) // ALIGNMENT) * ALIGNMENT
 
 
 def _sums_bytes(m: int, n: int) -> int:
-    """Of 4-byte sums [M, N], up to where the next tensor may begin."""
     return -(-4 * m * n // ALIGNMENT) * ALIGNMENT
+
+
+def _tile_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    configuration: CpuConfiguration,
+    memory: torch.Tensor,
+    needed: int,
+) -> tiles.TileProduct:
+    _check_inner(a.shape[1])
+    if memory.numel() < needed:
+        raise ValueError(
+            f"a product [{a.shape[0]}, {a.shape[1]}] x [{b.shape[0]}, {b.shape[1]}] needs {needed}"
+            f" bytes of scratch memory, and has {memory.numel()}: use what scratch_for says"
+        )
+    packed = memory if needed else None
+    return tiles.TileProduct.of(a, b, configuration.kernel, configuration.rows, packed)
+
+
+def _multiply_into(
+    sums: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    configuration: CpuConfiguration,
+    memory: torch.Tensor,
+) -> torch.Tensor:
+    """Write int32 sums [M, N], without an epilogue."""
+    product = _tile_product(a, b, configuration, memory, _packed_bytes(b.shape[0], a.shape[1]))
+    loader.call("lsq_pack_columns", product)
+    loader.call("lsq_multiply_block", product, 0, len(sums), sums)
+    return sums
 
 
 def _long_sums(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """float32 [M, N] in `memory`: the sums of the parts of K; each is exact, and added as a
     float."""
-    (m, inner), n, table = a.shape, b.shape[0], lookup.table()
+    (m, inner), n = a.shape, b.shape[0]
     size = _sums_bytes(m, n)
     total, block = (memory[first : first + 4 * m * n] for first in (0, size))
     total, block = total.view(torch.float32).view(m, n), block.view(torch.int32).view(m, n)
     for part in inner_parts(inner):
-        key = _key(op, m, n, part.stop - part.start)
-        use = table.use(key)
-        scratch = {"sums": block} | carve(memory[2 * size :], key, use.configuration)
-        blocks = configured_blocks(a[:, part], b[:, part], use.configuration, scratch)
-        for first, sums in _timed(blocks, lambda seconds, use=use: table.add_seconds(use, seconds)):
-            rows = total[first : first + len(sums)]
-            rows.add_(sums) if part.start else rows.copy_(sums)
+        way = configuration_of(op, m, n, part.stop - part.start)
+        sums = _multiply_into(block, a[:, part], b[:, part], way, memory[2 * size :])
+        total.add_(sums) if part.start else total.copy_(sums)
     return total
 
 
-def _timed(items: Iterator, note_seconds: Callable[[float], None]) -> Iterator:
-    """The same items; in the end it says how long they took to make."""
-    seconds, began = 0.0, time.perf_counter()
-    for item in items:
-        seconds += time.perf_counter() - began
-        yield item
-        began = time.perf_counter()
-    note_seconds(seconds)
+def _check_inner(inner: int) -> None:
+    if inner > LARGEST_INNER:
+        raise ValueError(
+            f"an int8 product over {inner} values could overflow int32; the largest inner dimension"
+            f" is {LARGEST_INNER}: multiply parts, as inner_parts says"
+        )
+
+
+def _unambiguous(x: torch.Tensor) -> torch.Tensor:
+    """x [1, n] or [n, 1] with strides that say which; with strides (1, 1), torch._int_mm (2.13)
+    reads past its end."""
+    if x.stride() != (1, 1):
+        return x
+    rows, columns = x.shape
+    return x.as_strided(x.shape, (columns, 1) if rows == 1 else (1, rows))

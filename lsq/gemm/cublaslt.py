@@ -1,5 +1,4 @@
-"""Matrix products on a GPU: the algorithm of cuBLASLt that each runs with, as tuned or as the
-library proposes.
+"""Products of cuBLASLt on a GPU, each with its algorithm: as tuned, or as the library proposes.
 
 Algorithms are looked up when a product is first asked for, never when it runs, so that runs may be
 captured in a graph. Nothing here was ever run on a GPU.
@@ -23,17 +22,15 @@ from lsq.native.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrar
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 32 * 2**20
-"""What cuBLASLt may use as workspace, unless said otherwise."""
-
+"""Default workspace of cuBLASLt."""
 CANDIDATES = 16
-"""How many proposals of the library are looked at."""
-
+"""Proposals of the library that are looked at."""
 INT8_MULTIPLES = {"k": 16, "leading_a": 16, "leading_b": 16, "n": 4, "leading_out": 4}
 """Numbers of an int8 product that must be multiples."""
 
 
 def check_key(key: ProductKey) -> None:
-    """Refuse a product that cuBLASLt has not.
+    """Refuse a product that cuBLASLt does not support.
 
     Raises:
         ValueError: int8 operands that do not lie as they must.
@@ -43,10 +40,9 @@ def check_key(key: ProductKey) -> None:
     if key.layout != "nt":
         raise ValueError(
             f'an int8 product takes a [M, K] and b [N, K], layout "nt", not {key.layout!r}: neither'
-            " transposed; "
-            "write the transpose first"
+            " transposed; write the transpose first"
         )
-    numbers = vars(key) | key.places
+    numbers = vars(key) | key.leading
     for name, multiple in INT8_MULTIPLES.items():
         if numbers[name] % multiple:
             wider = math.ceil(numbers[name] / multiple) * multiple
@@ -81,16 +77,13 @@ def first_candidate(
 
 
 class Products:
-    """The products of one device, each described and given its algorithm when it is first asked
-    for.
+    """The products of one device; each gets its algorithm when it is first asked for.
 
     Args:
-        device: where the tensors lie.
+        device: of the tensors.
         current: makes the device's context current in this thread
-            (lsq.native.runtime.Driver.current): libcublasLt needs that. Not needed by the emulated
-            one.
-        library: path of libcublasLt, by default the one that is installed; of the emulated one to
-            run on the CPU.
+            (lsq.native.runtime.Driver.current), as libcublasLt needs; the emulated one does not.
+        library: path of libcublasLt, by default the installed one; of the emulated one on the CPU.
         workspace_bytes: the largest workspace that algorithms may need.
         choose: picks the algorithms.
 
@@ -117,7 +110,7 @@ class Products:
         self._unread = 0
 
     def get(self, key: ProductKey) -> ChosenProduct:
-        """The product of a key, with its algorithm; the same object every time.
+        """The product of a key, the same object every time.
 
         Raises:
             ValueError: cuBLASLt has no such product.
@@ -129,7 +122,7 @@ class Products:
             return self._chosen[key]
 
     def prepare(self, product: Product) -> ChosenProduct:
-        """The product of these tensors, with its algorithm.
+        """The product of these tensors.
 
         Raises:
             ValueError: the tensors do not fit.
@@ -155,11 +148,11 @@ class Products:
             alpha=ALPHAS[key.alpha],
             transpose_a=int(key.layout[0] == "t"),
             transpose_b=int(key.layout[1] == "n"),
-            **key.places,
+            **key.leading,
         )
 
     def candidates(self, key: ProductKey) -> list[CublasConfiguration]:
-        """What the library proposes for a key, best first; perhaps nothing.
+        """The proposals of the library for a key, best first; perhaps none.
 
         Raises:
             ValueError, RuntimeError: it has no such product.
@@ -168,7 +161,7 @@ class Products:
             return self._candidates(native)
 
     def fault(self, key: ProductKey, said: CublasConfiguration) -> str | None:
-        """Why an algorithm does not run a product here as it says, in words; None where it does."""
+        """Why an algorithm does not run a product here as its fields say; None if it does."""
         try:
             with contextlib.closing(self.describe(key)) as native, self.current():
                 held = self.algorithm(native.check(said.algorithm))
@@ -211,8 +204,7 @@ class Products:
             if not found:
                 raise RuntimeError(
                     f"cuBLASLt has no algorithm for {key} within a workspace of"
-                    f" {self.workspace_bytes} bytes; "
-                    "allow a larger workspace or other shapes"
+                    f" {self.workspace_bytes} bytes; allow a larger workspace or other shapes"
                 )
             wanted = self._choose(self, key, found)
             with self.current():
@@ -223,8 +215,7 @@ class Products:
         return ChosenProduct(key=key, native=native, algorithm=wanted)
 
     def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
-        """Those that can be read; a newer library may propose some whose attributes have other
-        values."""
+        """The proposals that can be read: a newer library may know further values."""
         found, unread = [], []
         with self.current():
             for candidate in native.candidates(self.workspace_bytes, CANDIDATES):
@@ -245,8 +236,8 @@ class Products:
 class TunedChoice:
     """Picks the algorithms of products from a table: the `choose` of Products.
 
-    An algorithm serves its own shape alone. Where the library refuses it, the library's first
-    proposal runs; that is warned of once, and the product counts as missed.
+    An algorithm serves its own shape alone. If the library refuses it, the library's first proposal
+    runs, with one warning, and the product counts as missed.
 
     Args:
         table: the entries.
@@ -273,9 +264,8 @@ class TunedChoice:
         if not self._warned:
             logger.warning(
                 "the tuned algorithm of %s is not used: %s. cuBLASLt's own choice runs instead,"
-                " here and wherever "
-                "else that happens; `lsq configs verify` finds such entries, `lsq tune` replaces"
-                " them.",
+                " here and wherever else that happens; `lsq configs verify` finds such entries,"
+                " `lsq tune` replaces them.",
                 key,
                 fault,
             )

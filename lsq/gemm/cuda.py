@@ -1,5 +1,5 @@
-"""Which products of a GPU's operations are multiplied and ended in one kernel: as tuned, or by a
-rule."""
+"""Which products of a GPU's operations one kernel makes together with the epilogue: as tuned, or by
+a rule."""
 
 import functools
 import threading
@@ -9,19 +9,17 @@ from contextlib import contextmanager
 from lsq.gemm import lookup
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import TILED_ALONE, ProductKey, is_long
-from lsq.gemm.requested import note
+from lsq.gemm.product_key import TILED_ALONE, ProductKey, is_long, note
 
 _forced = threading.local()
 
 
 def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
-    """How a kernel of lsq's own multiplies codes [M, K] x [N, K] and ends the product; None:
-    cuBLASLt multiplies.
+    """The tile of a kernel of lsq that multiplies codes [M, K] x [N, K] and applies the epilogue;
+    None: cuBLASLt multiplies.
 
-    Operations ask when they say what scratch they need, and again for their launches. The answer
-    depends on the shape and the files of the GPU that is here alone; where there is none, on the
-    shape.
+    Operations ask for their scratch memory, and again for their launches. The answer depends on the
+    shape and the files of the GPU that is here; without a GPU, on the shape.
 
     Args:
         op: one of product_key.TILED, or of TILED_ALONE, whose tiles are those of the rule.
@@ -42,10 +40,8 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
 
 @contextmanager
 def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
-    """Within this context and thread, what `cuda_tile` answers: for who compares, counts or
-    compiles all ways.
-
-    None leaves products to cuBLASLt, but those of TILED_ALONE.
+    """Within this context and thread, the answer of `cuda_tile`, to compare, count or compile all
+    ways. None leaves products to cuBLASLt, but those of TILED_ALONE.
     """
     before = vars(_forced).copy()
     _forced.tile = tile
@@ -57,8 +53,7 @@ def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
 
 
 def choices() -> tuple:
-    """What decides how products are made, on all devices: another one whenever that may have
-    changed."""
+    """A value that changes whenever products may be made in another way, on any device."""
     return lookup.generation(), hasattr(_forced, "tile"), getattr(_forced, "tile", None)
 
 
@@ -69,15 +64,14 @@ def _key(op: str, m: int, n: int, k: int) -> ProductKey:
 
 @functools.lru_cache(maxsize=4096)
 def _tile(generation: int, key: ProductKey) -> TileConfiguration | None:
-    """Once for each product and choice of files, so that the table counts it once."""
     try:
         table = lookup.table("cuda")
     except RuntimeError:  # no GPU: programs are planned, or run in the emulator
         return default_tile(key)
     if key.op in TILED_ALONE:
         return default_tile(key, table.here.sm)
-    found = table.configuration(key)
-    if not isinstance(found, TileConfiguration):
-        return None  # cuBLASLt's products are counted where their algorithms are looked up
+    configuration = table.configuration(key)
+    if not isinstance(configuration, TileConfiguration):
+        return None  # products of cuBLASLt are listed where their algorithms are looked up
     table.use(key)
-    return found
+    return configuration

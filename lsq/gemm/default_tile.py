@@ -1,8 +1,6 @@
-"""Which products a GPU's kernels end where nothing is tuned, and how: a rule by shape, as a model
-of GPUs has it.
+"""The rule for untuned products of a GPU: which of them lsq's tiles make, and by which tile.
 
-Nothing of it is measured. benchmarks/model_gpu_step.py models both ways; docs/cuda.md has what it
-says.
+It follows a model of GPUs (benchmarks/model_gpu_step.py, docs/gpu.md); nothing of it is measured.
 """
 
 import math
@@ -11,35 +9,31 @@ from lsq.gemm.configuration import MOST_TILE_ROWS, TILE_STEP, WGMMA_SM, TileConf
 from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
 
 BLOCKS = 128
-"""That fill a GPU: about its multiprocessors. Tiles become smaller until there are so many."""
+"""Blocks that fill a GPU, about its multiprocessors. Tiles shrink until there are so many."""
 SIDES = {
     "mma": ((128, 128), (128, 64), (64, 64)),
     "wgmma": ((128, 256), (128, 128), (128, 64), (64, 64)),
 }
 """Rows and columns of tiles, the fastest first."""
 FEW = 64
-"""Rows of a product up to which a tile has no more: others would be multiplied for nothing."""
+"""Products of at most so many rows have tiles of so many rows."""
 SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
-"""Of a block: two of them fit a multiprocessor of every GPU; of Hopper one, and two of small tiles.
-"""
+"""Of a block: two fit a multiprocessor of every GPU; one of Hopper's, and two with small tiles."""
 STAGES = {"mma": 4, "wgmma": 8}
-"""More are not worth their memory, or not to be had."""
 INNER_OF_A_PART = 1024
-"""Least values along K of a part."""
+"""Values along K that a part has at least."""
 MOST_PARTS = 8
 LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 8192}
-"""Largest K where GPUs whose libraries multiply faster than mma.sync can; there the sums' way
-through memory costs less than slower multiplication, unless K is short. By wgmma, than what tiles
-read through the L2 cache.
-"""
+"""Largest K of tiles on GPUs whose libraries multiply faster than mma.sync. There, sums that pass
+through memory cost less than slower multiplication (by wgmma: than reads of tiles through the L2
+cache), unless K is short."""
 
 
 def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
-    """The tile for a product where nothing is tuned; None: cuBLASLt multiplies, but not for
-    TILED_ALONE.
+    """The tile for an untuned product; None: cuBLASLt multiplies, but not for TILED_ALONE.
 
     Args:
-        key: of an operation, or a product by itself, which has none.
+        key: of an operation, or of a MATMUL, which has no tile.
         sm: compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are
             those of mma.sync.
     """

@@ -1,5 +1,4 @@
-"""Which device the entries of a file hold for: plain, checked data, of a file or of what is
-here."""
+"""The device for which the entries of a file hold: checked data."""
 
 import dataclasses
 import functools
@@ -19,7 +18,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Validators:
-    """A device, and what multiplies on it. Entries hold where all of these are the same.
+    """A device and its library of products. Entries hold where all of these are the same.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -41,7 +40,7 @@ class Validators:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuValidators(Validators):
-    """A CPU, with the library in torch that multiplies on it."""
+    """A CPU, with the oneDNN in torch."""
 
     kind: ClassVar[str] = "cpu"
 
@@ -57,8 +56,8 @@ class CpuValidators(Validators):
             raise ValueError(
                 f"features is {shown(self.features)}; it must be a list of at most 100 names"
             )
-        for place, name in enumerate(self.features):
-            check_text(f"features[{place}]", name)
+        for number, name in enumerate(self.features):
+            check_text(f"features[{number}]", name)
         if list(self.features) != sorted(set(self.features)):
             raise ValueError(
                 f"features is {shown(self.features)}; the names must be sorted, each once"
@@ -97,8 +96,7 @@ def check_format(value: object) -> None:
 
 
 def difference(file: Validators, here: Validators) -> str | None:
-    """The first value in which a file's validators differ from this device's, in words; None where
-    none does."""
+    """The first value in which a file's validators differ from this device's, in words."""
     if file.kind != here.kind:
         return f"kind differs: the file is for {_named(file)}, here is {_named(here)}"
     for field in dataclasses.fields(here):
@@ -106,13 +104,10 @@ def difference(file: Validators, here: Validators) -> str | None:
         if theirs == ours:
             continue
         if field.name == "features":
-            more, less = (
-                " ".join(sorted(set(one) - set(other)))
-                for one, other in ((theirs, ours), (ours, theirs))
-            )
+            more, less = set(theirs) - set(ours), set(ours) - set(theirs)
             return (
-                f"features differ: the file alone has {more or 'none'}, this CPU alone has"
-                f" {less or 'none'}"
+                f"features differ: the file alone has {' '.join(sorted(more)) or 'none'}, this CPU"
+                f" alone has {' '.join(sorted(less)) or 'none'}"
             )
         return f"{field.name} differs: the file says {shown(theirs)}, here it is {shown(ours)}"
     return None
@@ -123,7 +118,7 @@ def _named(validators: Validators) -> str:
 
 
 def here(kind: str = "cpu") -> Validators:
-    """The validators of the CPU, or of the current GPU with the libcublasLt that is installed.
+    """The validators of the CPU, or of the current GPU with the installed libcublasLt.
 
     Raises:
         ValueError: no such kind.
@@ -151,7 +146,7 @@ def here(kind: str = "cpu") -> Validators:
 
 @functools.cache
 def onednn_version() -> str:
-    """Of the oneDNN in torch, e.g. "3.12.0"; "none" where torch was built without."""
+    """Of the oneDNN in torch, e.g. "3.12.0"; "none" if torch was built without."""
     found = re.search(r"(?:MKL-DNN|oneDNN) v(\d[\w.]*)", torch.__config__.show())
     return found[1] if found else "none"
 
@@ -166,16 +161,11 @@ def _cublaslt_version() -> str:
 
 
 def file_name(validators: Validators) -> str:
-    """What a device's file is called unless said otherwise, e.g.
-
-    NVIDIA_H200.json, AMD_EPYC_2_threads.json.
-    """
+    """The default name of a device's file, e.g. NVIDIA_H200.json, AMD_EPYC_2_threads.json."""
     name = re.sub(r"[^A-Za-z0-9]+", "_", validators.device).strip("_") or "unknown"
-    return (
-        f"{name}_{validators.threads}_threads.json" if validators.kind == "cpu" else f"{name}.json"
-    )
+    threads = f"_{validators.threads}_threads" if validators.kind == "cpu" else ""
+    return f"{name}{threads}.json"
 
 
 def _printable(name: str) -> str:
-    """The name of a device as it may stand in a file."""
     return "".join(letter for letter in name if letter.isprintable()).strip()[:200] or "unknown"

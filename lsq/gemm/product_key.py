@@ -1,11 +1,13 @@
-"""What is multiplied: the one description of a matrix product, without its tensors.
+"""ProductKey: the description of a matrix product without its tensors, the key of tuned files.
 
-out [M, N] = alpha * a [M, K] times b [N, K] transposed. It is the key of tuned files and of
-everything else that is remembered of a product; cuBLASLt's problem is made of its fields. Every
-error of a key is a ValueError that begins with the name of the field.
+out [M, N] = alpha * a [M, K] times b [N, K] transposed. Every error of a key is a ValueError that
+begins with the name of the field.
 """
 
 import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +18,18 @@ from lsq.native.launch import Product
 
 LARGEST_DIMENSION = 2**31 - 1
 LARGEST_INNER = (2**31 - 1) // torch.iinfo(torch.int8).max ** 2
-"""Inner dimension up to which no int32 sum of products of codes can overflow: 133,144."""
+"""Largest inner dimension whose int32 sums of products of codes cannot overflow: 133,144."""
 INNER_STEP = 64
 """Parts of longer inner dimensions begin at its multiples."""
-
 EXACT_TOKENS = 512
-"""Up to so many tokens each number has its own entry; above, the next multiple of TOKEN_STEP stands
-for it."""
+"""Up to so many tokens, each number has its own entry; above, multiples of TOKEN_STEP have one."""
 TOKEN_STEP = 32
-
 ADDRESS_MULTIPLE = 16
-"""Bytes to whose multiples operands on a GPU are aligned."""
+"""Alignment of operands on a GPU, in bytes."""
 
 LAYOUTS = ("nt", "nn", "tt", "tn")
-"""First letter: a lies as [M, K] ("n") or [K, M] ("t").
-
-Second: b lies as [K, N] ("n") or [N, K] ("t").
-"""
+"""First letter: a lies as [M, K] ("n") or [K, M] ("t"); second: b lies as [K, N] ("n") or [N, K]
+("t")."""
 OUTS = {
     "int8": ("int32", "int8"),
     "bfloat16": ("bfloat16", "float32"),
@@ -40,53 +37,41 @@ OUTS = {
 }
 """dtype of the operands -> dtypes of the result."""
 ALPHAS = ("one", "scalar", "vector")
-"""What scales the result: nothing; a float; float32 [N] on the device, which is for int8 to int8.
-"""
+"""Scale of the result: none; a float; float32 [N] on the device, for int8 to int8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What an operation multiplies, int8 to int32, and how it reads the sums."""
+    """An operation's product of int8 to int32."""
 
     layout: str
-    """How its operands lie on the CPU; on a GPU both lie contiguous along K, some of them
-    transposed first."""
-    rows: int
-    """Rows of sums that the CPU makes at a time unless tuned; 0: all at once."""
-    by_columns: bool = False
-    """Whether the CPU's tiles are read a block of columns at a time, which each thread packs for
-    itself; else whole rows. Rows of a vocabulary are so long that few of them fit a cache.
-    """
+    """Of its operands on the CPU; on a GPU both lie contiguous along K, some after a transposing
+    copy."""
     tokens: str = "m"
     """The dimension that differs from batch to batch."""
 
 
 REQUESTS = {
-    "project": Request(layout="nt", rows=512),
-    "project_input_gradient": Request(layout="nn", rows=512),
-    "project_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
-    "vocabulary_loss": Request(layout="nt", rows=256, by_columns=True),
-    "vocabulary_loss_gradient": Request(layout="nt", rows=256, by_columns=True),
+    "project": Request(layout="nt"),
+    "project_input_gradient": Request(layout="nn"),
+    "project_weight_gradient": Request(layout="tn", tokens="k"),
+    "vocabulary_loss": Request(layout="nt"),
+    "vocabulary_loss_gradient": Request(layout="nt"),
 }
-"""Who multiplies.
-
-How it is done best depends on what reads the sums: each has entries of its own.
-"""
+"""By operation. The best way to multiply depends on the epilogue, so each has its own entries."""
 TILED = ("project", "project_input_gradient", "project_weight_gradient")
-"""Those whose products kernels of a GPU can end."""
+"""Operations whose product and epilogue one kernel of a GPU can make."""
 TILED_ALONE = ("vocabulary_loss", "vocabulary_loss_gradient")
-"""Those that kernels of a GPU always end: their sums are logits, which shall not exist.
-
-They are not tuned there.
-"""
+"""Operations whose product and epilogue one kernel always makes, since their sums are logits, which
+must not exist in memory. They are not tuned."""
 MATMUL = Product.op
-"""Any product by itself: those of floats, and whichever a GPU's kernels do not end."""
-_BY_ITSELF = Request(layout="nt", rows=0)
+"""Any product without an epilogue: of floats, or where another kernel applies the epilogue."""
+_BY_ITSELF = Request(layout="nt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKey:
-    """What is multiplied. An operation says all but m, n and k by its name.
+    """The description of a product. The name of an operation implies all but m, n and k.
 
     Raises:
         ValueError: there is no such product.
@@ -104,7 +89,7 @@ class ProductKey:
     layout: str | None = None
     """One of LAYOUTS; by default the operation's."""
     leading_a: int | None = None
-    """Elements from one row of a, as it lies, to the next; None: the rows are packed."""
+    """Elements from one row of a, as it lies, to the next; None: packed rows."""
     leading_b: int | None = None
     leading_out: int | None = None
 
@@ -123,7 +108,11 @@ class ProductKey:
         check_choice("layout", self.layout, LAYOUTS)
         if self.dtype == "int8":
             check_whole("k", self.k, 1, LARGEST_INNER)
-        self._check_places()
+        leading = self.leading
+        for name, (_, columns) in self.matrices.items():
+            check_whole(f"leading_{name}", leading[f"leading_{name}"], columns, LARGEST_DIMENSION)
+            if leading[f"leading_{name}"] == columns:
+                object.__setattr__(self, f"leading_{name}", None)
         given = [name for name in self.fields() if name not in ("op", "m", "n", "k")]
         if given and self.op != MATMUL:
             raise ValueError(
@@ -131,23 +120,14 @@ class ProductKey:
                 " out"
             )
 
-    def _check_places(self) -> None:
-        places = self.places
-        for name, (_, columns) in self.matrices.items():
-            leading = f"leading_{name}"
-            check_whole(leading, places[leading], columns, LARGEST_DIMENSION)
-            if places[leading] == columns:
-                object.__setattr__(self, leading, None)
-
     @property
     def by_itself(self) -> "ProductKey":
-        """The product that a library of a GPU multiplies for it: an operation's, with packed
-        operands along K."""
+        """The product that cuBLASLt makes for an operation: of packed operands along K."""
         return self if self.op == MATMUL else ProductKey(m=self.m, n=self.n, k=self.k)
 
     @property
     def request(self) -> Request:
-        """What its operation says of it."""
+        """The request of its operation."""
         return REQUESTS.get(self.op, _BY_ITSELF)
 
     @property
@@ -158,8 +138,8 @@ class ProductKey:
         return {"a": a, "b": b, "out": (self.m, self.n)}
 
     @property
-    def places(self) -> dict[str, int]:
-        """leading_a to leading_out, with those of packed matrices filled in."""
+    def leading(self) -> dict[str, int]:
+        """leading_a to leading_out, with packed ones filled in."""
         packed = {f"leading_{name}": columns for name, (_, columns) in self.matrices.items()}
         return packed | {name: vars(self)[name] for name in packed if vars(self)[name] is not None}
 
@@ -174,19 +154,19 @@ class ProductKey:
     @property
     def lengths(self) -> dict[str, int]:
         """Elements from the first to the last of a, b and out."""
-        places = self.places
+        leading = self.leading
         return {
-            name: (rows - 1) * places[f"leading_{name}"] + columns
+            name: (rows - 1) * leading[f"leading_{name}"] + columns
             for name, (rows, columns) in self.matrices.items()
         }
 
     @property
     def bytes(self) -> int:
-        """Of all three."""
+        """Of a, b and out together."""
         return sum(length * self.dtypes[name].itemsize for name, length in self.lengths.items())
 
     def fields(self) -> dict[str, Any]:
-        """The fields that say something: m, n, k and whatever is not as by default."""
+        """m, n, k and the fields that differ from their default."""
         usual = {field.name: field.default for field in dataclasses.fields(self)} | {
             "layout": self.request.layout
         }
@@ -202,8 +182,7 @@ class ProductKey:
         return dataclasses.replace(self, **{self.request.tokens: tokens})
 
     def rounded(self) -> "ProductKey":
-        """The key that stands for this one in files; a product by itself stands for itself
-        alone."""
+        """The key whose entry in files serves this one; of MATMUL, itself."""
         tokens = rounded_tokens(self.tokens)
         if self.request.tokens == "k":
             tokens = min(tokens, LARGEST_INNER)
@@ -211,7 +190,7 @@ class ProductKey:
 
     @property
     def family(self) -> tuple:
-        """The same for all batch sizes."""
+        """A value shared by all batch sizes of this product."""
         return tuple(value for name, value in vars(self).items() if name != self.request.tokens)
 
     @property
@@ -221,7 +200,7 @@ class ProductKey:
 
     def __str__(self) -> str:
         rest = [self.layout, *([] if self.alpha == "one" else [f"alpha {self.alpha}"])]
-        rest += [f"{name} {value}" for name, value in self.fields().items() if name in self.places]
+        rest += [f"{name} {value}" for name, value in self.fields().items() if name in self.leading]
         return (
             f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out},"
             f" {', '.join(rest)})"
@@ -229,16 +208,15 @@ class ProductKey:
 
 
 def is_long(op: str, k: int) -> bool:
-    """Whether the sums of an operation of TILED are made in parts, each of which an int32 has room
-    for."""
+    """Whether the sums of an operation are made in parts of K, each within int32."""
     return op in TILED and k > LARGEST_INNER
 
 
 def inner_parts(k: int) -> list[slice]:
-    """Parts of an inner dimension, as equal as multiples of INNER_STEP allow; their int32 sums
-    cannot overflow.
+    """Parts of an inner dimension whose int32 sums cannot overflow, as equal as multiples of
+    INNER_STEP allow.
 
-    Sums of all of K are float32: the int32 sums of the parts, converted and added in this order.
+    Sums of several parts are float32: converted and added in this order.
     """
     if k <= LARGEST_INNER:
         return [slice(0, k)]
@@ -248,7 +226,7 @@ def inner_parts(k: int) -> list[slice]:
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The number of tokens whose entry serves this one of an operation."""
+    """The number of tokens whose entry serves this number."""
     if tokens <= EXACT_TOKENS:
         return tokens
     return min(-(-tokens // TOKEN_STEP) * TOKEN_STEP, LARGEST_DIMENSION)
@@ -258,8 +236,7 @@ def key_of(product: Product) -> ProductKey:
     """The key of a product of tensors, which may be on "meta".
 
     a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous. alpha
-    is a float or float32 [N]. For an operation all are packed, as `ProductKey.by_itself` says.
-    Where the tensors lie is checked by the list that runs them (lsq.native.launch_list).
+    is a float or float32 [N]. Operands of an operation are packed, as in `ProductKey.by_itself`.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
@@ -278,14 +255,13 @@ def key_of(product: Product) -> ProductKey:
         )
     if a.dtype != b.dtype:
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
-    places = {f"leading_{name}": _leading(name, tensor) for name, tensor in tensors.items()}
     vector = isinstance(alpha, torch.Tensor)
     if vector:
         if alpha.dtype != torch.float32 or alpha.shape != (n,) or not alpha.is_contiguous():
             raise ValueError(
                 f"alpha is contiguous float32 [{n}], not {alpha.dtype} {list(alpha.shape)}"
             )
-    found = ProductKey(
+    key = ProductKey(
         m=m,
         n=n,
         k=k,
@@ -293,14 +269,14 @@ def key_of(product: Product) -> ProductKey:
         out=_name(product.out.dtype),
         alpha="vector" if vector else "one" if alpha == 1 else "scalar",
         layout=("t" if product.transpose_a else "n") + ("n" if product.transpose_b else "t"),
-        **places,
+        **{f"leading_{name}": _leading(name, tensor) for name, tensor in tensors.items()},
     )
     if product.op == MATMUL:
-        return found
-    asked = ProductKey(op=product.op, m=m, n=n, k=k)
-    if asked.by_itself != found:
-        raise ValueError(f"{product.op} multiplies {asked.by_itself} on a GPU, not {found}")
-    return asked
+        return key
+    requested_key = ProductKey(op=product.op, m=m, n=n, k=k)
+    if requested_key.by_itself != key:
+        raise ValueError(f"{product.op} multiplies {requested_key.by_itself} on a GPU, not {key}")
+    return requested_key
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -308,9 +284,29 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _leading(name: str, tensor: torch.Tensor) -> int | None:
-    """Elements from one row to the next; None where there is a single one."""
+    """Elements from one row to the next; None for a single row."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"the rows of {name} are contiguous, not strided by {tensor.stride(-1)}; copy it first"
         )
     return tensor.stride(0) if tensor.shape[0] > 1 else None
+
+
+_notes = threading.local()
+
+
+@contextmanager
+def requested() -> Iterator[list[ProductKey]]:
+    """Within this context and thread, a list of the products that operations ask for as they
+    prepare to run."""
+    before, _notes.keys = getattr(_notes, "keys", None), []
+    try:
+        yield _notes.keys
+    finally:
+        _notes.keys = before
+
+
+def note(key: ProductKey) -> None:
+    """Add a product to the list of `requested`, if there is one."""
+    if getattr(_notes, "keys", None) is not None:
+        _notes.keys.append(key)

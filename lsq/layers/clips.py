@@ -199,7 +199,7 @@ class ClippedModule(nn.Module):
     # Measuring
 
     def calibrate_weights(self) -> None:
-        """Measure the clip of every weight in this module, as `weight_init` says."""
+        """Measure the clip of every weight in this module, as `clip_init` says."""
         calibration = Calibration(self.target)
         self._measure_weights(calibration)
         torch.autograd.graph.increment_version(list(self.clips().values()))
@@ -234,7 +234,7 @@ class ClippedModule(nn.Module):
                 name,
                 values.t() if declared.in_out else values,
                 declared.clip,
-                self.quant.weight_init if self.quant.learned else "absmax",
+                self.quant.clip_init if self.quant.learned else "absmax",
                 self.quant.weight_form(name),
                 again=near,
                 per_channel=self.quant.weight_clips(name, 2) == 2,

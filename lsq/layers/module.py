@@ -190,7 +190,7 @@ class ProgramModule(ClippedModule):
 
     def _execution(self, run: Pass, tensors: dict[str, Tensor]) -> Execution:
         """Make the execution of the program."""
-        measures = run.calibrates and self.quant.activation_init != "fixed"
+        measures = run.calibrates and self.quant.clip_init != "fixed"
         hooks = NO_HOOKS
         if measures or self._observer is not None:
             before = partial(self._calibrate_operation, run.calibration) if measures else None
@@ -285,7 +285,7 @@ class ProgramModule(ClippedModule):
         clips = {one.name: self.own_parameter(one.clip) for one in rounded_weights(program)}
         replaced = self.weight_state.drop_outdated(self, clips, rows)
         # else whoever makes codes does
-        measures = self.quant.learned and self.quant.weight_init != "fixed"
+        measures = self.quant.learned and self.quant.clip_init != "fixed"
         return replaced if measures and self.schedule.begun else []
 
     def _random_key(self, program: Program, inputs: dict[str, Tensor], target: Backend) -> Tensor:
@@ -318,7 +318,7 @@ class ProgramModule(ClippedModule):
             name,
             operation.unrounded(self.target.run),
             clip,
-            self.quant.activation_init if self.quant.learned else "absmax",
+            self.quant.clip_init if self.quant.learned else "absmax",
             self.quant.activation_form(name),
             percentile=self.quant.percentile,
             into=rounding.clip,

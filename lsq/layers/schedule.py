@@ -79,7 +79,7 @@ class Schedule:
 
     def restart(self) -> None:
         """The clips of activations are not measured any more; fixed ones need not be."""
-        self.calibrated = self._quant.activation_init == "fixed"
+        self.calibrated = self._quant.clip_init == "fixed"
 
     def forget(self) -> None:
         """No clip is measured any more."""
@@ -126,7 +126,7 @@ class Schedule:
         time 9 % later."""
         within = self._quant.learned and self._within(WEIGHTS_AT)
         anew = training and not again and within and self._weights_at != self.passes
-        return self._rounds and (not self.begun or (anew and self._quant.weight_init != "fixed"))
+        return self._rounds and (not self.begun or (anew and self._quant.clip_init != "fixed"))
 
     @property
     def _rounds(self) -> bool:

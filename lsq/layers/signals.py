@@ -20,22 +20,22 @@ def interval_of(log_interval: int) -> int:
 
 
 def complaint(
-    statistics: TensorStatistics, option: str = "QuantConfig({}_init={!r})"
+    statistics: TensorStatistics, option: str = "QuantConfig(clip_init={!r})"
 ) -> str | None:
     """Describe what is wrong with a tensor; None: nothing.
 
-    `option`: how to choose the way in which clips of a kind are first measured.
+    `option`: how to choose the way in which clips are first measured.
     """
     if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
         return (
             f"{statistics.clipped_share:.1%} of its values are clipped (clip"
             f" {statistics.clip:.4g}); the clip is too "
-            f"small: try {option.format(statistics.kind, 'absmax')} or a lower learning rate"
+            f"small: try {option.format('absmax')} or a lower learning rate"
         )
     if statistics.bits == 8 and statistics.largest_code <= SMALLEST_CODE:
         return (
             f"its largest code is {statistics.largest_code} of 127, fewer than 4 bits (clip"
             f" {statistics.clip:.4g}); "
-            f"the clip is too large: try {option.format(statistics.kind, 'mse')}"
+            f"the clip is too large: try {option.format('mse')}"
         )
     return None

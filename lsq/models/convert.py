@@ -91,7 +91,7 @@ def convert(
     )
     report = Report(
         layers=told(choices, whole),
-        numbers=quant.told,
+        numbers=quant.summary,
         whole=tuple(one.whole for one in whole),
         stacks=stacks_of(model, minimum_width),
         unknown=type(model).__name__ if fused and not whole and of_transformers(model) else None,

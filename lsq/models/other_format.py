@@ -66,7 +66,7 @@ def load_other_format(
             name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP and anew
         ]
         of_weights = [name for name, kind in clips.items() if kind is Kind.WEIGHT_CLIP]
-        _check_measured(module.quant, weight_init=of_weights, activation_init=of_activations)
+        _check_measured(module.quant, [*of_weights, *of_activations])
         # clips until they are measured
         kept |= {name: own[name] for name in (entry, *of_weights, *of_activations)}
         if of_activations and prefix + "calibrated" in kept:
@@ -79,17 +79,14 @@ def load_other_format(
     return later
 
 
-def _check_measured(quantization: QuantConfig, **due: list[str]) -> None:
-    """Refuse to measure what is fixed: names of clips that are due, by the fields that say how
-    clips are measured."""
-    for field, names in due.items():
-        if names and getattr(quantization, field) == "fixed":
-            raise ValueError(
-                f"{names[0]} must be measured for the new format, but {field} is 'fixed', under"
-                " which nothing is "
-                f"measured: add {clip_format.option(field)} mse, in Python"
-                f" QuantConfig({field}='mse')"
-            )
+def _check_measured(quantization: QuantConfig, due: list[str]) -> None:
+    """Refuse to measure clips, given by name, where they are fixed."""
+    if due and quantization.clip_init == "fixed":
+        raise ValueError(
+            f"{due[0]} must be measured for the new format, but clip_init is 'fixed', under which"
+            f" nothing is measured: add {clip_format.option('clip_init')} mse, in Python"
+            " QuantConfig(clip_init='mse')"
+        )
 
 
 def _rounding(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:

@@ -61,7 +61,7 @@ class Report:
 
     layers: tuple[Layer, ...]
     numbers: str = "in int8"
-    """What converted layers run in, in words: see QuantConfig.told."""
+    """What converted layers run in, in words: see QuantConfig.summary."""
     whole: tuple[Whole, ...] = ()
     """Layers that there is a program for."""
     stacks: tuple[Stack, ...] = ()

@@ -47,7 +47,7 @@ QUANTITIES = tuple(field.name for field in fields(Reading))
 class Bounds:
     """The least signal-to-noise in dB with which a module trains well.
 
-    Where they are from: docs/quality.md.
+    Where they are from: docs/numbers.md.
 
     Raises:
         ValueError: one of them is no number.

@@ -25,12 +25,7 @@ def append_gradients(
     x, (floats, rounded) = product.x.coded, upstream
     if x is None:
         floats = fake_gradient(builder, floats, builder.quant.gradient_form(weight.values.name))
-    narrow = x is not None and rounded is None
-    common = {
-        "gradient": rounded,
-        "floats": floats,
-        "dtype": builder.quant.backward_dtype if narrow else "float32",
-    }
+    common = {"gradient": rounded, "floats": floats}
     if builder.needs_gradient(product.x.tensor):
         if undoes:
             end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}

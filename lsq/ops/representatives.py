@@ -1,8 +1,5 @@
-"""Operations whose products a GPU ends, of virtual tensors, for the tuner: each with an end that
-stands for all of its.
-
-A key is a lsq.gemm.product_key.ProductKey: M, N and K of the product.
-"""
+"""Representative operations, of virtual tensors, whose product and epilogue the tuner times on a
+GPU."""
 
 import torch
 
@@ -20,7 +17,7 @@ QUANT = QuantConfig(backward="int8")
 
 
 def projection(key: ProductKey) -> Project:
-    """Of M rows, N outputs and K inputs, with bias and rounding."""
+    """M rows, N outputs and K inputs, with bias and rounding."""
     return Project(
         x=Rows(coded=_coded("x", key.m, key.k)),
         weight=Weight(
@@ -34,7 +31,7 @@ def projection(key: ProductKey) -> Project:
 
 
 def gradient_of_input(key: ProductKey) -> ProjectInputGradient:
-    """Of M rows, N inputs and K outputs, with the straight-through mask and another gradient."""
+    """M rows, N inputs and K outputs, with the straight-through mask and another gradient."""
     weight = Weight(
         format=QUANT.weights,
         codes=_codes("weight", key.k, key.n),
@@ -51,8 +48,7 @@ def gradient_of_input(key: ProductKey) -> ProjectInputGradient:
 
 
 def gradient_of_weight(key: ProductKey) -> ProjectWeightGradient:
-    """Of M outputs, N inputs and K rows, by PACT; the kernels that make its operands run as
-    well."""
+    """M outputs, N inputs and K rows, by PACT; the kernels of its operands run as well."""
     weight = Weight(
         format=QUANT.weights,
         codes=_codes("weight", key.m, key.n),
@@ -74,7 +70,7 @@ OPERATIONS = {
     input_gradient.GEMM: gradient_of_input,
     weight_gradient.GEMM: gradient_of_weight,
 }
-"""By `ProductKey.op`: makes the operation whose product it is."""
+"""`ProductKey.op` -> makes the operation with that product."""
 
 
 def _tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> VirtualTensor:
@@ -86,7 +82,6 @@ def _codes(name: str, *shape: int) -> VirtualTensor:
 
 
 def _coded(name: str, rows: int, columns: int) -> Coded:
-    """Codes of an activation."""
     clipped = _tensor(f"{name}_clipped", -(-rows * columns // 8), dtype=torch.uint8)
     return Coded(
         format=QUANT.activations,
@@ -98,7 +93,6 @@ def _coded(name: str, rows: int, columns: int) -> Coded:
 
 
 def _rounded(rows: int, columns: int) -> RoundedGradient:
-    """The gradient of a product."""
     return RoundedGradient(
         format=GRADIENT,
         codes=_codes("gradient", rows, columns),

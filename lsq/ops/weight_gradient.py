@@ -199,8 +199,7 @@ class ProjectWeightGradient(Operation):
         else:
             codes, column_scale, memory = scratch
             gradient = self.gradient.codes.t()
-            # tiles are rounded as they are packed
-            if not gemm.tiled(GEMM, len(gradient), self.columns, self.rows):
+            if gemm.is_long(GEMM, self.rows):  # else tiles are rounded as they are packed
                 loader.call("lsq_round_columns", self, codes, column_scale)
             gemm.multiply(GEMM, self, gradient, codes.t(), memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)

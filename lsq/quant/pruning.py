@@ -1,5 +1,5 @@
 """2:4 sparsity: which weights count less than others, and when that is decided; see
-docs/sparsity.md.
+docs/numbers.md.
 
 Of each group of four neighbours in a row two are kept. NVIDIA's sparse products take that, which
 skip half of the work: Mishra et al. 2021, arXiv:2104.08378.

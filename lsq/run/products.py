@@ -1,5 +1,4 @@
-"""The matrix products of a program, as the keys of tuned products: those that its operations ask
-for."""
+"""The launches of a program on a GPU, and the keys of its matrix products, without a GPU."""
 
 import torch
 
@@ -11,31 +10,24 @@ from lsq.program.program import Program
 from lsq.program.samples import placed
 
 
-def products_of(
-    program: Program, kind: str = "cpu", activations: torch.dtype = torch.bfloat16
-) -> list[ProductKey]:
-    """List the products of a program's operations, each once, in the order of the program.
+def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
+    """List the products of a program on a GPU, each once, in the order of the program.
 
     Args:
         program: with or without a backward pass.
-        kind: "cpu": the int8 products, as operations ask for their scratch memory; "cuda": all
-            products that they ask for or launch, prepared without memory.
-        activations: their dtype on a GPU.
+        activations: their dtype.
 
     Raises:
         ValueError: an operation has no CUDA implementation, or cannot take these shapes.
     """
-    with gemm.requested() as found:
+    with gemm.requested() as keys:
         for operation in program.operations:
-            if kind == "cuda":
-                found += [
-                    key_of(entry)
-                    for entry in _entries(operation, activations, {})
-                    if isinstance(entry, Product)
-                ]
-            else:
-                operation.cpu_scratch()
-    return list(dict.fromkeys(found))
+            keys += [
+                key_of(entry)
+                for entry in _entries(operation, activations, {})
+                if isinstance(entry, Product)
+            ]
+    return list(dict.fromkeys(keys))
 
 
 def launched(program: Program, activations: torch.dtype) -> list[Launch | Product]:

@@ -1,14 +1,10 @@
-"""What number formats cost: the errors that they make in the weights, activations and gradients of
-a model, and what those cost in loss.
-"""
+"""Costs of number formats: their errors in the weights, activations and gradients of a model, and
+the loss that they cost."""
 
-from lsq.study.costs import Cost, Costs, TensorCosts, read_costs
-from lsq.study.costs_picture import draw_costs
-from lsq.study.costs_table import correlation
-from lsq.study.measuring import DEFAULT_FORMATS, measure, measure_tensors
-from lsq.study.picture import draw
+from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
+from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors
+from lsq.study.pictures import draw, draw_costs
 from lsq.study.sensitivity import Keep, sensitivity
-from lsq.study.table import Errors
 
 __all__ = [
     "DEFAULT_FORMATS",

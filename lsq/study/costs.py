@@ -1,19 +1,22 @@
-"""What formats cost in loss, tensor by tensor, as a file for programs: a search for a mix of bits
-begins with it.
+"""Costs of formats in loss, tensor by tensor: as a file for programs, where a search for a mix of
+bits begins, and as a table.
 
-The file is a JSON object with the fields of `Costs`, whose docstrings say what they mean;
-docs/formats.md shows one.
+The file is a JSON object with the fields of `Costs`, whose docstrings say what they mean.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lsq.files import json_file
 from lsq.files.json_file import check_choice, check_text, check_whole, shown
-from lsq.study.tensors import ACTIVATION, WEIGHT
+from lsq.study.tables import UNLIMITED, fitted
+from lsq.study.tensors import ACTIVATION, PLURALS, WEIGHT
 
 FORMAT = "lsq-sensitivity"
 VERSION = 1
@@ -24,26 +27,23 @@ REMEDY = "give a file of `lsq sensitivity`, or delete it and measure again"
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one tensor in one format.
+    """The cost of one format in one tensor.
 
     Raises:
-        ValueError: a field is no finite number, or is below 0 where it cannot be.
+        ValueError: a field is no finite number, or is below 0 and cannot be.
     """
 
     bits: float
-    """Of a value, scales counted."""
+    """Of a value, scales included."""
     cost: float | None
-    """The loss with this tensor alone in the format, minus the loss without.
-
-    None: the loss was not finite.
-    """
+    """The loss with this tensor alone in the format, minus the loss without; None: not finite."""
     first: float
-    """The first term of the estimate: gradients times changes of values, summed. Of either sign."""
+    """The first term of the estimate: gradients times changes of values, summed; of either sign."""
     second: float
     """The second term: half of the empirical Fisher information times squared changes, summed."""
     error: float
-    """Squared changes in parts of squared values; 0 where both are 0. -10 log10 of it is the
-    signal-to-noise in dB."""
+    """Squared changes in parts of squared values; 0 if both are 0. -10 log10 of it is the
+    signal-to-noise ratio in dB."""
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -54,25 +54,30 @@ class Cost:
                 raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be 0 or more")
 
 
+ESTIMATES: dict[str, Callable[[Cost], float]] = {
+    "second term": lambda cost: cost.second,
+    "both terms": lambda cost: cost.first + cost.second,
+}
+"""Estimates of the cost."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorCosts:
-    """Of one tensor in all formats.
+    """The costs of all formats in one tensor.
 
     Raises:
         ValueError: a field has a value that is not allowed.
     """
 
     name: str
-    """Of the weight, as the model's parameters are named.
-
-    Activations have that of the weight that they meet.
-    """
+    """Of the weight, as the model's parameters are named. Activations have the name of the weight
+    that they are multiplied with."""
     kind: str
-    """"weight", or "activation": what products with it read."""
+    """"weight", or "activation", the input of products."""
     shape: tuple[int, ...]
     """Of the parameter."""
     values: int
-    """How many there are; of activations, in all batches together."""
+    """Number of values; of activations, in all batches together."""
     transposed: bool
     """Whether the columns of a weight were cut into blocks, since products sum over its rows."""
     formats: dict[str, Cost]
@@ -87,14 +92,14 @@ class TensorCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of the tensors of a model.
+    """The costs of formats in the tensors of a model.
 
     Raises:
         ValueError: a field has a value that is not allowed.
     """
 
     about: dict[str, Any]
-    """What was measured, in the words of who did: the model, its batches, the unit of the loss."""
+    """Description by the caller: the model, its batches, the unit of the loss."""
     weights: str
     """SHA-256 of all weights that were measured."""
     clip: str
@@ -103,9 +108,9 @@ class Costs:
     loss: float
     """Of the model as it is, a mean over all batches."""
     count: float
-    """What that is a mean of: tokens, say."""
+    """Number of items of that mean, such as tokens."""
     samples: int
-    """How many gradients the estimate is of."""
+    """Number of gradients of the estimate."""
     tensors: tuple[TensorCosts, ...] = ()
     finished: bool = False
 
@@ -133,22 +138,75 @@ class Costs:
                 )
 
     def of(self, kind: str) -> tuple[TensorCosts, ...]:
-        """The tensors of one kind."""
+        """Return the tensors of one kind."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == kind)
 
     def difference(self, other: "Costs") -> str:
-        """What of the settings differs from another's, in words; "" for nothing.
-
-        Losses may differ by rounding.
-        """
-        found = [
+        """Say which settings differ from another's, "" if none. Losses may differ by rounding."""
+        different = [
             f"{name}: {getattr(self, name)} before, {getattr(other, name)} now"
             for name in ("about", "weights", "clip", "formats", "count", "samples")
             if getattr(self, name) != getattr(other, name)
         ]
-        if not found and not math.isclose(self.loss, other.loss, rel_tol=1e-5):
-            found = [f"loss: {self.loss:g} before, {other.loss:g} now"]
-        return "; ".join(found)
+        if not different and not math.isclose(self.loss, other.loss, rel_tol=1e-5):
+            return f"loss: {self.loss:g} before, {other.loss:g} now"
+        return "; ".join(different)
+
+    def table(self, style: str = "simple") -> str:
+        """Return tables of all costs, their sums, and their correlation with the estimate, in a
+        style of tabulate ("github" is Markdown, for files)."""
+        parts = [
+            f"Loss {self.loss:.4f}, a mean over {self.count:g}; estimates from {self.samples}"
+            " gradients."
+        ]
+        width = UNLIMITED if style == "github" else None
+        for kind in filter(self.of, KINDS):
+            tensors = self.of(kind)
+            rows = [
+                [tensor.name, *(_figure(tensor.formats[form].cost) for form in self.formats)]
+                for tensor in tensors
+            ]
+            columns = [[tensor.formats[form].cost for tensor in tensors] for form in self.formats]
+            sums = (None if None in column else sum(column) for column in columns)
+            rows.append(["sum", *map(_figure, sums)])
+            values = sum(tensor.values for tensor in tensors)
+            bits = (
+                sum(tensor.formats[form].bits * tensor.values for tensor in tensors) / values
+                for form in self.formats
+            )
+            rows.append(["bits of a value", *(f"{each:.2f}" for each in bits)])
+            sides = ("left", *("right",) * len(self.formats))
+            head = [f"cost of {PLURALS[kind]}", *self.formats]
+            parts.append(fitted(rows, head, sides, style=style, width=width))
+            found = [f"{correlation(self, kind, name):.3f} for {name}" for name in ESTIMATES]
+            parts.append(f"Rank correlation of costs with their estimate: {', '.join(found)}.")
+        return "\n\n".join(parts)
+
+
+def _figure(cost: float | None) -> str:
+    return "not finite" if cost is None else f"{cost:+.5f}"
+
+
+def correlation(costs: Costs, kind: str, estimate: str) -> float:
+    """Return the rank correlation (Spearman 1904) of one of ESTIMATES with the measured cost, over
+    all tensors of a kind in all formats; NaN if fewer than 2 were measured or all are alike."""
+    measured = [
+        cost
+        for tensor in costs.of(kind)
+        for cost in tensor.formats.values()
+        if cost.cost is not None
+    ]
+    if len(measured) < 2:
+        return math.nan
+    rows = [[cost.cost for cost in measured], [ESTIMATES[estimate](cost) for cost in measured]]
+    ranks = [_ranks(torch.tensor(row, dtype=torch.float64)) for row in rows]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Ranks float64 [N]; equal values have the mean of theirs."""
+    _, group, count = values.unique(return_inverse=True, return_counts=True)
+    return (count.cumsum(0) - (count - 1) / 2).double()[group]
 
 
 def check_finite(name: str, value: object) -> None:
@@ -164,18 +222,14 @@ def check_flag(name: str, value: object) -> None:
 
 
 def write_costs(path: Path, costs: Costs) -> None:
-    """Write the file, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file, whole or not at all; OSError if that fails."""
     fields = dataclasses.asdict(costs)
     tensors = list(fields.pop("tensors"))
     json_file.write(path, {"format": FORMAT, "version": VERSION, **fields}, "tensors", tensors)
 
 
 def read_costs(path: Path) -> Costs:
-    """Read a file that write_costs wrote.
+    """Read a file of write_costs.
 
     Raises:
         ValueError: it is damaged, or another file, or of another version.
@@ -185,14 +239,13 @@ def read_costs(path: Path) -> Costs:
 
 
 def _costs(content: Any) -> Costs:
-    fields = content if isinstance(content, dict) else {}
-    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
+    fields = dict(content) if isinstance(content, dict) else {}
+    form, version = fields.pop("format", None), fields.pop("version", None)
+    if form != FORMAT or version != VERSION:
         raise ValueError(
-            f"format and version are {shown(fields.get('format'))} and"
-            f" {shown(fields.get('version'))}; they must be "
-            f"{FORMAT!r} and {VERSION}"
+            f"format and version are {shown(form)} and {shown(version)}; they must be"
+            f" {FORMAT!r} and {VERSION}"
         )
-    fields = {name: value for name, value in fields.items() if name not in ("format", "version")}
     return json_file.record(
         Costs,
         fields,

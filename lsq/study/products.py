@@ -1,5 +1,5 @@
-"""The tensors of a model's products while it runs: what they read, and the gradients of what they
-give.
+"""The products of a model while it runs: their inputs and the gradients of their outputs are
+sampled, or their inputs replaced.
 
 Products of plain PyTorch are seen by a TorchFunctionMode, those of lsq's programs by a backend
 around the module's own. M rows, N outputs and K inputs of a weight.
@@ -7,7 +7,8 @@ around the module's own. M rows, N outputs and K inputs of a weight.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -33,25 +34,107 @@ from lsq.study.tensors import (
 )
 
 CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
+Look = Callable[[str, Tensor, bool], Tensor]
+"""(name of a weight, its input float [..., K], whether the weight lies as [K, N] and not as [N, K])
+-> what the product reads in place of the input."""
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of PyTorch's functions."""
+
+    x: Tensor
+    weight: Tensor
+    multiply: Callable[[Tensor], Tensor]
+    """x -> y."""
+    in_out: bool = False
+    """Whether the weight is [K, N]."""
+    channels: int = -1
+    """The dimension of x and y that a product sums over, or makes."""
+
+
+class ReplacedProducts(TorchFunctionMode):
+    """Within this context every product of PyTorch's functions is what `replace` returns for it.
+
+    Products are torch.nn.functional.linear, by which linear layers, PyTorch's and fairseq's
+    attention multiply, torch.addmm, by which GPT-2's layers in transformers do, and convolutions.
+    Those of lsq's own layers are operations of programs and none of these.
+    """
+
+    def __init__(self, replace: Callable[[Product], Tensor]):
+        super().__init__()
+        self._replace = replace
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            return self._linear(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:  # its products are seen by no mode
+            functional.linear = self._linear
+            try:
+                return func(*args, **kwargs)
+            finally:
+                functional.linear = _linear
+        if func in CONVOLUTIONS:
+            return self._convolution(func, *args, **kwargs)
+        if func is torch.addmm and len(args) == 3:
+            bias, x, weight = args
+            product = Product(
+                x, weight, lambda x: torch.addmm(bias, x, weight, **kwargs), in_out=True
+            )
+            return self._replace(product)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._replace(Product(input, weight, lambda x: _linear(x, weight, bias)))
+
+    def _convolution(
+        self, func: Callable, input: Tensor, weight: Tensor, *args, **kwargs
+    ) -> Tensor:
+        product = Product(
+            input, weight, lambda x: func(x, weight, *args, **kwargs), channels=-weight.dim() + 1
+        )
+        return self._replace(product)
+
+
+_linear = functional.linear
+
+
+def inputs_replaced(weights: Mapping[str, Tensor], look: Look) -> ReplacedProducts:
+    """Make a context in which linear products with one of `weights`, or with a part of one, read
+    what `look` returns."""
+    bounds = {
+        name: (weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.element_size())
+        for name, weight in weights.items()
+    }
+
+    def replaced(product: Product) -> Tensor:
+        x, weight = product.x, product.weight
+        if product.channels == -1:
+            address = weight.data_ptr()
+            names = (name for name, (first, end) in bounds.items() if first <= address < end)
+            name = next(names, None)
+            if name is not None:
+                x = look(name, x, weight.stride(0 if product.in_out else -1) != 1)
+        return product.multiply(x)
+
+    return ReplacedProducts(replaced)
 
 
 def gather(
     model: nn.Module, run: Callable[[], Tensor | None], patterns: Iterable[str], largest: int
 ) -> list[Sample]:
-    """Weights of a model, and the first activation and gradient of each product while `run`
-    computes; see `measure`.
+    """Sample the weights of a model, and the first activation and gradient of each product while
+    `run` computes; see `measure`.
 
     Raises:
         ValueError: a pattern fits nothing, `run` returns something else, or the model has no
             weight.
     """
     weights = parameters_of(model)
-    if not weights:
-        raise ValueError(
-            f"{type(model).__name__} has no float parameter with two or more dimensions"
-        )
     seen = _Seen(weights, chosen_by(patterns, weights), largest)
-    with _in_floats(model, seen), _gradients_kept(model), torch.enable_grad(), _Functions(seen):
+    products = ReplacedProducts(seen.noted)
+    with _in_floats(model, seen), _gradients_kept(model), torch.enable_grad(), products:
         loss = run()
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
@@ -64,16 +147,16 @@ def gather(
             raise ValueError(
                 f"run returned a {type(loss).__name__}; return a loss, one number, or None"
             )
-    found = [
+    samples = [
         take(name, WEIGHT, weight.t() if name in seen.in_out else as_rows(weight), largest)
         for name, weight in {**weights, **seen.masked}.items()
         if name in seen.chosen
     ]
-    return [*found, *seen.samples.values()]
+    return [*samples, *seen.samples.values()]
 
 
 class _Seen:
-    """What was seen so far, by kind and name of the weight."""
+    """Samples of products, by kind and name of the weight."""
 
     def __init__(self, weights: dict[str, Tensor], chosen: set[str], largest: int):
         self.chosen, self._largest = chosen, largest
@@ -81,24 +164,37 @@ class _Seen:
         self.in_out: set[str] = set()
         """Names of weights that are [K, N]."""
         self.masked: dict[str, Tensor] = {}
-        """What masks leave of weights, by their names; as long as they are here, nothing else takes
-        their place."""
+        """Masked weights by their names; kept, so that nothing else gets their addresses."""
         self._all = len(weights)
-        self._places = {weight.data_ptr(): (name, weight) for name, weight in weights.items()}
-        self._storages = {
+        self._by_address = {weight.data_ptr(): (name, weight) for name, weight in weights.items()}
+        self._by_storage = {
             weight.untyped_storage().data_ptr(): name for name, weight in weights.items()
         }
 
     def mask(self, weight: Tensor, masked: Tensor) -> None:
-        """Know what is left of a weight by its name."""
-        name = self._places.get(weight.data_ptr(), ("",))[0]
+        """Know a masked weight by the name of the weight."""
+        name = self._by_address.get(weight.data_ptr(), ("",))[0]
         if name and masked is not weight:
             self.masked[name] = masked
-            self._places[masked.data_ptr()] = name, masked
+            self._by_address[masked.data_ptr()] = name, masked
+
+    def noted(self, product: Product) -> Tensor:
+        """Sample the input of a product of PyTorch, and later the gradient of its output."""
+        x, weight, channels = product.x, product.weight, product.channels
+        y = product.multiply(x)
+        if product.in_out and not isinstance(weight, nn.Parameter):
+            return y
+        self.note(ACTIVATION, weight, x.movedim(channels, -1), in_out=product.in_out)
+        if not y.requires_grad:
+            return y
+        y.register_hook(
+            lambda gradient: self.note(GRADIENT, weight, gradient.movedim(channels, -1))
+        )
+        # y may be a view, which would lose the hook to whoever changes it in place
+        return y.clone()
 
     def note(self, kind: str, weight: Tensor, tensor: Tensor, *, in_out: bool = False) -> None:
-        """Take samples of a tensor [..., K] or [..., N] of a product with `weight`, unless there
-        are any."""
+        """Sample a tensor [..., K] or [..., N] of the first product with `weight`."""
         if in_out:
             self.in_out.add(self._names(weight)[0])
         for parameter, name, rows in self._parts(weight):
@@ -108,99 +204,38 @@ class _Seen:
                 self.samples[kind, name] = take(name, kind, part, self._largest)
 
     def _parts(self, weight: Tensor) -> Iterator[tuple[str, str, slice]]:
-        """(name of the parameter, name of its product, its rows) of the parameters that lie in a
-        weight [N, K]."""
-        found, first = [], weight.data_ptr()
-        while first in self._places and weight.is_contiguous():
-            name, parameter = self._places[first]
-            found.append((name, parameter))
-            first += parameter.nbytes
-            if first >= weight.data_ptr() + weight.nbytes:
+        """Yield (name of the parameter, name of its product, its rows) for the parameters that lie
+        in a weight [N, K]."""
+        parameters, address = [], weight.data_ptr()
+        end = address + weight.nbytes
+        while address in self._by_address and weight.is_contiguous():
+            parameters.append(self._by_address[address])
+            address += parameters[-1][1].nbytes
+            if address >= end:
                 break
-        if len(found) < 2 or first != weight.data_ptr() + weight.nbytes:
+        if len(parameters) < 2 or address != end:
             yield *self._names(weight), slice(None)
             return
         begin = 0
-        for name, parameter in found:
+        for name, parameter in parameters:
             yield name, name, slice(begin, begin + len(parameter))
             begin += len(parameter)
 
     def _names(self, weight: Tensor) -> tuple[str, str]:
-        """(name of the parameter, name of its product), which differ where the weight is part of
-        the parameter.
-
-        A weight that is made while the model runs is no parameter and goes by its shape.
+        """(name of the parameter, name of its product), which differ if the weight is part of the
+        parameter. A weight that is made while the model runs is no parameter and goes by its shape.
         """
-        if weight.data_ptr() in self._places:
-            name = self._places[weight.data_ptr()][0]
+        if weight.data_ptr() in self._by_address:
+            name = self._by_address[weight.data_ptr()][0]
             return name, name
-        name = self._storages.get(weight.untyped_storage().data_ptr())
+        name = self._by_storage.get(weight.untyped_storage().data_ptr())
         if name is None:
             return "", f"a weight made of others {list(weight.shape)}"
         return name, f"{name}[{weight.storage_offset() // max(weight.shape[-1], 1)}:]"
 
 
-class _Functions(TorchFunctionMode):
-    """Notes products of PyTorch's functions."""
-
-    def __init__(self, seen: _Seen):
-        super().__init__()
-        self._seen = seen
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is functional.linear:
-            return self._linear(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:
-            with _linear_replaced(self._linear):
-                return func(*args, **kwargs)
-        if func in CONVOLUTIONS:
-            return self._convolution(func, *args, **kwargs)
-        if func is torch.addmm and len(args) == 3 and isinstance(args[2], nn.Parameter):
-            bias, x, weight = args
-            return self._noted(x, weight, func(bias, x, weight, **kwargs), in_out=True)
-        return func(*args, **kwargs)
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._noted(input, weight, _linear(input, weight, bias))
-
-    def _convolution(
-        self, func: Callable, input: Tensor, weight: Tensor, *args, **kwargs
-    ) -> Tensor:
-        return self._noted(
-            input, weight, func(input, weight, *args, **kwargs), channels=-weight.dim() + 1
-        )
-
-    def _noted(
-        self, x: Tensor, weight: Tensor, y: Tensor, *, in_out: bool = False, channels: int = -1
-    ) -> Tensor:
-        """`channels`: the dimension of x and y that becomes the last one."""
-        self._seen.note(ACTIVATION, weight, x.movedim(channels, -1), in_out=in_out)
-        if not y.requires_grad:
-            return y
-        y.register_hook(
-            lambda gradient: self._seen.note(GRADIENT, weight, gradient.movedim(channels, -1))
-        )
-        # y may be a view, which would lose the hook to whoever changes it in place
-        return y.clone()
-
-
-_linear = functional.linear
-
-
-@contextlib.contextmanager
-def _linear_replaced(other: Callable) -> Iterator[None]:
-    """Within this context PyTorch's own functions in Python, which no mode sees, multiply by
-    another linear."""
-    functional.linear = other
-    try:
-        yield
-    finally:
-        functional.linear = _linear
-
-
 class _Watching(Backend):
-    """Runs operations one by one as another backend does, and notes those of products."""
+    """Runs operations one by one as another backend does, and samples those of products."""
 
     def __init__(self, inner: Backend, seen: _Seen):
         for name in Backend.__annotations__:
@@ -235,8 +270,7 @@ class _Watching(Backend):
 
 @contextlib.contextmanager
 def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
-    """Within this context a model is in eval mode, and lsq's modules compute in floats and are
-    watched."""
+    """Put a model into eval mode within this context; lsq's modules compute in floats, watched."""
     trained = [module for module in model.modules() if module.training]
     programs = [module for module in model.modules() if isinstance(module, ProgramModule)]
     before = [(module, module.backend, module.schedule.float_fallback) for module in programs]
@@ -258,7 +292,7 @@ def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
 
 
 def _values_of(module: ProgramModule, seen: _Seen, name: str) -> Tensor:
-    """The module's own, whose results are known by name from then on."""
+    """Return what the module's own method does, known by name from then on."""
     values = type(module).values_of(module, name)
     seen.mask(module.own_parameter(name), values)
     return values
@@ -266,7 +300,7 @@ def _values_of(module: ProgramModule, seen: _Seen, name: str) -> Tensor:
 
 @contextlib.contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Within this context parameters have no gradients; then those that they had."""
+    """Take the gradients of parameters away within this context."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:

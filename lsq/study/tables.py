@@ -19,24 +19,23 @@ def fitted(
     keys: int = 1,
     width: int | None = None,
 ) -> str:
-    """A table as wide as the terminal at most: text wraps, and if need be, columns go on in another
-    table below.
+    """Format a table as wide as the terminal at most: text wraps, and if need be, columns go on in
+    another table below.
 
     Args:
         rows: of cells.
         head: titles of the columns.
-        sides: "left" or "right" for each; what is on the right are numbers.
+        sides: "left" or "right" for each; on the right are numbers.
         style: of tabulate.
         keys: how many columns each table begins with, since they name its rows.
-        width: None: that of the terminal, or COLUMNS of the environment; what is written to a file
-            may be any.
+        width: None: that of the terminal, or COLUMNS of the environment.
     """
     extras.require("a table", "study")
     from tabulate import tabulate
 
     width = width or shutil.get_terminal_size((UNLIMITED, 0)).columns
     for text, title in STEPS:
-        made = tabulate(
+        table = tabulate(
             rows,
             head,
             tablefmt=style,
@@ -45,14 +44,13 @@ def fitted(
             maxheadercolwidths=title,
             maxcolwidths=[text if side == "left" else None for side in sides],
         )
-        if max(map(len, made.splitlines())) <= width:
-            return made
+        if max(map(len, table.splitlines())) <= width:
+            return table
     if len(head) <= keys + 1:
-        return made
+        return table
     middle = (len(head) + keys + 1) // 2
-    parts = [*range(middle)], [*range(keys), *range(middle, len(head))]
-    found = []
-    for part in parts:
-        *some, titles, aligned = [[line[place] for place in part] for line in (*rows, head, sides)]
-        found.append(fitted(some, titles, aligned, style=style, keys=keys, width=width))
-    return "\n\n".join(found)
+    parts = []
+    for columns in ([*range(middle)], [*range(keys), *range(middle, len(head))]):
+        *some, titles, aligned = [[line[i] for i in columns] for line in (*rows, head, sides)]
+        parts.append(fitted(some, titles, aligned, style=style, keys=keys, width=width))
+    return "\n\n".join(parts)

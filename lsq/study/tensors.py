@@ -1,5 +1,5 @@
-"""Tensors to measure, as matrices [R, C] whose rows are what a product sums over; large ones by a
-sample of rows."""
+"""Tensors to measure, as matrices [R, C] whose rows a product sums over; large ones by a sample of
+rows."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,16 +13,17 @@ from lsq.config import require_model
 from lsq.quant.numbers import as_matrix
 
 WEIGHT, ACTIVATION, GRADIENT = KINDS = ("weight", "activation", "gradient")
-"""Activations are what products read; gradients are those of what products give."""
+"""Activations are inputs of products; gradients are those of their outputs."""
+PLURALS = {kind: kind + "s" for kind in KINDS}
 LARGEST_SAMPLE = 2**18
-"""Values of a tensor that are looked at, unless another number is asked for."""
+"""Default number of values of a sample."""
 WIDEST_KERNEL = 16
-"""The last dimension of a convolution's kernel is smaller than this."""
+"""Kernels of convolutions are narrower than this."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """What is looked at of one tensor."""
+    """A sample of a tensor."""
 
     name: str
     kind: str
@@ -48,14 +49,10 @@ class Sample:
 
 @torch.no_grad()
 def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) -> Sample:
-    """A sample of a tensor: whole rows of its matrix, one at least, with about `largest` values.
+    """Sample a tensor of any shape and float dtype: whole rows of its matrix, at least one, with
+    about `largest` values.
 
     Rows of zeros, as padding leaves them, are counted and left out.
-
-    Args:
-        name, kind: see Sample.
-        tensor: of any shape and float dtype; it may change afterwards.
-        largest: values to keep.
     """
     shape = as_matrix(tensor.shape)
     matrix = tensor.detach().reshape(shape)
@@ -75,51 +72,49 @@ def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) ->
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """A weight with what a product sums over last: kernels of convolutions [O, I, ...] become [O,
-    -1]."""
+    """Put the dimension that a product sums over last: kernels of convolutions [O, I, ...] become
+    [O, -1]."""
     is_kernel = weight.dim() > 3 or weight.dim() == 3 and weight.shape[2] < WIDEST_KERNEL
     return weight.flatten(1) if is_kernel and weight.numel() else weight
-
-
-def is_weight(tensor: object) -> bool:
-    """Whether something is a float tensor of two or more dimensions."""
-    return isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.is_floating_point()
 
 
 def weights_of(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of those that `is_weight`, each once, whatever names share its memory."""
+    """Yield (name, tensor) of float tensors of two or more dimensions, each once, whatever names
+    share its memory."""
     seen = set()
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if is_weight(tensor):
-            place = tensor.data_ptr(), tensor.shape, tensor.stride()
-            if not tensor.numel() or place not in seen:
-                seen.add(place)
+        if isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.is_floating_point():
+            key = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if not tensor.numel() or key not in seen:
+                seen.add(key)
                 yield name, tensor
 
 
 def chosen_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Those of the names that any pattern with * and ? fits; all if there is none.
-
-    Raises:
-        ValueError: a pattern fits nothing.
-    """
+    """Return the names that any pattern with * and ? fits, all without patterns; ValueError if a
+    pattern fits nothing."""
     names, patterns = list(names), list(patterns)
-    found = {
-        pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns
-    }
-    for pattern, fitting in found.items():
+    chosen = set() if patterns else set(names)
+    for pattern in patterns:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        chosen.update(fitting)
         if not fitting:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise ValueError(
                 f"no tensor is called {pattern!r}; there are {shown or 'none'} (* stands for any"
                 " part of a name)"
             )
-    return {name for fitting in found.values() for name in fitting} if patterns else set(names)
+    return chosen
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Weights of a model by name."""
+    """Return the weights of a model by name; ValueError if it has none."""
     require_model(model)
-    return dict(weights_of(model.named_parameters()))
+    weights = dict(weights_of(model.named_parameters()))
+    if not weights:
+        raise ValueError(
+            f"{type(model).__name__} has no float parameter with two or more dimensions"
+        )
+    return weights

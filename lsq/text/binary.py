@@ -30,11 +30,7 @@ CHUNK = 10_000
 
 
 def binarize(
-    corpus: Corpus,
-    vocabulary: SentencePieceProcessor,
-    folder: Path,
-    split: str,
-    max_length: int,
+    corpus: Corpus, vocabulary: SentencePieceProcessor, folder: Path, split: str, max_length: int
 ) -> tuple[list[int], dict[int, int]]:
     """Write one split as fairseq's memory-mapped data set:
     folder/split.src-tgt.{src,tgt}.{bin,idx}.
@@ -101,8 +97,7 @@ def binarize_splits(
             source, (row, pieces) = (given or files["train"])[0], next(iter(left_out.items()))
             what = (
                 f"{len(left_out)} pairs of {split} have a sentence of more than {max_length} pieces"
-                " (--max-length),"
-                f" the first in line {pairs.lines[row]} of {source} with {pieces}"
+                f" (--max-length), the first in line {pairs.lines[row]} of {source} with {pieces}"
             )
             if split == "test" and given is not None:
                 raise ValueError(f"{what}; shorten them or raise --max-length")

@@ -17,23 +17,21 @@ files had them."""
 FILES = tuple(f"{split}.{end}" for split in SPLITS for end in ENDS)
 """Names of the files of all splits."""
 TextFiles = dict[str, tuple[Path, Path] | None]
-"""What the user gave for each of SPLITS: files (source, target); None where pairs are held out of
-train."""
+"""The user's files (source, target) for each of SPLITS; None: pairs are held out of train."""
 SPLIT_SEED = 1
-"""Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same
+"""Seed of the choice of held-out pairs, whatever --seed is, so that runs are compared on the same
 text."""
 
 ONE_A_LINE = "it must hold one sentence a line"
 
 UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp", "Zs"))
-"""Categories of Unicode whose characters nobody sees: spaces, controls, and marks such as U+200B.
-"""
+"""Categories of Unicode with invisible characters: spaces, controls, marks such as U+200B."""
 BLANKS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0").union(map(chr, range(0xFE00, 0xFE10)))
 """Characters of other categories that are blank: fillers, joiners and selectors of variants."""
 
 
 def has_text(line: str) -> bool:
-    """Whether a line has a visible character. One that has none is an empty line."""
+    """Whether a line has a visible character; one without is an empty line."""
     return any(unicodedata.category(one) not in UNSEEN and one not in BLANKS for one in line)
 
 
@@ -43,7 +41,7 @@ def write_items(path: Path, items: Iterable[object]) -> None:
 
 
 def read_items(path: Path) -> list[str]:
-    """What `write_items` wrote."""
+    """Read a file of `write_items`."""
     return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
@@ -60,7 +58,7 @@ class Corpus:
         return len(self.source)
 
     def select(self, rows: list[int]) -> "Corpus":
-        """The pairs of these rows, in this order."""
+        """Return the pairs of these rows, in this order."""
         columns = (self.source, self.target, self.lines)
         source, target, lines = ([column[row] for row in rows] for column in columns)
         return Corpus(source=source, target=target, lines=lines)
@@ -72,23 +70,19 @@ class Corpus:
 
     @classmethod
     def of(cls, source: list[str], target: list[str]) -> "Corpus":
-        """All lines of two files."""
+        """Make a corpus of all lines of two files."""
         return cls(source=source, target=target, lines=list(range(1, len(source) + 1)))
 
     @classmethod
     def read(cls, folder: Path, split: str) -> "Corpus":
-        """What `write` wrote."""
+        """Read what `write` wrote."""
         source, target, lines = (read_items(folder / f"{split}.{end}") for end in ENDS)
         return cls(source=source, target=target, lines=list(map(int, lines)))
 
 
 def check_file(path: Path) -> None:
-    """Make sure that a file is there.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        ValueError: it is a folder or the like, or an empty file.
-    """
+    """Check that a file is there (FileNotFoundError), is no folder or the like, and is not empty
+    (ValueError)."""
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     if not path.is_file():
@@ -98,11 +92,11 @@ def check_file(path: Path) -> None:
 
 
 def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
-    """The lines of a UTF-8 file, each with its runs of white space turned into single spaces.
+    """Read the lines of a UTF-8 file, with single spaces for runs of white space.
 
-    NUL bytes count as white space, too; `say` is told how many there are. Lines end at a line feed
-    (or carriage return and line feed) only: the other line ends that Unicode knows are white space
-    within a sentence, so that both files of a pair are always counted alike.
+    NUL bytes count as white space, too; `say` is called with their number. Lines end at a line feed
+    (or carriage return and line feed) only: other line ends of Unicode are white space within a
+    sentence, so that both files of a pair are counted alike.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -131,7 +125,7 @@ def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
 
 
 def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus:
-    """Read two files whose lines correspond; `say` is told what is odd about them.
+    """Read two files whose lines correspond; `say` is called with what is odd about them.
 
     Raises:
         ValueError: the files have different numbers of lines (names both), or see `read_lines`.
@@ -146,7 +140,7 @@ def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus
 
 
 def without_empty(corpus: Corpus) -> Corpus:
-    """The pairs that have text on both sides."""
+    """Return the pairs that have text on both sides."""
     pairs = zip(corpus.source, corpus.target, strict=True)
     return corpus.select([row for row, pair in enumerate(pairs) if all(map(has_text, pair))])
 

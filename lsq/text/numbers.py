@@ -15,35 +15,28 @@ DIGITS = 6
 """Numbers of up to this many digits are named."""
 VALID_PAIRS = 200
 FEWEST_HELD_OUT = 3
-"""Digits of the shortest numbers that are not trained on.
-
-There are few of less, and all of them are to be learned.
-"""
+"""Digits of the shortest numbers that are not trained on: all shorter ones are to be learned."""
 
 
 def sample_numbers(
     count: int, generator: random.Random, excluded: set[int] = frozenset(), fewest_digits: int = 1
 ) -> list[int]:
-    """`count` different numbers, none of them in `excluded`; as many of each number of digits as
-    there are.
-
-    Raises:
-        ValueError: there are not so many numbers.
-    """
+    """Draw different numbers, none of them in `excluded`, equally many with each number of digits
+    as far as there are; ValueError if there are too few."""
     available = 10**DIGITS - len(excluded)
     if count > available // 2:
         raise ValueError(f"{count} numbers are wanted, but at most {available // 2} can be drawn")
-    found: dict[int, None] = {}
-    while len(found) < count:
+    drawn: dict[int, None] = {}
+    while len(drawn) < count:
         digits = generator.randint(fewest_digits, DIGITS)
         number = generator.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
         if number not in excluded:
-            found[number] = None
-    return list(found)
+            drawn[number] = None
+    return list(drawn)
 
 
 def name_numbers(numbers: list[int], description: str) -> Corpus:
-    """English and German names."""
+    """Name numbers in English and German."""
     bar = tqdm(numbers, desc=description, unit=" numbers", leave=False, disable=None)
     names = [(num2words(number, lang="en"), num2words(number, lang="de")) for number in bar]
     return Corpus.of([english for english, _ in names], [german for _, german in names])

@@ -7,10 +7,10 @@ TOKENIZERS = ("13a", "intl", "char", "zh", "none")
 
 
 def scores(hypotheses: list[str], references: list[str], tokenizer: str) -> dict[str, float | str]:
-    """BLEU and chrF of a corpus in percent, each with sacrebleu's signature; `tokenizer` is one of
+    """Compute BLEU and chrF of a corpus in percent, with sacrebleu's signatures, by one of
     TOKENIZERS."""
-    found = {}
+    results = {}
     for name, metric in (("bleu", BLEU(tokenize=tokenizer)), ("chrf", CHRF())):
-        found[name] = round(metric.corpus_score(hypotheses, [references]).score, 2)
-        found[f"{name}_signature"] = str(metric.get_signature())
-    return found
+        results[name] = round(metric.corpus_score(hypotheses, [references]).score, 2)
+        results[f"{name}_signature"] = str(metric.get_signature())
+    return results

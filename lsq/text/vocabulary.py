@@ -19,7 +19,7 @@ FEWEST, MOST = 5, 2**24
 """Subwords that can be asked for: the first four are special."""
 LEAST_COVERAGE = 0.98
 LONGEST = 4192
-"""Bytes of a line; longer ones, sentencepiece leaves out."""
+"""Bytes of a line; sentencepiece leaves longer ones out."""
 
 
 def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -> None:
@@ -59,35 +59,31 @@ def _vocabulary_problem(size: int, message: str) -> str:
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return (
             f"--vocabulary-size {size} is too small for the characters of this text; use at least"
-            f" {found[1]},"
-            " or a lower --character-coverage"
+            f" {found[1]}, or a lower --character-coverage"
         )
     if "sentences_.empty()" in message:
         return (
-            f"every line of this text is longer than {LONGEST} bytes, or there is none; split"
-            " it"
+            f"every line of this text is longer than {LONGEST} bytes, or there is none; split it"
             " into sentences"
         )
     if "all_chars_count" in message:
         return (
-            "the text has no characters to learn from, only white space; check that it is the"
-            " right file"
+            "the text has no characters to learn from, only white space; check that it is the right"
+            " file"
         )
     return f"no vocabulary of {size} pieces could be learnt from this text: {message}"
 
 
 def load_vocabulary(folder: Path) -> "SentencePieceProcessor":
-    """The vocabulary that `learn_vocabulary` wrote into this folder."""
+    """Load the vocabulary that `learn_vocabulary` wrote into this folder."""
     extras.require("a vocabulary", "text")
     from sentencepiece import SentencePieceProcessor
 
     return SentencePieceProcessor(model_file=str(folder / MODEL))
 
 
-def dictionary_of(
-    vocabulary: "SentencePieceProcessor",
-) -> "tuple[Dictionary, numpy.ndarray]":
-    """fairseq's dictionary of the same pieces, padded to the width that int8 products take.
+def dictionary_of(vocabulary: "SentencePieceProcessor") -> "tuple[Dictionary, numpy.ndarray]":
+    """Make fairseq's dictionary of the pieces, padded to the width that int8 products take.
 
     Returns:
         (dictionary, its index of every piece: int32 [pieces])

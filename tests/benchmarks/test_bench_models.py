@@ -7,10 +7,10 @@ import sys
 
 import bench_models
 import model_sides
-import models_picture
 import pytest
 import torch
-from huggingface_models import RECIPES, is_conv1d, sharing, with_adapters, with_linears
+from bench_linear import Conv1D
+from model_sides import RECIPES, is_conv1d, sharing, with_adapters, with_linears
 
 FLOAT = "PyTorch float32"
 SIDES = [FLOAT, "PyTorch autocast", "PyTorch bfloat16", "torchao int8 bfloat16"]
@@ -49,12 +49,8 @@ def test_sides_agree_and_are_drawn(name, tmp_path):
     for row in found:
         if row["failed"] is None:
             assert row["seconds"] >= row["fastest"] > 0
-            assert (
-                row["ratio"] > 0
-                and row["saved_bytes"] > 0
-                and row["saved_ratio"] > 0
-                and row["peak_bytes"] >= 0
-            )
+            assert all(row[name] > 0 for name in ("ratio", "saved_bytes", "saved_ratio"))
+            assert row["peak_bytes"] >= 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -64,7 +60,7 @@ def test_without_transformers_every_row_says_so(tmp_path, monkeypatch):
     assert len(found) == 2 * 5
     assert all("transformers" in row["failed"] and row["seconds"] is None for row in found)
     with pytest.raises(ValueError, match="needs a side that ran"):
-        models_picture.draw(found, tmp_path / "models.png")
+        bench_models.draw(found, tmp_path / "models.png")
     assert not (tmp_path / "models.png").exists()
 
 
@@ -75,9 +71,8 @@ def test_a_side_that_fails_has_a_row_with_its_reason(tmp_path, monkeypatch):
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setitem(bench_models.SIDES, "torchao int8 bfloat16", model_sides.Kind(change=fails))
-    ran, failed = rows(
-        tmp_path, "--models", "llama", "--sides", "torchao int8 bfloat16", "PyTorch bfloat16"
-    )
+    sides = "torchao int8 bfloat16", "PyTorch bfloat16"
+    ran, failed = rows(tmp_path, "--models", "llama", "--sides", *sides)
     assert (ran["side"], ran["failed"], ran["ratio"]) == ("PyTorch bfloat16", None, 1)
     assert failed["failed"] == "RuntimeError: first line" and failed["seconds"] is None
 
@@ -90,22 +85,8 @@ def test_a_pattern_that_fits_no_side_is_named(capsys):
     assert "'jax'" in capsys.readouterr().err
 
 
-class Conv1D(torch.nn.Module):
-    """As GPT-2's."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = (
-            torch.nn.Parameter(torch.randn(3, 5)),
-            torch.nn.Parameter(torch.randn(5)),
-        )
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight)
-
-
 def test_linears_for_conv1d_compute_the_same():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), Conv1D(), torch.nn.ReLU())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), Conv1D(3, 5), torch.nn.ReLU())
     other = with_linears(sharing(model))
     x = torch.randn(7, 4)
     torch.testing.assert_close(other(x), model(x))
@@ -138,13 +119,10 @@ def test_resident_peak_counts_what_a_run_took():
 def test_adapters_alone_are_trained(tmp_path):
     pytest.importorskip("peft")
     kinds = FLOAT, "PyTorch bfloat16", "lsq linears float32", "lsq fused float32"
-    found = {
-        row["side"]: row
-        for row in rows(tmp_path, "--models", "llama", "--lora", "4", "--sides", *kinds)
-    }
-    assert {name: row["loss"] for name, row in found.items()} == pytest.approx(
-        dict.fromkeys(kinds, found[FLOAT]["loss"]), rel=0.05
-    )
+    given = rows(tmp_path, "--models", "llama", "--lora", "4", "--sides", *kinds)
+    found = {row["side"]: row for row in given}
+    losses = {name: row["loss"] for name, row in found.items()}
+    assert losses == pytest.approx(dict.fromkeys(kinds, losses[FLOAT]), rel=0.05)
     assert found["lsq fused float32"]["saved_bytes"] < found[FLOAT]["saved_bytes"]
     model = with_adapters(RECIPES["llama"].make(1, True), 4)
     assert all("lora_" in name for name, one in model.named_parameters() if one.requires_grad)

@@ -6,24 +6,20 @@ import runpy
 import sys
 from pathlib import Path
 
-import network
+import bench_network
 import pytest
 import torch
-
-from lsq.native import tiles
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 MARKS = {
     "bench_decode": pytest.mark.thorough,  # makes models and searches with them
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
-    "bench_gradients_training": pytest.mark.thorough,  # starts a training of two processes
     "bench_models": pytest.mark.slow,  # test_bench_models.py runs all sides but torch.compile
     "bench_numbers": pytest.mark.slow,  # trains two models, for two minutes
-    "bench_host": pytest.mark.thorough,  # makes a list of launches of each of many passes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
     "bench_start": pytest.mark.thorough,  # starts processes that import PyTorch
-    "bench_step": pytest.mark.thorough,  # test_plain_transformer.py runs every side
+    "bench_step": pytest.mark.thorough,  # test_transformer.py runs every side
 }
 QUICK = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]
 
@@ -42,10 +38,8 @@ def settings():
 )
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_run(name, tmp_path, monkeypatch, capsys, settings):
-    if name == "bench_network" and network.obstacle() is not None:
-        pytest.skip(f"no pretended network: {network.obstacle()}")
-    if name == "bench_grouped" and not tiles.vectorised():
-        pytest.skip("no instructions for tiles of int8 here")
+    if name == "bench_network" and bench_network.obstacle() is not None:
+        pytest.skip(f"no pretended network: {bench_network.obstacle()}")
     written = tmp_path / "figures.json"
     script = str(BENCHMARKS / f"{name}.py")
     monkeypatch.chdir(tmp_path)

@@ -6,14 +6,14 @@ import json
 import decode_quality
 import pytest
 
-from tests.serving.translate.conftest import train
+from tests.commands.conftest import train_text_run
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_every_decoder(tmp_path, capsys):
     pytest.importorskip("ctranslate2")
-    output = train(tmp_path, "--updates", "300", "--validate-every", "100")
+    output = train_text_run(tmp_path, "--updates", "300", "--validate-every", "100")
     decode_quality.main([str(output / "int8"), "--threads", "1", "--tokenizer", "char"])
     rows = {
         row["side"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]

@@ -1,5 +1,5 @@
-"""The benchmarks for a GPU, run in the emulator on tiny shapes, and what they count, leave out and
-keep."""
+"""The benchmarks for a GPU, run in the emulator on tiny shapes; what they count, leave out and
+keep; and tables of results written by hand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import json
 import os
 import signal
 from argparse import Namespace
-from importlib import import_module
 from types import SimpleNamespace
 
 import bench_operations
 import gpu
-import gpu_operations
 import operations
 import pytest
 import torch
@@ -28,7 +26,7 @@ EMULATE = ["--device", "emulator", "--quick", "--rounds", "1", "--threads", "1"]
 @pytest.mark.thorough
 def test_operations_in_the_emulator(tmp_path):
     """Kernels alone, products with kernels, and operations outside programs."""
-    wanted = ["ResidualNormGradient", "ProjectWeightGradient", "Adam"]
+    wanted = ["ResidualNormGradient", "ProjectWeightGradient", "Adam", "PackGradients"]
     written = tmp_path / "figures.json"
     assert bench_operations.main([*EMULATE, "--json", str(written), "--operations", *wanted]) == 0
     figures = json.loads(written.read_text())
@@ -38,30 +36,16 @@ def test_operations_in_the_emulator(tmp_path):
         assert row["operation_microseconds"] > 0
         assert (row["kernels_microseconds"] is None) == (row["ratio"] is None)
         assert row["ratio"] is None or row["megabytes"] > 0
+    packed = [row["megabytes"] for row in figures["rows"] if row["operation"] == "PackGradients"]
+    values, message = 64 * 48, 8 * 400  # without and with an error; of float32, then of bfloat16
+    moved = [factor * values + message for factor in (4, 8, 2, 6)]
+    assert packed == pytest.approx([1e-6 * count for count in moved])
 
 
 def test_an_operation_that_nothing_runs_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench_operations.main([*EMULATE, "--operations", "Adam", "Eve"])
     assert "nothing runs Eve; operations are Adam," in capsys.readouterr().err
-
-
-def test_gradient_messages_in_the_emulator(tmp_path):
-    benchmark = import_module("bench_gradient_codec")
-    written = tmp_path / "figures.json"
-    assert benchmark.main([*EMULATE, "--json", str(written)]) == 0
-    figures = json.loads(written.read_text())
-    assert not figures["failed"] and not figures["left_out"]
-    assert {row["operation"] for row in figures["rows"]} == set(benchmark.OPERATIONS)
-    packed = [row["megabytes"] for row in figures["rows"] if row["operation"] == "PackGradients"]
-    values, message = 64 * 48, 8 * 400
-    wanted = [
-        4 * values + message,
-        8 * values + message,
-        2 * values + message,
-        6 * values + message,
-    ]
-    assert packed == pytest.approx([1e-6 * count for count in wanted])
 
 
 class Something(Operation):
@@ -89,21 +73,21 @@ def test_moved_bytes_count_what_crosses_the_border_once():
         launch("sums.cu", "lsq_finish_sums", partial, torch.ones(99), grid=1),
     ]
     moved = 4 * 16 * 4 + 16 * 4 + 4 * 16 * 2 + 4 * 16 * 4
-    assert gpu_operations.moved_bytes(operation, entries) == moved
+    assert bench_operations.moved_bytes(operation, entries) == moved
     # a kernel that reads an operand as well
     entries[1] = launch("a.cu", "first", operation, codes, sums, grid=1)
-    assert gpu_operations.moved_bytes(operation, entries) == moved + 4 * 16
+    assert bench_operations.moved_bytes(operation, entries) == moved + 4 * 16
     entries[2] = launch("a.cu", "turn", weight, grid=1)  # one that makes an operand
-    assert gpu_operations.moved_bytes(operation, entries) == moved + 4 * 16 + 16 * 16
-    assert list(gpu_operations.parts(entries)) == ["operation", "kernels", "products", "finish"]
-    assert list(gpu_operations.parts(entries[1:2])) == ["operation", "kernels"]
+    assert bench_operations.moved_bytes(operation, entries) == moved + 4 * 16 + 16 * 16
+    assert list(bench_operations.parts(entries)) == ["operation", "kernels", "products", "finish"]
+    assert list(bench_operations.parts(entries[1:2])) == ["operation", "kernels"]
 
 
 def test_of_a_table_only_the_rows_that_are_read_count():
     tokens, table, out = torch.ones(4, dtype=torch.int64), torch.ones(99, 8), torch.empty(4, 8)
     operation = Something(x=table, tokens=tokens, y=out)
     entry = launch("embedding.cu", "any", operation, grid=1)
-    assert gpu_operations.moved_bytes(operation, [entry]) == 4 * 8 + 2 * 4 * 8 * 4
+    assert bench_operations.moved_bytes(operation, [entry]) == 4 * 8 + 2 * 4 * 8 * 4
 
 
 def test_calls_that_do_the_same_work_are_measured_once():
@@ -164,13 +148,11 @@ class FakeGpu:
 
 def test_graphs_hold_enough_calls_and_time_each(monkeypatch):
     fake = FakeGpu(monkeypatch)
-    timings = gpu.alternate(
-        fake.device, {"few": [fake.call] * 3, "many": [fake.call] * 500}, rounds=2
-    )
+    calls = {"few": [fake.call] * 3, "many": [fake.call] * 500}
+    timings = gpu.alternate(fake.device, calls, rounds=2)
     assert fake.sizes == [3, 3 * 34, 500]  # 34 passes of 30 microseconds last a millisecond
-    assert timings["few"].median == pytest.approx(1e-5) and timings[
-        "many"
-    ].fastest == pytest.approx(1e-5)
+    assert timings["few"].median == pytest.approx(1e-5)
+    assert timings["many"].fastest == pytest.approx(1e-5)
 
 
 def test_copies_of_operands_exceed_the_cache(monkeypatch):
@@ -188,11 +170,8 @@ def test_nvidia_smi_is_asked_or_missed(monkeypatch, tmp_path):
     program.write_text("#!/bin/sh\necho '580.1, 1980, 3201, 1980, 3201, 700.00, 35'\n")
     program.chmod(0o755)
     answer = gpu.nvidia_smi()
-    assert (
-        answer["driver_version"] == "580.1"
-        and answer["clocks.sm"] == "1980"
-        and len(answer) == len(gpu.QUERY)
-    )
+    assert (answer["driver_version"], answer["clocks.sm"]) == ("580.1", "1980")
+    assert len(answer) == len(gpu.QUERY)
 
 
 def test_a_survey_goes_on_after_a_failure():
@@ -229,17 +208,13 @@ def test_a_survey_keeps_what_it_has_found_whatever_comes(monkeypatch, tmp_path, 
 
     survey.measure([("good", lambda: iter([{"figure": 1}])), ("bad", fails)])
     found = json.loads(options.json.read_text())
-    assert (
-        found["rows"] == [{"figure": 1}, {"figure": 2}] and found["kernels"] == kernels and not ends
-    )
+    assert found["rows"] == [{"figure": 1}, {"figure": 2}] and found["kernels"] == kernels
+    assert not ends
     assert found["failed"] == {"bad": "RuntimeError: cannot be launched"}
     survey.measure([("lost", fails)])
     found = json.loads(options.json.read_text())
-    why = (
-        "RuntimeError: cannot be launched; lost the GPU: CUDA error: an illegal memory access"
-        " was"
-        " encountered"
-    )
+    why = "RuntimeError: cannot be launched; lost the GPU: "
+    why += "CUDA error: an illegal memory access was encountered"
     assert found["failed"]["lost"] == why and len(found["rows"]) == 3 and ends == [gpu.LOST]
     assert f"lost failed: {why}" in capsys.readouterr().err
 
@@ -258,3 +233,63 @@ def test_a_survey_that_is_asked_to_end_keeps_what_it_has():
     assert survey.rows == [{"figure": 1}]
     assert survey.left_out == ["second", "third"]
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def result(benchmark, rows, **more):
+    conditions = {"device": "a GPU", "cuda": {"nvrtc": "13.0"}}
+    return {"benchmark": benchmark, "conditions": conditions, "rows": rows, **more}
+
+
+def test_markdown():
+    found = result("step", [{"side": "a|b", "ratio": 1.23456}], failed={"x": "why\nmore"})
+    conditions = ["## step, a GPU", "", "* device: a GPU", "* cuda: nvrtc 13.0", ""]
+    table = ["| side | ratio |", "| --- | --- |", "| a\\|b | 1.235 |", "* failed: x: why"]
+    assert gpu.markdown(found).splitlines() == [*conditions, *table]
+    assert "No rows." in gpu.markdown(result("step", []))
+
+
+def test_short_table_of_everything(tmp_path, capsys):
+    def operation(kernels=2.0, gigabytes=3000.0, ratio=0.9):
+        figures = {"gigabytes_per_second": gigabytes, "ratio": ratio}
+        return {"operation": "quantize", "kernels_microseconds": kernels, **figures}
+
+    def product(best):
+        tops = {"cublaslt_tops": 900.0, "best_tops": best, "int_mm_tops": 800.0}
+        more = {"bfloat16_tops": 500.0, "ratio": 1.8, "best_ratio": 2.0}
+        return {"layer": "vocabulary", "tokens": 4096, **tops, **more}
+
+    step = {"side": "fairseq", "model": "base", "tokens": 4096, "milliseconds": 50.0}
+    step |= {"tokens_per_second": 81920.0, "peak_gigabytes": None, "loss": 5.5, "ratio": 1.0}
+    kernel = {"model": "big", "tokens": 1, "milliseconds": 4.0}
+    kernels = [{"side": side, "kernel": f"of {side}", **kernel} for side in ("lsq", "other")]
+    probed = [{"kernel": name, "state": name, "why": "", "ratio": None} for name in ("ok", "wrong")]
+    operations = [operation(), operation(2.0, 1500.0, 0.5), operation(None, ratio=None)]
+    results = [
+        result("quantize", operations, left_out=["one", "two"]),
+        result("gemm", [product(1000.0), product(1200.0)]),
+        result("gpu_step", [step | {"remark": ""}], failed={"torch.compile": "broke"}),
+        result("numbers", [{"side": "list", "ratio": 2.0}]),
+        result("probe", probed),
+        result("gpu_step", [], kernels=kernels),
+    ]
+    file, output = tmp_path / "all.jsonl", tmp_path / "results.md"
+    file.write_text("".join(json.dumps(each) + "\n" for each in results))
+    assert gpu.main([str(file), "--short", "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert ["quantize", "2", "1", "0.5", "0.7", "0.9", "3,000"] in lines
+    assert ["4096", "2", "900", "1,100", "800", "500", "1.8", "2", "1,200"] in lines
+    assert ["fairseq", "base", "4096", "50", "81,920", "-", "5.5", "1"] in lines
+    assert "quantize: 2 measurements left out, no time" in text
+    assert "gpu_step failed: torch.compile: broke" in text
+    assert ["1", "of", "2", "ok"] in lines and ["wrong", "wrong"] in lines
+    assert ["lsq", "of", "lsq", "big", "1", "4"] in lines
+    assert "of other" not in text and "of other" in output.read_text()
+    assert output.read_text().count("## ") == 6
+
+
+def test_a_line_that_is_no_result_is_named(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"benchmark": "x"}\n')
+    with pytest.raises(ValueError, match="bad.jsonl, line 1"):
+        gpu.main([str(file)])

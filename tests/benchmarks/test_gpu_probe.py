@@ -16,6 +16,11 @@ def found():
     return made
 
 
+def hear(found, *events: str) -> None:
+    for event in events:
+        found.hear(*event.split(" ", 1))
+
+
 def states(found) -> dict[str, str]:
     return {row["kernel"]: row["state"] for row in found.rows()}
 
@@ -26,17 +31,10 @@ def test_every_kernel_of_a_source_is_told(found):
 
 
 def test_kernels_of_an_operation_are_right_unless_something_differs(found, capsys):
-    for event in (
-        ("case", "0"),
-        ("operation", "gated"),
-        ("launch", "lsq_gated"),
-        ("wrong", "codes differ by more than 1"),
-        ("operation", "rotate"),
-        ("launch", "lsq_rotate"),
-        ("launch", "cuBLASLt"),
-        ("end", ""),
-    ):
-        found.hear(*event)
+    hear(
+        found, "case 0", "operation gated", "launch lsq_gated", "wrong codes differ by more than 1"
+    )
+    hear(found, "operation rotate", "launch lsq_rotate", "launch cuBLASLt", "end ")
     right = {"lsq_rotate": "ok", "cuBLASLt": "ok"}
     unknown = dict.fromkeys(("lsq_gated_rows", "lsq_rotate_gradient"), "not reached")
     assert states(found) == {"lsq_gated": "wrong", **right, **unknown} and found.ended
@@ -48,25 +46,16 @@ def test_kernels_of_an_operation_are_right_unless_something_differs(found, capsy
 
 
 def test_the_kernel_that_was_launched_last_faults_or_hangs(found):
-    for event in (
-        ("case", "3"),
-        ("operation", "rotate"),
-        ("launch", "lsq_gated"),
-        ("launch", "lsq_rotate"),
-    ):
-        found.hear(*event)
+    hear(found, "case 3", "operation rotate", "launch lsq_gated", "launch lsq_rotate")
     found.stop(gpu_probe.HANGS, "no word for 60 seconds")
     assert states(found)["lsq_rotate"] == "hangs" and states(found)["lsq_gated"] == "not reached"
     assert found.case == 3 and not found.ended
-    found.hear("case", "4")
-    found.hear("launch", "lsq_rotate")
-    found.hear("operation", "rotate")
+    hear(found, "case 4", "launch lsq_rotate", "operation rotate")
     assert states(found)["lsq_rotate"] == "hangs", "the worst holds"
 
 
 def test_a_fault_that_is_told_keeps_its_words(found):
-    for event in (("case", "0"), ("launch", "lsq_rotate"), ("fault", "an illegal memory access")):
-        found.hear(*event)
+    hear(found, "case 0", "launch lsq_rotate", "fault an illegal memory access")
     found.stop(gpu_probe.FAULT, "its process ended with status 77")
     (row,) = (row for row in found.rows() if row["kernel"] == "lsq_rotate")
     assert (row["state"], row["why"]) == ("fault", "an illegal memory access")

@@ -19,14 +19,8 @@ def round_of(
     """A round that has ended."""
     command = ["benchmarks/gpu_round.sh", "--python", python, *options]
     environment = {**os.environ, "OUT": str(out), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=BENCHMARKS.parent,
-        env=environment,
-        timeout=seconds,
-    )
+    given = {"cwd": BENCHMARKS.parent, "env": environment, "timeout": seconds}
+    return subprocess.run(command, capture_output=True, text=True, **given)
 
 
 def verdicts(done: subprocess.CompletedProcess) -> dict[str, str]:
@@ -41,15 +35,12 @@ def test_a_rehearsal_names_what_is_planted(tmp_path):
     assert done.returncode == 1 and verdicts(done) == {"probe": "FAILED", "tests": "FAILED"}, (
         done.stdout
     )
-    found = {
-        row["kernel"]: row for row in json.loads((tmp_path / "probe.json").read_text())["rows"]
-    }
+    rows = json.loads((tmp_path / "probe.json").read_text())["rows"]
+    found = {row["kernel"]: row for row in rows}
     assert (found["lsq_gated"]["state"], found["lsq_rotate"]["state"]) == ("wrong", "fault")
     assert "its process ended with status -11" in found["lsq_rotate"]["why"]
-    assert (
-        found["lsq_append"]["state"] == "hangs"
-        and "no word for 20 seconds" in found["lsq_append"]["why"]
-    )
+    assert found["lsq_append"]["state"] == "hangs"
+    assert "no word for 20 seconds" in found["lsq_append"]["why"]
     assert found["lsq_start_scales"]["state"] == "ok", "other kernels run after those that fault"
     for text in (
         r"failed: \S*test_wrong: AssertionError: codes differ",
@@ -67,11 +58,7 @@ def test_a_rehearsal_names_what_is_planted(tmp_path):
 def test_the_round_keeps_its_log_and_results(tmp_path):
     done = round_of("--device", "emulator", "sanitizer", "products", out=tmp_path, seconds=110)
     assert done.returncode == 0, done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "gemm.json",
-        "log.txt",
-        "results.md",
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"gemm.json", "log.txt", "results.md"}
     assert json.loads((tmp_path / "gemm.json").read_text())["rows"]
     assert (tmp_path / "results.md").read_text().startswith("## gemm, CUDA emulator")
     assert verdicts(done) == {"sanitizer": "not run", "products": "ok"}
@@ -86,9 +73,8 @@ def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
     libraries = sorted((BENCHMARKS.parent / "lsq" / "native").glob("*.so"))
     done = round_of("--device", "emulator", out=tmp_path / "out", seconds=60, python=str(broken))
     assert done.returncode == 1 and "the libraries cannot be built" in done.stdout
-    assert verdicts(done) == dict.fromkeys(
-        ("probe", "step", "tests", "products", "smoke"), "FAILED"
-    )
+    stages = "probe", "step", "tests", "products", "smoke"
+    assert verdicts(done) == dict.fromkeys(stages, "FAILED")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.txt"]
     assert all(path.exists() for path in libraries), (
         "libraries of a checkout are not the round's to remove"

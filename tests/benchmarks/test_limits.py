@@ -1,7 +1,8 @@
-"""What a step has to do, counted by hand."""
+"""What a step has to do, counted by hand, and what is drawn of it."""
 
 import shutil
 
+import bench_step
 import limits
 import operations
 import pytest
@@ -35,17 +36,11 @@ def test_the_slower_of_processor_and_memory_counts():
 
 def test_parts_add_up_to_the_step():
     seconds = {"Project": 1.0, "ProjectInputGradient": 2.0, "AttentionGradient": 0.5, "Embed": 0.25}
-    assert limits.parts(seconds, update=0.125, step=5.0) == {
-        "products": 3.0,
-        "attention": 0.5,
-        "norms": 0.0,
-        "loss": 0.0,
+    found = limits.parts(seconds, update=0.125, step=5.0)
+    assert found == {"products": 3.0, "attention": 0.5, "norms": 0.0, "loss": 0.0} | {
         "update": 0.125,
         "rest": 1.375,
     }
-
-
-def test_the_operations_of_parts_exist():
     assert {name for names in limits.PARTS.values() for name in names} <= operations.names()
 
 
@@ -57,3 +52,15 @@ def test_the_peak_is_that_of_vectors(name, monkeypatch):
     monkeypatch.setattr(limits, "PEAK_LOOPS", 2000)
     monkeypatch.setattr(limits, "ROUNDS", 3)
     assert 1e9 < limits.peak(name) < 1e15
+
+
+def test_a_picture_of_what_was_measured(tmp_path):
+    parts = dict.fromkeys((*limits.PARTS, limits.UPDATE, limits.REST), 0.1)
+    sides = {"fairseq float32": 4.0, "pytorch bfloat16": 1.5}
+    rows = [{"side": side, "seconds": value} for side, value in sides.items()]
+    given = {"rows": rows, "limits": {"seconds": parts}, "output": tmp_path / "step.png"}
+    with pytest.raises(ValueError, match="needs the side 'lsq int8, backward int8'"):
+        bench_step.draw(**given, parts={})
+    assert not list(tmp_path.iterdir())
+    bench_step.draw(**given, parts={bench_step.SIDE: parts})
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ import shutil
 import gpu_lists
 import model_gpu_step
 import pytest
-from gpu_step import QUANT
+from model_gpu_step import QUANT
 from operations import sizes
 
 from lsq.native import compiler
@@ -24,10 +24,9 @@ def test_quick_run(tmp_path, capsys):
     written, picture = tmp_path / "step.json", tmp_path / "step.png"
     assert model_gpu_step.main(["--quick", "--json", str(written), "--picture", str(picture)]) == 0
     found = json.loads(written.read_text())
-    assert {row["side"] for row in found["rows"]} == {"eager", "compiled", "int8", "lsq"}
-    assert all(
-        row["with_luck"] <= row["modelled_milliseconds"] <= row["without"] for row in found["rows"]
-    )
+    assert {row["side"] for row in found["rows"]} == {"compiled", "int8", "lsq"}
+    for row in found["rows"]:
+        assert row["with_luck"] <= row["modelled_milliseconds"] <= row["without"]
     assert picture.stat().st_size > 1000
     assert "modelled" in capsys.readouterr().out
 
@@ -41,10 +40,8 @@ def counts():
 @pytest.mark.parametrize("size", sizes(model_gpu_step.TOKENS), ids=lambda size: size.name)
 def test_every_kernel_of_a_step_was_counted(counts, size):
     entries = [entry for part in gpu_lists.step(size, QUANT) for entry in part.entries]
-    missing = {
-        gpu_lists.key_of(entry) for entry in entries if isinstance(entry, Launch)
-    } - counts.keys()
-    assert not missing, "lists have changed: run benchmarks/model_gpu_step.py --count"
+    keys = {gpu_lists.key_of(entry) for entry in entries if isinstance(entry, Launch)}
+    assert keys <= counts.keys(), "lists have changed: run benchmarks/model_gpu_step.py --count"
 
 
 @pytest.mark.thorough

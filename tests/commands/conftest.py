@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lsq.commands import train
+from lsq import Translator
+from lsq.commands import train, train_text
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, prepare
 from lsq.text.corpus import TextFiles
@@ -116,3 +117,32 @@ def command(files, tmp_path, no_pictures):
         return [*given, *SMALL, *options]
 
     return command
+
+
+def train_text_run(folder: Path, *options: str) -> Path:
+    """Train in folder/out with `lsq train-text`; returns that."""
+    given = ["--output", str(folder / "out"), *SMALL, "--lr", "0.02", "--cpu", *options]
+    for option, name, count in (("", "train", 200), ("valid-", "valid", 12), ("test-", "test", 9)):
+        source, target = write_pairs(folder, name, count, seed=count)
+        given += [f"--{option}src", str(source), f"--{option}tgt", str(target)]
+    with pytest.MonkeyPatch.context() as patch:  # pictures take as long as the training
+        patch.setattr(
+            "matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
+        )
+        train_text.run(given)
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def output(tmp_path_factory) -> Path:
+    """The output folder of `lsq train-text` with a small translator of the toy language: words, and
+    the same words backwards in capitals. Shared, so not to be changed."""
+    return train_text_run(
+        tmp_path_factory.mktemp("translator"), "--updates", "96", "--validate-every", "96"
+    )
+
+
+@pytest.fixture(scope="session")
+def translator(output) -> Translator:
+    """The translator of `output`; shared."""
+    return Translator(output)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lsq.commands import cli, configs
-from lsq.gemm import configuration_file, device
+from lsq.gemm import configuration_file
 from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
 
 ITS_DEVICE = "the device that it was made on"
@@ -20,21 +20,19 @@ def machine(monkeypatch, tmp_path):
 def test_list(machine, capsys):
     used = machine.add(machine.user, "a", entry(8), entry(9))
     other = machine.add(
-        machine.package, "b", entry(8), validators=dataclasses.replace(CPU, threads=64)
+        machine.user, "b", entry(8), validators=dataclasses.replace(CPU, threads=64)
     )
-    gpu = machine.add(machine.package, "c", cublas_entry(), validators=GPU)
-    damaged = machine.package / "d.json"
+    gpu = machine.add(machine.user, "c", cublas_entry(), validators=GPU)
+    damaged = machine.user / "d.json"
     damaged.write_text("{")
     assert cli.main(["configs", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{used} (user): Example CPU, 2 entries; used"
+    assert lines[0] == f"{used}: Example CPU, 2 entries; used"
     assert lines[1].startswith(
-        f"{other} (package): Example CPU, 1 entries; not used: threads differs: the file says 6"
+        f"{other}: Example CPU, 1 entries; not used: threads differs: the file says 6"
     )
-    assert lines[2] == f"{gpu} (package): Example GPU, 1 entries; not used: there is no cuda here"
-    assert (
-        lines[3].startswith(f"{damaged} (package): damaged: this is not JSON") and len(lines) == 4
-    )
+    assert lines[2] == f"{gpu}: Example GPU, 1 entries; not used: there is no cuda here"
+    assert lines[3].startswith(f"{damaged}: damaged: this is not JSON") and len(lines) == 4
 
 
 def test_list_on_a_gpu(machine, capsys):
@@ -46,7 +44,7 @@ def test_list_on_a_gpu(machine, capsys):
 
 def test_list_nothing(machine, capsys):
     assert cli.main(["configs", "list"]) == 0
-    assert f"There are no files in {machine.user} or in the package." in capsys.readouterr().out
+    assert f"There are no files in {machine.user}." in capsys.readouterr().out
 
 
 def test_show(machine, capsys):
@@ -61,7 +59,7 @@ def test_show(machine, capsys):
     heading = "op m n k layout types chosen default float gain spread date run as"
     assert lines[2].split() == heading.split()
     expected = (
-        "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 onednn,"
+        "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 plain,"
         " 96"
         " rows at a time"
     )
@@ -101,52 +99,42 @@ def test_mistakes_are_one_line(machine, capsys):
 
 
 def test_verify(machine, monkeypatch, capsys):
-    path = machine.add(machine.user, "a", entry(8), entry(9))
+    machine.here["cuda"] = GPU
+    path = machine.add(machine.user, "a", cublas_entry(m=8), cublas_entry(m=9), validators=GPU)
     faults = {8: None, 9: "its sums are wrong"}
-    monkeypatch.setattr(configs, "trials", lambda kind, cache: None)
+    monkeypatch.setattr(configs, "gpu_trials", lambda cache: None)
     monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: faults[entry.key.m])
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 1
     wrong, total = capsys.readouterr().out.splitlines()
-    assert wrong == "project 9 x 128 x 256 (int8 to int32, nt): its sums are wrong"
+    assert wrong == "matmul 9 x 48 x 64 (int8 to int32, nt): its sums are wrong"
     assert total == "2 entries checked; 1 wrong."
     monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: None)
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
     assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
 
 
-def test_verify_refuses_files_of_other_devices(machine, capsys):
-    foreign = machine.add(
-        machine.user, "a", entry(8), validators=dataclasses.replace(CPU, device="Other CPU")
-    )
-    assert cli.main(["configs", "verify", str(foreign)]) == 2
-    assert (
-        "device differs: the file says 'Other CPU', here it is 'Example CPU'; verify"
-        in capsys.readouterr().err
-    )
+def test_verify_refuses_files_of_other_devices_and_of_cpus(machine, capsys):
     gpu = machine.add(machine.user, "b", cublas_entry(), validators=GPU)
     assert cli.main(["configs", "verify", str(gpu)]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"lsq configs: error: {gpu}: there is no cuda here; verify it on {ITS_DEVICE}\n"
-    )
-
-
-def test_verify_runs_the_products_of_this_cpu(tmp_path, capsys):
-    path = tmp_path / "here.json"
-    configuration_file.write(path, file(entry(8), entry(64), validators=device.here()))
-    assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
-    assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
+    error = capsys.readouterr().err
+    assert error == f"lsq configs: error: {gpu}: there is no cuda here; verify it on {ITS_DEVICE}\n"
+    machine.here["cuda"] = dataclasses.replace(GPU, device="Other GPU")
+    assert cli.main(["configs", "verify", str(gpu)]) == 2
+    assert "device differs: the file says 'Example GPU', here it is" in capsys.readouterr().err
+    cpu = machine.add(machine.user, "a", entry(8))
+    assert cli.main(["configs", "verify", str(cpu)]) == 2
+    assert "is for a CPU, whose tiles are exact whatever a file says" in capsys.readouterr().err
 
 
 def test_export(machine, tmp_path, capsys):
     machine.add(machine.user, "a", entry(8))
     machine.add(
-        machine.package, "b", entry(8, times=dataclasses.replace(entry().times, chosen=1)), entry(9)
+        machine.user, "b", entry(8, times=dataclasses.replace(entry().times, chosen=1)), entry(9)
     )
-    assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 0
+    assert cli.main(["configs", "export", "--kind", "cpu", str(tmp_path / "mine.json")]) == 0
     assert configuration_file.read(tmp_path / "mine.json") == file(entry(8), entry(9))
     assert capsys.readouterr().out == f"2 entries for Example CPU: {tmp_path / 'mine.json'}\n"
-    assert cli.main(["configs", "export", str(tmp_path)]) == 0
+    assert cli.main(["configs", "export", "--kind", "cpu", str(tmp_path)]) == 0
     assert (
         json.loads((tmp_path / "Example_CPU_2_threads.json").read_text())["validators"]["threads"]
         == 2
@@ -156,14 +144,14 @@ def test_export(machine, tmp_path, capsys):
 def test_export_of_a_gpu(machine, tmp_path):
     machine.here["cuda"] = GPU
     machine.add(machine.user, "a", cublas_entry(), validators=GPU)
-    assert cli.main(["configs", "export", str(tmp_path), "--kind", "cuda"]) == 0
+    assert cli.main(["configs", "export", str(tmp_path)]) == 0
     assert configuration_file.read(tmp_path / "Example_GPU.json").entries == (cublas_entry(),)
 
 
 def test_nothing_to_export(machine, tmp_path, capsys):
-    assert cli.main(["configs", "export", str(tmp_path / "mine.json"), "--kind", "cuda"]) == 2
-    assert "--kind is cuda, and there is no cuda here" in capsys.readouterr().err
     assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 2
+    assert "--kind is cuda, and there is no cuda here" in capsys.readouterr().err
+    assert cli.main(["configs", "export", str(tmp_path / "mine.json"), "--kind", "cpu"]) == 2
     assert (
         "no file holds for the cpu here, so there is nothing to export; make one"
         in capsys.readouterr().err

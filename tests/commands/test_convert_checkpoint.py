@@ -11,7 +11,6 @@ import lsq.models.huggingface
 from lsq.commands import cli
 from lsq.layers import clip_format
 from lsq.models.sparsity import sparsity_of
-from tests.serving.translate.conftest import output  # noqa: F401
 
 CHECKPOINT = "int8/model/checkpoint_best.pt"
 
@@ -35,7 +34,7 @@ def convert(capsys):
 
 
 @pytest.mark.thorough
-def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp_path, capsys):  # noqa: F811
+def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp_path, capsys):
     path = tmp_path / "int4.pt"
     before = (output / CHECKPOINT).read_bytes()
     status, said = convert(output / CHECKPOINT, path, "--weight-format", "int4")
@@ -59,7 +58,7 @@ def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp
     assert cli.main(given) == 0 and exported.exists()
 
 
-def test_what_is_refused(convert, output, tmp_path):  # noqa: F811
+def test_what_is_refused(convert, output, tmp_path):
     checkpoint, path = output / CHECKPOINT, tmp_path / "other.pt"
     assert (
         "say what shall be another: --weight-format, --activation-format, "

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from lsq import emulator
 from lsq.commands import doctor
 from lsq.commands.cli import main
+from lsq.emulator import build
 from lsq.ops.rounding import Round
 from lsq.ops.sums import PartialSums
 from lsq.run import backends, cuda
@@ -80,7 +80,7 @@ def test_differences(found, wanted, floats, integers):
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    caches = backends._emulated, cuda.emulated_device, emulator._compiler_version
+    caches = backends._emulated, cuda.emulated_device, build._compiler_version
     for cached in caches:
         cached.cache_clear()
     assert main(["doctor", "--emulate"]) == 1

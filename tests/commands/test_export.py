@@ -11,11 +11,10 @@ from lsq import Translator
 from lsq.commands import cli, export, run_files, train, trained
 from lsq.commands.logs import logging_to
 from lsq.files.lock import locked_file
-from lsq.serving.decode.model import model_of
-from lsq.serving.export import model_file
+from lsq.serving import model_file
+from lsq.serving.decoding_model import model_of
 from tests.commands.small_runs import files_in
 from tests.fairseq.conftest import corpus  # noqa: F401
-from tests.serving.translate.conftest import output  # noqa: F401
 
 CHECKPOINT = "model/checkpoint_best.pt"
 LANGUAGE_MODEL = (
@@ -47,7 +46,7 @@ def same(model, tensors) -> bool:
     )
 
 
-def test_a_run_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
+def test_a_run_for_lsq(lsq_export, output, tmp_path):
     path = tmp_path / "model.safetensors"
     status, said = lsq_export(output, "lsq", path)
     assert status == 0 and said == f"{path}: {path.stat().st_size / 1e6:.1f} MB for lsq\n"
@@ -62,7 +61,7 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
     assert exported.trained_length == 40
 
 
-def test_weights_of_4_bits(lsq_export, output, tmp_path):  # noqa: F811
+def test_weights_of_4_bits(lsq_export, output, tmp_path):
     whole, narrow, again = (tmp_path / name for name in ("whole", "narrow", "again"))
     assert lsq_export(output, "lsq", whole, "--bits", 8)[0] == 0
     assert lsq_export(output, "lsq", narrow, "--bits", 4)[0] == 0
@@ -86,7 +85,7 @@ def test_weights_of_4_bits(lsq_export, output, tmp_path):  # noqa: F811
         assert status == 2 and message in said and not (tmp_path / "other").exists()
 
 
-def test_a_checkpoint_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
+def test_a_checkpoint_for_lsq(lsq_export, output, tmp_path):
     checkpoint, path = output / "int8" / CHECKPOINT, tmp_path / "model"
     status, said = lsq_export(checkpoint, "lsq", path)
     assert status == 2 and "if it is a checkpoint, give the folder of its dictionaries" in said
@@ -96,7 +95,7 @@ def test_a_checkpoint_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
     assert exported.subwords is None
 
 
-def test_for_fairseq(lsq_export, output, tmp_path):  # noqa: F811
+def test_for_fairseq(lsq_export, output, tmp_path):
     path = tmp_path / "model.pt"
     assert lsq_export(output, "fairseq", path)[0] == 0
     (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task(
@@ -108,7 +107,7 @@ def test_for_fairseq(lsq_export, output, tmp_path):  # noqa: F811
     assert status == 2 and "is of fairseq's own TransformerModel; give one of lsq's" in said
 
 
-def test_for_ctranslate2_from_a_run_and_from_a_file(lsq_export, output, tmp_path):  # noqa: F811
+def test_for_ctranslate2_from_a_run_and_from_a_file(lsq_export, output, tmp_path):
     ctranslate2 = pytest.importorskip(
         "ctranslate2", reason="needs CTranslate2; pip install '.[ctranslate2]'"
     )
@@ -153,7 +152,7 @@ def test_a_language_model(lsq_export, corpus, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("target", export.TARGETS)
 def test_formats_by_patterns_are_refused_as_they_were_given(
     lsq_export,
-    output,  # noqa: F811
+    output,
     tmp_path,
     monkeypatch,
     target,
@@ -194,7 +193,7 @@ def test_outputs_that_are_refused(lsq_export, tmp_path, target):
     assert files_in(tmp_path) == before
 
 
-def test_what_was_exported_is_replaced_and_never_the_run(lsq_export, output, tmp_path):  # noqa: F811
+def test_what_was_exported_is_replaced_and_never_the_run(lsq_export, output, tmp_path):
     path, before = tmp_path / "made", files_in(output)
     for target, other in (("lsq", "fairseq"), ("fairseq", "lsq")):
         assert [
@@ -207,7 +206,7 @@ def test_what_was_exported_is_replaced_and_never_the_run(lsq_export, output, tmp
     assert files_in(output) == before
 
 
-def test_one_export_at_a_time(lsq_export, output, tmp_path):  # noqa: F811
+def test_one_export_at_a_time(lsq_export, output, tmp_path):
     path = tmp_path / "made"
     with locked_file(path, ""):
         status, said = lsq_export(output, "lsq", path)
@@ -218,7 +217,7 @@ def test_one_export_at_a_time(lsq_export, output, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("target", export.TARGETS)
-def test_models_that_are_refused(lsq_export, output, tmp_path, target):  # noqa: F811
+def test_models_that_are_refused(lsq_export, output, tmp_path, target):
     made = tmp_path / "made"
     damaged = tmp_path / "damaged.pt"
     damaged.write_bytes((output / "int8" / CHECKPOINT).read_bytes()[:-100])

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from lsq.commands import cli, formats
 from lsq.files.lock import locked_folder
-from tests.serving.translate.conftest import output  # noqa: F401
 
 FORMATS = ["--formats", "int8/row", "nvfp4"]
 
@@ -65,7 +64,7 @@ def test_a_checkpoint_is_measured_and_written(lsq_formats, checkpoint, tmp_path)
 
 
 @pytest.mark.thorough
-def test_a_run_is_measured_by_its_checkpoint_and_by_a_batch(lsq_formats, output):  # noqa: F811
+def test_a_run_is_measured_by_its_checkpoint_and_by_a_batch(lsq_formats, output):
     status, said, _ = lsq_formats("--checkpoint", output, *FORMATS)
     assert status == 0 and "weights: medians of" in said and "activations" not in said
     status, said, _ = lsq_formats("--model", output / "int8", *FORMATS, "--words", "40")

@@ -10,7 +10,6 @@ import torch
 from lsq.commands import model_batch
 from lsq.commands.model_batch import load
 from tests.commands.conftest import write_pairs
-from tests.serving.translate.conftest import output  # noqa: F401
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 transformers = pytest.importorskip("transformers")
@@ -58,7 +57,7 @@ def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
 
 
-def test_a_run_and_its_validation_data(output):  # noqa: F811
+def test_a_run_and_its_validation_data(output):
     few, more = (load(output, words=words) for words in (20, 60))
     for batch in (few, more):
         first, second = batch.loss(), batch.loss()
@@ -67,7 +66,7 @@ def test_a_run_and_its_validation_data(output):  # noqa: F811
     assert int(few.description.split()[0]) < int(more.description.split()[0])
 
 
-def test_a_run_and_text(output, texts):  # noqa: F811
+def test_a_run_and_text(output, texts):
     batch = load(output, texts, words=50)
     assert math.isfinite(batch.loss()) and batch.description.endswith(
         f"words of {texts[0]} and {texts[1]}"
@@ -97,7 +96,7 @@ def test_models_of_transformers(folder, texts):
         assert 20 < int(batch.description.split()[2]) < 80
 
 
-def test_losses_of_sentences_of_a_run_add_up(output):  # noqa: F811
+def test_losses_of_sentences_of_a_run_add_up(output):
     batch = load(output, words=60)
     # in int8, sums are rounded by the clips of their batch
     total, words = check_parts(batch, tolerance=0.02)

@@ -13,7 +13,6 @@ from lsq.commands import cli, sensitivity
 from lsq.commands.sensitivity import by_length
 from lsq.study import read_costs
 from tests.commands.test_model_batch import folder, texts, transformers  # noqa: F401
-from tests.serving.translate.conftest import output  # noqa: F401
 
 FORMATS = ["--formats", "int8/row", "int2/row"]
 FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
@@ -35,7 +34,7 @@ def lsq_sensitivity(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
+def test_a_run(lsq_sensitivity, output, tmp_path):
     """All of its validation data have the loss that the training reported."""
     status, said, _ = lsq_sensitivity(output, *FORMATS)
     assert status == 0 and "12 sentences" in said and "Rank correlation of costs" in said
@@ -71,7 +70,7 @@ def test_a_folder_of_transformers(lsq_sensitivity, folder, texts, tmp_path):  # 
     ]
 
 
-def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatch):  # noqa: F811
+def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatch):
     path = tmp_path / "out" / sensitivity.JSON
     status, said, _ = lsq_sensitivity(output, *FEW)
     whole = read_costs(path)
@@ -88,7 +87,7 @@ def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatc
 
 def test_beginning_anew_loses_nothing_before_something_is_measured(
     lsq_sensitivity,
-    output,  # noqa: F811
+    output,
     tmp_path,
     monkeypatch,
 ):
@@ -119,7 +118,7 @@ def _stopping(number: int):
     return progress
 
 
-def test_other_settings_need_overwrite(lsq_sensitivity, output, tmp_path):  # noqa: F811
+def test_other_settings_need_overwrite(lsq_sensitivity, output, tmp_path):
     assert lsq_sensitivity(output, *FEW)[0] == 0
     status, _, said = lsq_sensitivity(output, *FEW, "--clip", "absmax")
     assert status == 2 and "is of other settings (clip: mse before, absmax now)" in said
@@ -127,7 +126,7 @@ def test_other_settings_need_overwrite(lsq_sensitivity, output, tmp_path):  # no
     assert read_costs(tmp_path / "out" / sensitivity.JSON).clip == "absmax"
 
 
-def test_mistakes_are_told_in_a_line(lsq_sensitivity, output, tmp_path):  # noqa: F811
+def test_mistakes_are_told_in_a_line(lsq_sensitivity, output, tmp_path):
     (tmp_path / "file").touch()
     for model, options, message in (
         (tmp_path / "none", [], "none is not there; check the path"),

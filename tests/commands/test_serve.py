@@ -12,11 +12,9 @@ import pytest
 
 from lsq.commands import serve
 from lsq.commands.translation_options import search_options
-from lsq.serving.decode import SearchOptions
-from lsq.serving.export import model_file
-from lsq.serving.serve.limits import Limits
-from tests.serving.export.test_model_file import exported
-from tests.serving.translate.conftest import output, translator  # noqa: F401
+from lsq.serving import SearchOptions, model_file
+from lsq.serving.http.requests import Limits
+from tests.serving.test_model_file import exported
 
 
 def test_every_limit_is_an_option(capsys):
@@ -59,8 +57,8 @@ def test_an_exported_model_is_served_without_what_takes_long_to_import(tmp_path)
     code = f"""
 import sys
 from lsq.commands import serve, translate
-from lsq.serving.serve import application, server
-from lsq.serving.serve.limits import Limits
+from lsq.serving.http import service as application, server
+from lsq.serving.http.requests import Limits
 translator = translate.translator_of(serve.parser().parse_args(["--model", {str(path)!r}]))
 service = application.Service(translator, translator.options, Limits())
 server.server_of(service.application(), Limits(), print)
@@ -75,7 +73,7 @@ assert not found, found
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_service_from_beginning_to_end(output, translator, number):  # noqa: F811
+def test_a_service_from_beginning_to_end(output, translator, number):
     command = [
         sys.executable,
         "-m",

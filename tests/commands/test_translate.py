@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lsq.commands import cli, translate
+from lsq.commands.translate import read_lines
 from lsq.files.lock import Busy, locked_file
 from lsq.text.corpus import read_items
 from tests.commands.small_runs import files_in
-from tests.serving.translate.conftest import output  # noqa: F401
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
@@ -26,7 +26,7 @@ def text(tmp_path) -> Path:
 
 
 @pytest.fixture
-def lsq_translate(output, capsysbinary, monkeypatch):  # noqa: F811
+def lsq_translate(output, capsysbinary, monkeypatch):
     """lsq_translate(*options) runs the command in this process on a small model; returns the lines
     that it writes."""
 
@@ -38,7 +38,7 @@ def lsq_translate(output, capsysbinary, monkeypatch):  # noqa: F811
     return lsq_translate
 
 
-def test_standard_input(lsq_translate, output):  # noqa: F811
+def test_standard_input(lsq_translate, output):
     sources = "".join(f"{line}\n" for line in read_items(output / "data" / "test.src"))
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
     assert lsq_translate(given=sources.encode()) == hypotheses
@@ -108,7 +108,7 @@ def test_output_is_written_whole_or_not_at_all(lsq_translate, text, tmp_path):
     assert written.read_text() == found and sorted(tmp_path.iterdir()) == [text, written]
 
 
-def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):  # noqa: F811
+def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):
     before = files_in(output)
     for written in (
         "int8/model/checkpoint_best.pt",
@@ -237,7 +237,7 @@ def test_mistakes_in_options(lsq_translate, text, options, message):
         lsq_translate(text, *options)
 
 
-def start(output: Path, *options: str, **streams) -> subprocess.Popen:  # noqa: F811
+def start(output: Path, *options: str, **streams) -> subprocess.Popen:
     command = [
         sys.executable,
         "-m",
@@ -258,7 +258,7 @@ def start(output: Path, *options: str, **streams) -> subprocess.Popen:  # noqa: 
 
 
 @pytest.mark.thorough
-def test_whoever_reads_may_go(output):  # noqa: F811
+def test_whoever_reads_may_go(output):
     found = start(
         output,
         "--buffer",
@@ -278,13 +278,9 @@ def test_whoever_reads_may_go(output):  # noqa: F811
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sent", "name"),
-    [
-        (signal.SIGINT, b"Ctrl-C (SIGINT)"),
-        (signal.SIGTERM, b"SIGTERM"),
-        (signal.SIGHUP, b"SIGHUP"),
-    ],
+    [(signal.SIGINT, b"Ctrl-C (SIGINT)"), (signal.SIGTERM, b"SIGTERM"), (signal.SIGHUP, b"SIGHUP")],
 )
-def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # noqa: F811
+def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):
     written = tmp_path / "out.txt"
     found = start(
         output,
@@ -306,7 +302,7 @@ def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # no
 
 
 @pytest.mark.thorough
-def test_a_line_at_a_time_at_a_terminal(output):  # noqa: F811
+def test_a_line_at_a_time_at_a_terminal(output):
     ours, theirs = pty.openpty()
     found = start(
         output,
@@ -325,7 +321,7 @@ def test_a_line_at_a_time_at_a_terminal(output):  # noqa: F811
     assert found.stdout.readline() == first and found.wait() == 0
 
 
-def test_mistakes_are_one_line(output, tmp_path, capsys):  # noqa: F811
+def test_mistakes_are_one_line(output, tmp_path, capsys):
     text = tmp_path / "in.txt"
     text.write_bytes(b"red\n\xff")
     assert cli.main(["translate", "--model", str(output), str(text)]) == 2
@@ -334,3 +330,45 @@ def test_mistakes_are_one_line(output, tmp_path, capsys):  # noqa: F811
         f"lsq translate: error: {text}, line 2: byte 0xff"
     )
     assert printed.err.count("\n") == 1
+
+
+def read(content: bytes) -> list[str]:
+    return list(read_lines(io.BytesIO(content), "in.txt"))
+
+
+def test_lines_end_at_line_feeds_only():
+    assert read("a\r\n\u2028b\n\nc".encode()) == ["a\r\n", "\u2028b\n", "\n", "c"]
+    assert read(b"") == []
+
+
+def test_byte_order_mark_is_no_text():
+    assert read(b"\xef\xbb\xbfa\n\xef\xbb\xbfb") == ["a\n", "\ufeffb"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"a\nb\xffc\n",
+            "in.txt, line 2: byte 0xff is not valid UTF-8; convert the file first, e.g. with iconv",
+        ),
+        (b"a\n\n\xe4\xbd", "in.txt, line 3: byte 0xe4 is not valid UTF-8"),
+        (b"\xff\xfea\0\n", "in.txt, line 1: a NUL byte is no text; remove it"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_line(content, message):
+    with pytest.raises(ValueError) as refused:
+        read(content)
+    assert str(refused.value).startswith(message)
+
+
+def test_lines_before_a_mistake_are_read():
+    found = read_lines(io.BytesIO(b"a\n\xff"), "in.txt")
+    assert next(found) == "a\n"
+
+
+def test_endless_lines_are_refused(monkeypatch):
+    monkeypatch.setattr(translate, "LONGEST", 4)
+    assert read(b"abc\nabcd") == ["abc\n", "abcd"]
+    with pytest.raises(ValueError, match="in.txt, line 2 has more than 4 bytes"):
+        read(b"abc\nabcde")

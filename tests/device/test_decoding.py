@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from lsq.run.backends import for_device
-from lsq.serving.decode import SearchOptions, search
-from lsq.serving.decode.engine import Engine
-from lsq.serving.decode.model import model_of
+from lsq.serving import SearchOptions, search
+from lsq.serving.decoding_model import model_of
+from lsq.serving.engine import Engine
 from tests.device.standin import PLACE, ordered
 from tests.device.watch import watched
-from tests.serving.decode.models import batch, small_model
-from tests.serving.decode.test_engine import sentences
+from tests.serving.models import batch, small_model
+from tests.serving.test_engine import sentences
 
 LAUNCHES = 16
 """PyTorch's in a step, between the lists of the engine."""

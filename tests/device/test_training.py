@@ -21,12 +21,7 @@ from tests.fairseq.conftest import SHORT, TINY, WORDS
 from tests.layers import toy
 from tests.layers.shapes import config_of
 
-OPTIONS = {
-    "backward": "int8",
-    "activation_init": "fixed",
-    "weight_init": "fixed",
-    "calibration_passes": 0,
-}
+OPTIONS = {"backward": "int8", "clip_init": "fixed"}
 """Nothing is calibrated."""
 
 
@@ -53,7 +48,7 @@ class Plugin(nn.Module):
         args = options.parse_args_and_arch(
             options.get_training_parser(), ["no corpus", *TINY, *SHORT]
         )
-        args.lsq_activation_init = args.lsq_weight_init = "fixed"
+        args.lsq_clip_init = "fixed"
         task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
         self.model = LSQTransformerModel.build_model(args, task)
 

@@ -25,7 +25,7 @@ def train(rank: int, place: torch.device, compressed: bool) -> list[dict[str, to
     The first one measures clips by largest values, as all devices do.
     """
     torch.manual_seed(1)
-    config = config_of(backward="int8", dropout=0.1, activation_init="absmax", weight_init="absmax")
+    config = config_of(backward="int8", dropout=0.1, clip_init="absmax")
     model = nn.Sequential(TransformerEncoderLayer(config)).to(place)
     model[0].backend = None if place == PLACE else backend("emulated")
     fully_shard(model[0])

@@ -1,11 +1,8 @@
-"""What becomes of each command on a page: whether it is run, run small, or only checked, and why.
+"""How the tests follow each command on a page: run it, run it small, or only check its words.
 
-One table, RULES.
-
-A check parses the command line with the program's own parser, so that an option that does not exist
-is found. That the
-command works is shown by another test that runs it, or its page says when somebody last did: "last
-    run" and a date.
+A check parses the command line with the program's own parser, which finds an option that does not
+exist. Another test runs such commands, or the page says when somebody last did: "last run" and a
+date.
 """
 
 import argparse
@@ -37,20 +34,13 @@ from tests.docs.reader import Reader
 
 TEXT = (
     "--vocabulary-size 60 --max-length 40 --max-tokens 400 --updates 3 --layers 1 --hidden 16"
-    " --feed-forward 32"
+    " --feed-forward 32 --heads 2 --quiet"
 )
-TEXT += " --heads 2 --quiet"
-TRAINING = "--max-update 2 --max-tokens 400 --num-workers 0 --no-epoch-checkpoints"
-for side in ("encoder", "decoder"):
-    TRAINING += (
-        f" --{side}-layers 1 --{side}-embed-dim 16 --{side}-ffn-embed-dim 32"
-        f" --{side}-attention-heads 2"
-    )
-
-LANGUAGE_MODEL = (
-    "--max-update 2 --max-tokens 400 --num-workers 0 --no-epoch-checkpoints --decoder-layers 1"
+SHORT = "--max-update 2 --max-tokens 400 --num-workers 0 --no-epoch-checkpoints"
+ENCODER, DECODER = (
+    f" --{side}-layers 1 --{side}-embed-dim 16 --{side}-ffn-embed-dim 32 --{side}-attention-heads 2"
+    for side in ("encoder", "decoder")
 )
-LANGUAGE_MODEL += " --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2"
 
 
 class Parsed(BaseException):
@@ -59,8 +49,8 @@ class Parsed(BaseException):
 
 @contextlib.contextmanager
 def until_parsed() -> Iterator[list[argparse.Namespace]]:
-    """Within this context a program ends as soon as its parser has taken the command line; yields a
-    list for that."""
+    """Within this context a program ends as soon as its parser has taken the command line; yields
+    a list for that."""
 
     def parse_args(parser, *arguments, **named):
         parsed.append(original(parser, *arguments, **named))
@@ -83,74 +73,62 @@ def command(name: str):
 
 
 def run_lsq(reader: Reader, words: list[str]) -> None:
-    """Run a subcommand of lsq in this process, and let go of what a process would when it ends."""
+    """Run a subcommand of lsq in this process."""
     assert command(words[1]).run(words[2:]) == 0
     gc.collect()  # a training reports when its task is dropped
 
 
 def parse_lsq(reader: Reader, words: list[str]) -> None:
-    """Parse the command line of a subcommand of lsq; one that only makes data leaves the folder for
-    them."""
-    module = command(words[1])
+    """Parse a subcommand's words; one that only makes data leaves the folder for them."""
+    if words[1] == "train":  # which has several parsers, and checks of fairseq's
+        convert_namespace_to_omegaconf(train.parse_training(words[2:]))
+        return
     with until_parsed() as parsed:
-        module.run(words[2:])
+        command(words[1]).run(words[2:])
     if words[1] == "numbers" or getattr(parsed[0], "prepare_only", False):
         (parsed[0].output / "data").mkdir(parents=True)
 
 
-def parse_lsq_train(reader: Reader, words: list[str]) -> None:
-    """Parse a training's command line, which has several parsers, and check what fairseq checks."""
-    convert_namespace_to_omegaconf(train.parse_training(words[2:]))
-
-
-def run_fairseq_train(reader: Reader, words: list[str]) -> None:
-    """Run fairseq-train in this process."""
+def run_fairseq(reader: Reader, words: list[str]) -> None:
+    """Run a command of fairseq in this process."""
     # of an earlier training in this process
     vars(checkpoint_utils.save_checkpoint).pop("best", None)
-    args = options.parse_args_and_arch(options.get_training_parser(), words[1:])
-    fairseq_train.main(convert_namespace_to_omegaconf(args))
-
-
-def run_fairseq_generate(reader: Reader, words: list[str]) -> None:
-    """Run fairseq-generate in this process."""
-    args = options.parse_args_and_arch(options.get_generation_parser(), words[1:])
-    fairseq_generate.main(convert_namespace_to_omegaconf(args))
-
-
-def run_fairseq_preprocess(reader: Reader, words: list[str]) -> None:
-    """Run fairseq-preprocess in this process."""
-    fairseq_preprocess.main(options.get_preprocessing_parser().parse_args(words[1:]))
-
-
-def run_fairseq_eval_lm(reader: Reader, words: list[str]) -> None:
-    """Run fairseq-eval-lm in this process."""
-    args = options.parse_args_and_arch(options.get_eval_lm_parser(), words[1:])
-    fairseq_eval_lm.main(convert_namespace_to_omegaconf(args))
+    if words[0] == "fairseq-train":
+        args = options.parse_args_and_arch(options.get_training_parser(), words[1:])
+        fairseq_train.main(convert_namespace_to_omegaconf(args))
+    elif words[0] == "fairseq-preprocess":
+        fairseq_preprocess.main(options.get_preprocessing_parser().parse_args(words[1:]))
+    elif words[0] == "fairseq-eval-lm":
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), words[1:])
+        fairseq_eval_lm.main(convert_namespace_to_omegaconf(args))
+    else:
+        args = options.parse_args_and_arch(options.get_generation_parser(), words[1:])
+        fairseq_generate.main(convert_namespace_to_omegaconf(args))
 
 
 def parse_torchrun(reader: Reader, words: list[str]) -> None:
     """Parse torchrun's options, and check what it starts: `lsq train`, an example, or a script that
     the page saved."""
     given = torchrun.get_args_parser().parse_args(words[1:])
-    command = [given.training_script, *given.training_script_args]
+    started = [given.training_script, *given.training_script_args]
     if given.no_python:
-        assert command[:2] == ["lsq", "train"], command
-        parse_lsq_train(reader, command)
-    elif command[0].startswith("examples/"):
-        parse_script(reader, ["python", *command])
+        assert started[:2] == ["lsq", "train"], started
+        parse_lsq(reader, started)
+    elif started[0].startswith("examples/"):
+        parse_script(reader, ["python", *started])
     else:
-        assert (reader.folder / command[0]).is_file(), command
+        assert (reader.folder / started[0]).is_file(), started
 
 
 def dry_make(reader: Reader, words: list[str]) -> None:
     """Have make show what it would do."""
-    command = [*words, "--dry-run", "--directory", str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    dry = [*words, "--dry-run", "--directory", str(ROOT)]
+    done = subprocess.run(dry, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def parse_script(reader: Reader, words: list[str]) -> None:
-    """Parse the command line of one of this repository's scripts in Python."""
+    """Parse the words of one of the repository's scripts in Python."""
     script = ROOT / words[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(script), *words[2:]])
@@ -160,12 +138,11 @@ def parse_script(reader: Reader, words: list[str]) -> None:
 
 
 def parse_benchmark(reader: Reader, words: list[str]) -> None:
-    """Parse the command line of a benchmark that a test beside it runs, small, by calling its
-    `main`."""
+    """Parse the words of a benchmark that a test runs, small; others need a date."""
     name = Path(words[1]).stem
     test = ROOT / f"tests/benchmarks/test_{name}.py"
     calls = test.exists() and "main(" in test.read_text(encoding="utf-8")
-    # tests/benchmarks/test_benchmarks.py runs each of those
+    # tests/benchmarks/test_benchmarks.py runs each bench_*.py
     if not name.startswith("bench_") and not calls:
         require_date(reader, words)
     parse_script(reader, words)
@@ -177,9 +154,8 @@ def require_date(reader: Reader, words: list[str]) -> None:
     Raises:
         ValueError: there is none.
     """
-    lines = [
-        line for line in reader.block.text.splitlines() if all(word in line for word in words[:2])
-    ]
+    text = reader.block.text.replace("\\\n", " ")  # a command may take several lines
+    lines = [line for line in text.splitlines() if all(word in line for word in words[:2])]
     if not any(RAN.search(line) for line in lines):
         raise ValueError(
             f"no test runs {' '.join(words)!r}: run it, and say behind it '# last run 2026-11-26'"
@@ -215,8 +191,8 @@ def printed_recipe(reader: Reader, words: list[str]) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         reader.run([str(ROOT / words[0]), *words[1:]], follow)
     print(printed.getvalue(), end="")
-    command = shlex.split(printed.getvalue())
-    {"lsq": parse_lsq_train, "torchrun": parse_torchrun}[command[0]](reader, command)
+    started = shlex.split(printed.getvalue())
+    {"lsq": parse_lsq, "torchrun": parse_torchrun}[started[0]](reader, started)
 
 
 def check_syntax(reader: Reader, words: list[str]) -> None:
@@ -224,22 +200,22 @@ def check_syntax(reader: Reader, words: list[str]) -> None:
     subprocess.run(["bash", "-n", str(ROOT / words[0])], check=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
-    """How commands that begin with `words` are followed.
+    """How to follow commands that begin with `words`; of several rules the longest counts.
 
     Attributes:
         way: runs or checks one.
-        extra: further options, which make it small.
         why: the reason, where it does not run as printed.
+        extra: further options, which make it small.
         test: what runs such commands, where `way` only checks them; without, pages must say when
             they last ran.
     """
 
     words: str
     way: Callable[[Reader, list[str]], None]
-    extra: str = ""
     why: str = ""
+    extra: str = ""
     test: str = ""
 
     @property
@@ -248,148 +224,68 @@ class Rule:
         return self.way.__name__.startswith("run_")
 
 
-RECIPES = "tests/recipes/test_recipes.py"
+COMMANDS, RECIPES = "tests/commands/test_", "tests/recipes/test_recipes.py"
+HOURS = "hours of training"
 RAN = re.compile(r"# .*last run 20\d\d-\d\d-\d\d")
 RULES = [
+    Rule("lsq train-text", run_lsq, HOURS, TEXT),
+    Rule("lsq train", run_lsq, HOURS, SHORT + ENCODER + DECODER),
+    Rule("lsq train runs/lm", run_lsq, HOURS, SHORT + DECODER),
+    Rule("lsq generate", run_lsq),
+    Rule("lsq translate", run_lsq),
+    Rule("lsq export", run_lsq),
+    Rule("lsq formats", run_lsq),
+    Rule("lsq plan", run_lsq),
+    Rule("lsq tune", run_lsq),
+    Rule("lsq configs", run_lsq),
+    Rule("lsq numbers", parse_lsq, "minutes of training", test=COMMANDS + "numbers.py"),
+    Rule("lsq compare", parse_lsq, HOURS, test=COMMANDS + "compare.py"),
+    Rule("lsq serve", parse_lsq, "serves until it is stopped", test=COMMANDS + "serve.py"),
+    Rule("lsq formats --model", parse_lsq, "needs a training", test=COMMANDS + "formats.py"),
+    Rule("lsq sensitivity", parse_lsq, "needs a training", test=COMMANDS + "sensitivity.py"),
     Rule(
-        words="lsq train-text",
-        way=run_lsq,
-        extra=TEXT,
-        why="hours of training: the model and its updates are few",
+        "lsq convert-checkpoint",
+        parse_lsq,
+        "needs a training",
+        test=COMMANDS + "convert_checkpoint.py",
     ),
+    Rule("lsq doctor", parse_lsq, "half a minute of compiling", test=COMMANDS + "emulation.py"),
+    Rule("curl", leave_it, "the service does not run here", test="tests/serving/serve"),
+    Rule("fairseq-train", run_fairseq, HOURS, SHORT + ENCODER + DECODER),
+    Rule("fairseq-preprocess", run_fairseq),
+    Rule("fairseq-eval-lm", run_fairseq),
+    Rule("fairseq-generate", run_fairseq),
+    Rule("torchrun", parse_torchrun, "many processes", test=COMMANDS + "workers.py"),
     Rule(
-        words="lsq train",
-        way=run_lsq,
-        extra=TRAINING,
-        why="hours of training: the model and its updates are few",
-    ),
-    Rule(
-        words="lsq train runs/lm",
-        way=run_lsq,
-        extra=LANGUAGE_MODEL,
-        why="hours of training: the model is small",
-    ),
-    Rule(words="lsq generate", way=run_lsq),
-    Rule(
-        words="lsq numbers",
-        way=parse_lsq,
-        why="minutes of training",
-        test="tests/commands/test_numbers.py",
-    ),
-    Rule(
-        words="lsq compare",
-        way=parse_lsq,
-        why="hours of training",
-        test="tests/commands/test_compare.py",
-    ),
-    Rule(words="lsq translate", way=run_lsq),
-    Rule(
-        words="lsq serve",
-        way=parse_lsq,
-        why="serves until it is stopped",
-        test="tests/commands/test_serve.py",
-    ),
-    Rule(
-        words="curl",
-        way=leave_it,
-        why="asks the service, which does not run here",
-        test="tests/serve",
-    ),
-    Rule(words="lsq export", way=run_lsq),
-    Rule(words="lsq formats", way=run_lsq),
-    Rule(
-        words="lsq formats --model",
-        way=parse_lsq,
-        why="needs a training",
-        test="tests/commands/test_formats.py",
-    ),
-    Rule(
-        words="lsq sensitivity",
-        way=parse_lsq,
-        why="needs a training",
-        test="tests/commands/test_sensitivity.py",
-    ),
-    Rule(
-        words="lsq convert-checkpoint",
-        way=parse_lsq,
-        why="needs a training",
-        test="tests/commands/test_convert_checkpoint.py",
-    ),
-    Rule(words="lsq plan", way=run_lsq),
-    Rule(
-        words="lsq tune",
-        way=run_lsq,
-        extra="--list",
-        why="minutes of measuring: the products are listed",
-    ),
-    Rule(words="lsq configs", way=run_lsq),
-    Rule(
-        words="lsq doctor",
-        way=parse_lsq,
-        why="half a minute of compiling",
-        test="tests/commands/test_emulation.py",
-    ),
-    Rule(
-        words="fairseq-train",
-        way=run_fairseq_train,
-        extra=TRAINING,
-        why="hours of training, as lsq train",
-    ),
-    Rule(words="fairseq-preprocess", way=run_fairseq_preprocess),
-    Rule(words="fairseq-eval-lm", way=run_fairseq_eval_lm),
-    Rule(words="fairseq-generate", way=run_fairseq_generate),
-    Rule(
-        words="torchrun",
-        way=parse_torchrun,
-        why="many processes",
-        test="tests/commands/test_workers.py",
-    ),
-    Rule(
-        words="python benchmarks/",
-        way=parse_benchmark,
-        why="minutes of measuring",
+        "python benchmarks/",
+        parse_benchmark,
+        "minutes of measuring",
         test="tests/benchmarks/test_benchmarks.py",
     ),
     Rule(
-        words="python examples/",
-        way=parse_script,
-        why="minutes of training",
+        "python examples/",
+        parse_script,
+        "minutes of training",
         test="tests/examples/test_examples.py",
     ),
     Rule(
-        words="benchmarks/gpu_round.sh",
-        way=check_syntax,
-        why="needs a GPU",
+        "benchmarks/gpu_round.sh",
+        check_syntax,
+        "needs a GPU",
         test="tests/benchmarks/test_gpu_round.py",
     ),
-    Rule(words="make", way=dry_make, why="sets up a machine, and runs these tests", test=".ci/run"),
-    Rule(
-        words="benchmarks/gpu_carry.sh", way=check_syntax, why="downloads, and compiles for minutes"
-    ),
-    Rule(words="recipes/iwslt14_de_en/prepare.sh", way=dry_recipe, why="a download", test=RECIPES),
-    Rule(words="recipes/wmt14_en_de/prepare.sh", way=dry_recipe, why="a download", test=RECIPES),
-    *(
-        Rule(
-            words=f"recipes/{recipe}/run.sh",
-            way=printed_recipe,
-            extra="--print",
-            why="days of training",
-            test=RECIPES,
-        )
-        for recipe in ("iwslt14_de_en", "wmt14_en_de")
-    ),
-    Rule(
-        words="recipes/numbers/run.sh",
-        way=dry_recipe,
-        why="minutes of training, as lsq numbers",
-        test=RECIPES,
-    ),
-    Rule(words="recipes/text/run.sh", way=dry_recipe, why="hours of training", test=RECIPES),
-    Rule(words="recipes/quality/run.sh", way=dry_recipe, why="hours of training"),
-    Rule(words="recipes/sparsity/run.sh", way=dry_recipe, why="an hour of training"),
-    Rule(words="recipes/formats/run.sh", way=dry_recipe, why="hours of training"),
+    Rule("benchmarks/gpu_carry.sh", check_syntax, "downloads, and compiles for minutes"),
+    Rule("make", dry_make, "sets up a machine, and runs these tests", test=".ci/run"),
+    Rule("recipes/iwslt14_de_en/prepare.sh", dry_recipe, "a download", test=RECIPES),
+    Rule("recipes/wmt14_en_de/prepare.sh", dry_recipe, "a download", test=RECIPES),
+    Rule("recipes/iwslt14_de_en/run.sh", printed_recipe, HOURS, "--print", test=RECIPES),
+    Rule("recipes/wmt14_en_de/run.sh", printed_recipe, HOURS, "--print", test=RECIPES),
+    Rule("recipes/numbers/run.sh", dry_recipe, "minutes of training", test=RECIPES),
+    Rule("recipes/text/run.sh", dry_recipe, HOURS, test=RECIPES),
+    Rule("recipes/quality/run.sh", dry_recipe, HOURS),
+    Rule("recipes/sparsity/run.sh", dry_recipe, HOURS),
+    Rule("recipes/formats/run.sh", dry_recipe, HOURS),
 ]
-"""The longest that fits counts."""
 PROGRAMS = {rule.words.split()[0] for rule in RULES} | {"python3", "curl", "tar"}
 
 

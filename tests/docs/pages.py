@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATTERNS = ("README.md", "docs/*.md", "recipes/**/README.md", "benchmarks/README.md")
+PATTERNS = ("*.md", "docs/*.md", "recipes/**/README.md", "benchmarks/README.md")
 KINDS = ("python", "bash", "output", "text")
 """python and bash are run; output is what the block before it prints; text is a formula, a diagram
 or an extract."""
 
+_LINK = re.compile(r"\]\(([^)\s]*)\)")
 _FENCE = re.compile(r"( {0,3})(```+)(.*)")
 
 
@@ -70,3 +71,30 @@ def blocks(page: Path) -> list[Block]:
                 Block(page=page, line=number, kind="indented", text=lines[number - 1] + "\n")
             )
     return found
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    fenced = {number for block in blocks(page) for number in _lines_of(block)}
+    return {
+        re.sub(r"[^\w -]", "", line.lstrip("#").strip().lower()).replace(" ", "-")
+        for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), 1)
+        if line.startswith("#") and number not in fenced
+    }
+
+
+def broken_links(page: Path) -> list[str]:
+    """The links of a page to files and headings of the repository that are not there."""
+    broken = []
+    for link in _LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    return broken
+
+
+def _lines_of(block: Block) -> range:
+    return range(block.line, block.line + block.text.count("\n"))

@@ -2,6 +2,7 @@
 else."""
 
 import multiprocessing
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,20 +12,19 @@ import pytest
 from tests.commands.conftest import write_pairs
 from tests.configurations import quick_configurations  # noqa: F401
 from tests.docs import commands
-from tests.docs.pages import KINDS, ROOT, blocks, pages
+from tests.docs.pages import KINDS, ROOT, blocks, broken_links, pages
 from tests.docs.reader import Reader, page_left_behind
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 
 LONG = (
-    "docs/exporting.md",
+    "docs/distributed.md",
     "docs/fairseq.md",
-    "docs/formats.md",
-    "docs/gradients.md",
-    "docs/layers.md",
+    "docs/gpu.md",
     "docs/memory.md",
-    "docs/translating.md",
-    "docs/tuning.md",
+    "docs/numbers.md",
+    "docs/serving.md",
+    "docs/start.md",
     "recipes/text/README.md",
 )
 """Pages whose commands take longest, a few seconds to half a minute."""
@@ -62,6 +62,39 @@ def test_every_block_says_what_it_is(page):
         if block.kind not in KINDS
     ]
     assert not unknown, f"fence these blocks with one of {', '.join(KINDS)}: {unknown}"
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_links_lead_somewhere_and_lines_are_short(page):
+    assert not broken_links(ROOT / page)
+    lines = (ROOT / page).read_text(encoding="utf-8").split("\n")
+    assert not [line for line in lines if len(line) > 100]
+
+
+def test_the_documentation_is_short():
+    texts = [(ROOT / page).read_text(encoding="utf-8") for page in pages() if is_main(page)]
+    assert len(texts) == 10
+    assert sum(len(text.split()) for text in texts) <= 22_000
+
+
+def is_main(page: Path) -> bool:
+    """Whether a page is README.md or in docs."""
+    return page.parent == Path("docs") or page == Path("README.md")
+
+
+def test_every_picture_is_shown():
+    texts = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages())
+    assert not [one for one in (ROOT / "docs").glob("*.png") if f"]({one.name})" not in texts]
+
+
+def test_code_names_pages_that_exist():
+    named = {
+        (path.relative_to(ROOT), page)
+        for folder in ("lsq", "benchmarks", "examples", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        for page in re.findall(r"\bdocs/[\w-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert not [(str(path), page) for path, page in named if not (ROOT / page).exists()]
 
 
 @pytest.mark.parametrize("rule", commands.RULES, ids=lambda rule: rule.words)
@@ -119,7 +152,7 @@ def test_blocks_of_a_page(tmp_path):
         ("```bash\nmake no-such-target\n```", AssertionError),
         ("```bash\npython benchmarks/bench_step.py --no-such-option\n```", SystemExit),
         ("```bash\npython benchmarks/bench_no_such_file.py\n```", FileNotFoundError),
-        ("```bash\npython benchmarks/number_formats.py\n```", ValueError),
+        ("```bash\npython benchmarks/compile_kernels.py\n```", ValueError),
         ("```bash\nrecipes/formats/run.sh messages runs/formats\n```", ValueError),
         ("```bash\ntorchrun --no-such-option train.py\n```", SystemExit),
         ("```bash\ntorchrun --nproc-per-node 2 train.py\n```", AssertionError),
@@ -152,6 +185,11 @@ def test_a_failure_is_told_while_a_process_of_the_command_lives(tmp_path):
     finally:
         forked.kill()
         forked.join()
+
+
+def test_broken_links_are_found(tmp_path):
+    text = "[a](page.md#a-title) [b](#gone) [c](gone.md) [d](https://example.org)\n\n# A `title`!\n"
+    assert broken_links(page_of(tmp_path, text)) == ["#gone", "gone.md"]
 
 
 def test_commands_run_in_order(reader, tmp_path):

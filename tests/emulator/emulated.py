@@ -1,4 +1,4 @@
-"""Launches kernels of tests/csrc/cuda through the emulated driver.
+"""Launches kernels of tests/emulator/kernels through the emulated driver.
 
 Imports no torch: children start fast.
 """
@@ -65,14 +65,9 @@ class Module:
         return found
 
     def launch(self, name, grid, block, *arguments, shared=0, stream=None):
-        """Arrays go as pointers, whole numbers as int64 (addresses too), floats as float32; stream:
-        its handle."""
-        values = [
-            ctypes.c_float(value)
-            if isinstance(value, float)
-            else ctypes.c_int64(value if isinstance(value, int) else ctypes.addressof(value))
-            for value in arguments
-        ]
+        """Arrays and tensors go as pointers, whole numbers as int64 (addresses too), floats as
+        float32; stream: its handle."""
+        values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         grid, block = (
             (*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)
@@ -80,3 +75,19 @@ class Module:
         self.driver(
             "cuLaunchKernel", self.function(name), *grid, *block, shared, stream, pointers, None
         )
+
+
+def _value(argument):
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    if hasattr(argument, "data_ptr"):
+        argument = argument.data_ptr()
+    return ctypes.c_int64(argument if isinstance(argument, int) else ctypes.addressof(argument))
+
+
+def fails(message, result=None):
+    """A block that must end with a CudaError of this message, and of this result if it is given."""
+    import pytest
+
+    check = {"check": lambda error: error.result == result} if result is not None else {}
+    return pytest.raises(CudaError, match=message, **check)

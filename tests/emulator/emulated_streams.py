@@ -3,11 +3,12 @@
 import contextlib
 import ctypes
 
+from tests.emulator.emulated import Module
+
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 """Modes of captures."""
 NON_BLOCKING = 1
-
-
+COUNT = 64
 HOST = ctypes.c_void_p(-1)
 """Stands for the host in place of a stream's handle."""
 
@@ -113,3 +114,29 @@ def device(driver, number):
         yield
     finally:
         driver("cuCtxPopCurrent_v2", None)
+
+
+class Work:
+    """Launches of the kernels of ordered.cu on streams, on memory of COUNT integers."""
+
+    def __init__(self):
+        self.module = Module("ordered.cu")
+        self.driver = self.module.driver
+        self.module.function("fill"), self.module.function("copy")
+
+    def fill(self, x, stream=None, value=7):
+        self.module.launch("fill", 2, 32, x.address, value, stream=handle_of(stream))
+
+    def copy(self, x, y, stream=None):
+        self.module.launch("copy", 2, 32, x.address, y.address, stream=handle_of(stream))
+
+    def look(self, x, writes=0, name=b"the host's look"):
+        """The host reads or writes memory."""
+        size = ctypes.c_size_t(4 * COUNT)
+        self.driver("lsq_emulator_use", HOST, name, getattr(x, "handle", x), size, writes)
+
+    def memory(self, stream=None):
+        return Memory(self.driver, COUNT, stream)
+
+    def streams(self, count=2, **options):
+        return [Stream(self.driver, **options) for _ in range(count)]

@@ -4,7 +4,7 @@ UndefinedBehaviorSanitizer."""
 import os
 from pathlib import Path
 
-from lsq import emulator
+from lsq.emulator import build
 
 
 def sanitizer_environment() -> dict[str, str]:
@@ -16,10 +16,10 @@ def sanitizer_environment() -> dict[str, str]:
     """
     libraries = []
     for name in ("libasan.so", "libubsan.so"):
-        path = Path(emulator._run([*emulator._compiler(), f"-print-file-name={name}"]).strip())
+        path = Path(build._run([*build._compiler(), f"-print-file-name={name}"]).strip())
         if not path.is_absolute():
             raise RuntimeError(
-                f"{emulator._compiler()[0]} has no {name}; install g++ with its sanitizer libraries"
+                f"{build._compiler()[0]} has no {name}; install g++ with its sanitizer libraries"
             )
         libraries.append(os.fspath(path.resolve()))
     return {

@@ -5,14 +5,14 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from lsq import emulator
-from tests.emulator.emulated import ORDERS, CudaError, Driver, Module, memory
+from lsq.emulator import build
+from tests.emulator.emulated import ORDERS, CudaError, Driver, Module, fails, memory
 from tests.emulator.sanitizers import sanitizer_environment
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +23,7 @@ def centred(order=0, rows=5, columns=300, threads=256):
     """(found, expected) of the kernel that takes the mean off each row."""
     x = torch.arange(rows * columns, dtype=torch.float32).remainder(17).reshape(rows, columns)
     out = torch.zeros_like(x)
-    Module("sound.cu", order).launch(
-        "centre", rows, threads, x.data_ptr(), out.data_ptr(), columns, 0.5
-    )
+    Module("sound.cu", order).launch("centre", rows, threads, x, out, columns, 0.5)
     return out, x - x.mean(1, keepdim=True) + 0.5
 
 
@@ -34,7 +32,7 @@ def reverses(order, barrier):
     x = torch.arange(3 * 96, dtype=torch.float32)
     out = torch.zeros_like(x)
     module = Module("sound.cu", order, defines=(("BARRIER", barrier),))
-    module.launch("reverse", 3, 96, x.data_ptr(), out.data_ptr(), shared=96 * 4)
+    module.launch("reverse", 3, 96, x, out, shared=96 * 4)
     return torch.equal(out, x.reshape(3, 96).flip(1).flatten())
 
 
@@ -80,19 +78,14 @@ def test_the_last_block_sees_what_all_left(order):
 
 
 def test_floats_of_16_bits():
-    halves = (
-        torch.arange(-(2**15), 2**15, dtype=torch.int32)
-        .to(torch.int16)
-        .view(torch.bfloat16)
-        .float()
-    )
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    halves = bits.view(torch.bfloat16).float()
     between = (halves[1:] + halves[:-1]) / 2  # ties
     wild = torch.randint(-(2**31), 2**31 - 1, (50_000,), dtype=torch.int32).view(torch.float32)
     x = torch.cat([halves, between, between * (1 + 2**-20), between * (1 - 2**-20), wild])
     found, expected = torch.empty_like(x, dtype=torch.bfloat16), x.bfloat16()
-    Module("sound.cu").launch(
-        "narrow", -(-x.numel() // 256), 256, x.data_ptr(), found.data_ptr(), x.numel()
-    )
+    given = x, found, x.numel()
+    Module("sound.cu").launch("narrow", -(-x.numel() // 256), 256, *given)
     missing = expected.isnan()
     assert torch.equal(found.isnan(), missing)
     assert torch.equal(found[~missing], expected[~missing])
@@ -102,10 +95,7 @@ def test_floats_of_16_bits():
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_missing_barrier_is_a_race(order):
     assert reverses(order, barrier=1)
-    with pytest.raises(
-        CudaError,
-        match=r"kernel reverse, .* (reads|writes) shared memory that warp \d (wrote|read) ",
-    ):
+    with fails(r"kernel reverse, .* (reads|writes) shared memory that warp \d (wrote|read) "):
         reverses(order, barrier=0)
 
 
@@ -113,18 +103,13 @@ def test_a_missing_barrier_is_a_race(order):
 def test_a_barrier_that_is_missing_from_the_second_turn_on(order):
     module = Module("faulty.cu", order)
     module.launch("race", 1, 64, memory(64), 1)
-    message = (
-        r"thread \(\d+, 0, 0\) (reads|writes) shared memory that .*, after it waited at"
-        r" faulty.cu:\d+"
-    )
-    with pytest.raises(CudaError, match=rf"kernel race, block \(0, 0, 0\): {message}"):
+    message = r"thread .* (reads|writes) shared memory that .*, after it waited at faulty.cu:\d+"
+    with fails(rf"kernel race, block \(0, 0, 0\): {message}"):
         module.launch("race", 1, 64, memory(64), 0)
 
 
 def test_warps_that_write_the_same_value_race():
-    with pytest.raises(
-        CudaError, match=r"thread \(32, 0, 0\) writes shared memory that warp 0 wrote"
-    ):
+    with fails(r"thread \(32, 0, 0\) writes shared memory that warp 0 wrote"):
         Module("faulty.cu").launch("equal_values", 1, 64, memory(64))
 
 
@@ -140,56 +125,38 @@ def test_shared_memory_starts_as_nan_in_every_block():
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        (
-            "divergent_barrier",
-            r"\(0, 0, 0\) and 39 more: wait at __syncthreads \(.*\(40, 0, 0\) and 23 more finished",
-        ),
-        (
-            "two_barriers",
-            r"not all threads reach the same __syncthreads: .*\(32, 0, 0\) and 31 more: wait",
-        ),
+        ("divergent_barrier", r"and 39 more: wait at __syncthreads \(.*and 23 more finished"),
+        ("two_barriers", r"reach the same __syncthreads: .*\(32, 0, 0\) and 31 more: wait"),
         ("finished_lane", r"thread .* wait at __ballot_sync \(faulty.cu:\d+, mask 0xffffffff\)"),
         (
             "different_masks",
-            r"thread \(\d+, 0, 0\) calls __shfl_sync \(.*\) with mask 0x.*, but is itself lane \d+,"
-            r" which the mask",
+            r"calls __shfl_sync .* with mask 0x.*, but is itself lane \d+, which",
         ),
-        (
-            "other_lanes_mask",
-            r"thread \(\d+, 0, 0\) calls __any_sync \(.*\) with mask 0xff, but is itself lane",
-        ),
+        ("other_lanes_mask", r"calls __any_sync \(.*\) with mask 0xff, but is itself lane"),
         ("different_functions", r"the same mask and function: thread .* __all_sync .* __syncwarp"),
         (
             "source_not_named",
-            r"thread \(\d+, 0, 0\) reads lane 20 by __shfl_sync \(.*\), which its mask 0xffff does"
-            r" not name",
+            r"reads lane 20 by __shfl_sync .*, which its mask 0xffff does not",
         ),
     ],
 )
 def test_faults_of_synchronization(kernel, message, order):
-    with pytest.raises(
-        CudaError, match=rf"kernel {kernel}, block \(0, 0, 0\): .*{message}"
-    ) as caught:
+    where = rf"kernel {kernel}, block \(0, 0, 0\): "
+    with fails(f"{where}.*{message}", LAUNCH_FAILED):
         Module("faulty.cu", order).launch(kernel, 1, 64, memory(64))
-    assert caught.value.result == LAUNCH_FAILED
 
 
 def test_masks_name_lanes_that_exist():
-    with pytest.raises(CudaError, match=r"mask 0xffffffff, but its warp has only 8 lanes"):
+    with fails(r"mask 0xffffffff, but its warp has only 8 lanes"):
         centred(threads=40)
 
 
 def test_a_misaligned_vector():
     x, out = memory(1024), memory(64)
     module = Module("faulty.cu")
-    message = (
-        r"kernel misaligned_vector, block .* thread \(3, 0, 0\) accesses 0x\w+4 .*not"
-        r" aligned"
-        r" to 16 bytes"
-    )
-    with pytest.raises(CudaError, match=message) as caught:
+    message = r"misaligned_vector, block .* thread \(3, 0, 0\) accesses 0x\w+4 .*not aligned to 16"
+    with fails(message, LAUNCH_FAILED):
         module.launch("misaligned_vector", 1, 64, x, out, 4)
-    assert caught.value.result == LAUNCH_FAILED
     module.launch("misaligned_vector", 1, 64, x, out, 16)
 
 
@@ -207,19 +174,12 @@ def test_a_fault_does_not_outlast_its_launch():
         (1, (1, 1, 65), 0, "blocks of 1 x 1 x 65 threads"),
         (0, 32, 0, "a grid of 0 x 1 x 1 blocks"),
         ((1, 65536), 32, 0, "a grid of 1 x 65536 x 1 blocks"),
-        (
-            1,
-            32,
-            49153,
-            r"49153 bytes of dynamic shared memory; the function, which has \d+ static bytes,"
-            r" allows \d+",
-        ),
+        (1, 32, 49153, r"49153 bytes of dynamic .*, which has \d+ static bytes, allows \d+"),
     ],
 )
 def test_launches_that_a_gpu_refuses(grid, block, shared, message):
-    with pytest.raises(CudaError, match=f"kernel places: {message}") as caught:
+    with fails(f"kernel places: {message}", 1):
         Module("sound.cu").launch("places", grid, block, memory(1), shared=shared)
-    assert caught.value.result == 1
 
 
 def test_much_shared_memory_must_be_asked_for():
@@ -227,12 +187,10 @@ def test_much_shared_memory_must_be_asked_for():
     function, attribute, static = module.function("many_barriers"), 8, ctypes.c_int()
     module.driver("cuFuncGetAttribute", ctypes.byref(static), 1, function)
     usual, most = 48 * 1024 - static.value, 227 * 1024 - static.value
-    with pytest.raises(
-        CudaError, match=f"{most + 1} bytes of dynamic shared memory; allowed are 0 to {most}"
-    ):
+    with fails(f"{most + 1} bytes of dynamic shared memory; allowed are 0 to {most}"):
         module.driver("cuFuncSetAttribute", function, attribute, most + 1)
     out = memory(64)
-    with pytest.raises(CudaError, match=f"{static.value} static bytes, allows {usual} "):
+    with fails(f"{static.value} static bytes, allows {usual} "):
         module.launch("many_barriers", 1, 64, out, shared=usual + 1)
     module.driver("cuFuncSetAttribute", function, attribute, most)
     module.launch("many_barriers", 1, 64, out, shared=most)
@@ -240,40 +198,30 @@ def test_much_shared_memory_must_be_asked_for():
 
 
 def test_what_is_not_there():
-    with pytest.raises(CudaError, match="no kernel absent") as caught:
+    with fails("no kernel absent", 500):
         Module("sound.cu").function("absent")
-    assert caught.value.result == 500
-    with pytest.raises(CudaError, match="not a module of the emulator") as caught:
+    with fails("not a module of the emulator", 200):
         Driver()("cuModuleLoadData", ctypes.byref(ctypes.c_void_p()), b"\x7fELF")
-    assert caught.value.result == 200
 
 
 def test_launches_from_several_threads():
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(centred(rows=40))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
-    for found, expected in results:
-        torch.testing.assert_close(found, expected)
+    with ThreadPoolExecutor(4) as pool:
+        for found, expected in pool.map(lambda rows: centred(rows=rows), [40] * 4):
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.thorough
 def test_other_processors_switch_by_ucontext(monkeypatch):
-    monkeypatch.setattr(emulator, "FLAGS", [*emulator.FLAGS, "-DEMULATOR_UCONTEXT"])
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-DEMULATOR_UCONTEXT"])
     torch.testing.assert_close(*centred())
-    with pytest.raises(CudaError, match="not all threads reach"):
+    with fails("not all threads reach"):
         Module("faulty.cu").launch("divergent_barrier", 1, 64, memory(64))
 
 
 def sanitized(source, launch):
     """The finished child process that makes one launch under the sanitizers."""
-    code = (
-        f"from tests.emulator.emulated import *\nModule({source!r},"
-        f" sanitize=True).launch({launch})\nprint('finished')"
-    )
+    code = "from tests.emulator.emulated import *\n"
+    code += f"Module({source!r}, sanitize=True).launch({launch})\nprint('finished')"
     environment = os.environ | sanitizer_environment() | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
@@ -285,10 +233,7 @@ def sanitized(source, launch):
     ("launch", "message"),
     [
         ("'write_beyond', 1, 64, memory(64), 1", "heap-buffer-overflow"),
-        (
-            "'write_beyond_shared', 1, 32, memory(32), 1",
-            "insufficient space|global-buffer-overflow",
-        ),
+        ("'write_beyond_shared', 1, 32, memory(32), 1", "insufficient space|global-buffer"),
         ("'write_beyond_dynamic', 1, 64, memory(64), 1, shared=256", "use-after-poison"),
         ("'misaligned_load', 1, 8, memory(64), memory(64)", "load of misaligned address"),
         ("'copies', 1, 32, memory(380), memory(384), 128, 0", "heap-buffer-overflow"),

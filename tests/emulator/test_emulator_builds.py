@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lsq import emulator
+from lsq.emulator import build
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """\
@@ -30,34 +30,34 @@ def source(tmp_path):
 
 def built(image):
     """Path of the library that a module image names."""
-    assert image.startswith(emulator.MAGIC) and image.endswith(b"\0")
-    return Path(os.fsdecode(image[len(emulator.MAGIC) : -1]))
+    assert image.startswith(build.MAGIC) and image.endswith(b"\0")
+    return Path(os.fsdecode(image[len(build.MAGIC) : -1]))
 
 
 def test_what_is_cached_is_not_compiled_again(source, monkeypatch):
-    first = emulator.compile_kernels(str(source), (("VALUE", 1),))
+    first = build.compile_kernels(str(source), (("VALUE", 1),))
     assert built(first).exists()
-    monkeypatch.setattr(emulator, "_run", lambda *_: pytest.fail("compiled again"))
-    assert emulator.compile_kernels(str(source), (("VALUE", 1),)) == first
+    monkeypatch.setattr(build, "_run", lambda *_: pytest.fail("compiled again"))
+    assert build.compile_kernels(str(source), (("VALUE", 1),)) == first
 
 
 def test_what_changed_is_compiled_again(source):
     images = {
-        emulator.compile_kernels(str(source), (("VALUE", 1),)),
-        emulator.compile_kernels(str(source), (("VALUE", 2),)),
+        build.compile_kernels(str(source), (("VALUE", 1),)),
+        build.compile_kernels(str(source), (("VALUE", 2),)),
     }
     source.write_text(SOURCE + "// changed\n")
-    images.add(emulator.compile_kernels(str(source), (("VALUE", 1),)))
+    images.add(build.compile_kernels(str(source), (("VALUE", 1),)))
     (source.parent / "beside.cuh").write_text("// a header that it could include")
-    images.add(emulator.compile_kernels(str(source), (("VALUE", 1),)))
+    images.add(build.compile_kernels(str(source), (("VALUE", 1),)))
     assert len(images) == 4
 
 
 def test_what_cannot_be_compiled(source, tmp_path):
     with pytest.raises(RuntimeError, match=r"fill.cu:2:\d+: error: .*VALUE"):
-        emulator.compile_kernels(str(source), ())
+        build.compile_kernels(str(source), ())
     with pytest.raises(FileNotFoundError, match="absent.cu"):
-        emulator.compile_kernels("absent.cu", ())
+        build.compile_kernels("absent.cu", ())
 
 
 def test_arguments_that_kernels_do_not_take(source):
@@ -66,34 +66,34 @@ def test_arguments_that_kernels_do_not_take(source):
         SOURCE.replace("extern", held + "extern", 1).replace("float* out", "float* out, Held wrong")
     )
     with pytest.raises(RuntimeError, match="arguments are copied byte by byte"):
-        emulator.compile_kernels(str(source), (("VALUE", 1),))
+        build.compile_kernels(str(source), (("VALUE", 1),))
 
 
 def test_warnings_are_logged(source, caplog):
     source.write_text(SOURCE.replace("out[thr", "int unused_number; out[thr") + f"// {source}\n")
-    emulator.compile_kernels(str(source), (("VALUE", 1),))
+    build.compile_kernels(str(source), (("VALUE", 1),))
     assert "unused_number" in caplog.text
 
 
 def test_no_compiler(source, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match="'no-such-compiler' cannot be run.*install g.. .*CXX"):
-        emulator.compile_kernels(str(source), (("VALUE", 1),))
+        build.compile_kernels(str(source), (("VALUE", 1),))
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(emulator, "DRIVER_SOURCES", SHORT)
+    monkeypatch.setattr(build, "DRIVER_SOURCES", SHORT)
     with pytest.raises(
         RuntimeError, match=f"{tmp_path}/file/lsq/emulator cannot be written .*XDG_CACHE_HOME"
     ):
-        emulator.build_driver()
+        build.build_driver()
 
 
 def test_several_processes_build_at_once(source, tmp_path):
-    code = f"from lsq import emulator\nemulator.DRIVER_SOURCES = {SHORT}\n"
-    code += f"print(emulator.compile_kernels({str(source)!r}, (('VALUE', 1),)))"
+    code = f"from lsq.emulator import build\nbuild.DRIVER_SOURCES = {SHORT}\n"
+    code += f"print(build.compile_kernels({str(source)!r}, (('VALUE', 1),)))"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     children = [
         subprocess.Popen(
@@ -110,7 +110,7 @@ def test_several_processes_build_at_once(source, tmp_path):
 
 
 def test_shared_memory_is_declared():
-    declared = emulator._declare_shared(
+    declared = build._declare_shared(
         "extern __shared__ unsigned char bytes[];\n"
         "__shared__ float a[2], b;\n"
         "extern __shared__ alignas(16) const float c[ ];"

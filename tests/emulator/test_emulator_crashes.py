@@ -4,13 +4,13 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lsq import emulator
-from tests.emulator.emulated import CudaError, Module, memory
+from lsq.emulator import build
+from tests.emulator.emulated import Module, fails, memory
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="other processors raise other signals"
@@ -31,32 +31,24 @@ CRASHES = (
 @pytest.mark.parametrize("kind, message", list(enumerate(CRASHES)))
 def test_a_crash_ends_its_launch_alone(kind, message, switch, monkeypatch):
     if switch == "ucontext":
-        monkeypatch.setattr(emulator, "FLAGS", [*emulator.FLAGS, "-DEMULATOR_UCONTEXT"])
+        monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-DEMULATOR_UCONTEXT"])
     module = Module("faulty.cu")
     where = r"kernel crash, block \(1, 0, 0\): thread \(37, 0, 0\)"
     for _ in range(3):
-        with pytest.raises(CudaError, match=f"{where} .*{message}") as caught:
+        with fails(f"{where} .*{message}", LAUNCH_FAILED):
             module.launch("crash", 3, 64, memory(192), kind)
-        assert caught.value.result == LAUNCH_FAILED
     out = memory(192)
     module.launch("crash", 3, 64, out, 9)
     assert list(out) == [1] * 192
 
 
 def test_a_crash_in_any_thread_of_the_process():
-    caught = []
-
-    def launch():
-        with pytest.raises(CudaError, match="SIGSEGV") as found:
+    def launch(_):
+        with fails("SIGSEGV"):
             Module("faulty.cu").launch("crash", 3, 64, memory(192), 0)
-        caught.append(found)
 
-    threads = [threading.Thread(target=launch) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(caught) == 4
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(launch, range(4)))
 
 
 def test_crashes_outside_of_kernels_end_the_process_as_before():

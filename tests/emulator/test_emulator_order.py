@@ -5,31 +5,10 @@ import ctypes
 
 import pytest
 
-from tests.emulator.emulated import CudaError, Module, memory
-from tests.emulator.emulated_streams import HOST, Event, Memory, Stream, device, handle_of, watched
+from tests.emulator.emulated import Module, fails, memory
+from tests.emulator.emulated_streams import COUNT, Event, Memory, Work, device, watched
 
 LAUNCH_FAILED = 719
-COUNT = 64
-
-
-class Work:
-    """Launches of simple kernels on streams."""
-
-    def __init__(self):
-        self.module = Module("ordered.cu")
-        self.driver = self.module.driver
-
-    def fill(self, x, stream=None, value=7):
-        self.module.launch("fill", 2, 32, x.address, value, stream=handle_of(stream))
-
-    def copy(self, x, y, stream=None):
-        self.module.launch("copy", 2, 32, x.address, y.address, stream=handle_of(stream))
-
-    def memory(self, stream=None):
-        return Memory(self.driver, COUNT, stream)
-
-    def streams(self, count=2, **options):
-        return [Stream(self.driver, **options) for _ in range(count)]
 
 
 @pytest.fixture
@@ -52,13 +31,11 @@ def test_a_use_before_the_event_that_orders_it_is_reported(work, pair):
     work.fill(x, first)
     message = (
         rf"kernel copy, block \(0, 0, 0\): thread \(0, 0, 0\) reads 4 bytes at {x.address:#x}"
-        r" \(byte 0 of 256 of the "
-        r"memory of 256 bytes\) on stream \d+, which kernel fill wrote on stream \d+; nothing"
-        r" orders the two"
+        r" \(byte 0 of 256 of the memory of 256 bytes\) on stream \d+, which kernel fill wrote on"
+        r" stream \d+; nothing orders the two"
     )
-    with pytest.raises(CudaError, match=message) as caught:
+    with fails(message, LAUNCH_FAILED):
         work.copy(x, y, second)
-    assert caught.value.result == LAUNCH_FAILED
     second.wait_stream(first)
     work.copy(x, y, second)
     assert list(y.values) == [7] * COUNT
@@ -70,7 +47,7 @@ def test_a_use_before_the_event_that_orders_it_is_reported(work, pair):
 def test_a_write_is_ordered_behind_writes_and_reads(work, pair, done, message):
     (x, y), (first, second) = pair, work.streams()
     work.fill(x, first) if done == "fill" else work.copy(x, y, first)
-    with pytest.raises(CudaError, match=f"writes 4 bytes .*, which {message} on stream"):
+    with fails(f"writes 4 bytes .*, which {message} on stream"):
         work.fill(x, second)
 
 
@@ -80,7 +57,7 @@ def test_reads_of_several_streams_need_no_order_but_all_come_before_a_write(work
     work.copy(x, y, first)
     work.copy(x, z, second)
     third.wait_stream(second)
-    with pytest.raises(CudaError, match="writes 4 bytes .*, which kernel copy read"):
+    with fails("writes 4 bytes .*, which kernel copy read"):
         work.fill(x, third)
     third.wait_stream(first)
     work.fill(x, third)
@@ -91,7 +68,7 @@ def test_an_event_orders_what_came_before_it_alone(work, pair):
     event = Event(work.driver).record(first)
     work.fill(x, first)
     second.wait(event)
-    with pytest.raises(CudaError, match="nothing orders the two"):
+    with fails("nothing orders the two"):
         work.copy(x, y, second)
 
 
@@ -108,7 +85,7 @@ def test_the_null_stream_and_blocking_streams_wait_for_each_other(work, pair):
     work.fill(x, blocking)
     work.copy(x, y)
     work.fill(x, blocking)
-    with pytest.raises(CudaError, match="on stream 0; nothing orders|on stream 0, which"):
+    with fails("on stream 0; nothing orders|on stream 0, which"):
         work.fill(y, free)
 
 
@@ -117,41 +94,30 @@ def test_what_the_host_has_waited_for_is_over(work, pair, wait):
     (x, y), (first, second) = pair, work.streams()
     work.fill(x, first)
     event = Event(work.driver).record(first)
-    with pytest.raises(
-        CudaError, match=r"the host's look reads 256 bytes .* on the host, which kernel fill wrote"
-    ):
-        work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
-    {
-        "stream": first.synchronize,
-        "event": event.synchronize,
-        "device": lambda: work.driver("cuCtxSynchronize"),
-    }[wait]()
-    work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
+    with fails("the host's look reads 256 bytes .* on the host, which kernel fill wrote"):
+        work.look(x)
+    waits = {"stream": first.synchronize, "event": event.synchronize}
+    waits.get(wait, lambda: work.driver("cuCtxSynchronize"))()
+    work.look(x)
     work.copy(x, y, second)
 
 
 def test_pinned_memory_is_written_again_only_after_its_copy(work, pair):
-    (x, _), (stream,) = pair, work.streams(1)
-    pinned, size = memory(COUNT, ctypes.c_int), ctypes.c_size_t(4 * COUNT)
-
-    def write():
-        work.driver("lsq_emulator_use", HOST, b"new numbers", pinned, size, 1)
-
-    write()
-    work.driver("cuMemcpyAsync", x.handle, pinned, size, stream.handle)
-    with pytest.raises(CudaError, match="new numbers writes .*, which a copy read on stream"):
-        write()
+    (x, _), (stream,), pinned = pair, work.streams(1), memory(COUNT, ctypes.c_int)
+    work.look(pinned, 1, b"new numbers")
+    work.driver("cuMemcpyAsync", x.handle, pinned, ctypes.c_size_t(4 * COUNT), stream.handle)
+    with fails("new numbers writes .*, which a copy read on stream"):
+        work.look(pinned, 1, b"new numbers")
     stream.synchronize()
-    write()
+    work.look(pinned, 1, b"new numbers")
 
 
 def test_atomic_operations_are_ordered_as_writes(work, pair):
     (ticket, out), (first, second) = pair, work.streams()
-    work.module.launch("take_ticket", 4, 1, ticket.address, out.address, stream=first.handle)
-    with pytest.raises(
-        CudaError, match="take_ticket, .* writes 4 bytes .*, which kernel take_ticket wrote"
-    ):
-        work.module.launch("take_ticket", 4, 1, ticket.address, out.address, stream=second.handle)
+    given = "take_ticket", 4, 1, ticket.address, out.address
+    work.module.launch(*given, stream=first.handle)
+    with fails("take_ticket, .* writes 4 bytes .*, which kernel take_ticket wrote"):
+        work.module.launch(*given, stream=second.handle)
 
 
 def test_the_stacks_of_threads_belong_to_each_launch(work, pair):
@@ -164,25 +130,21 @@ def test_the_stacks_of_threads_belong_to_each_launch(work, pair):
 def test_memory_begins_in_the_order_of_its_stream(work):
     first, second = work.streams()
     x = work.memory(first)
-    with pytest.raises(
-        CudaError, match=r"writes 4 bytes .*, which begins on stream \d+; nothing orders the two"
-    ):
+    with fails(r"writes 4 bytes .*, which begins on stream \d+; nothing orders the two"):
         work.fill(x, second)
 
 
 def test_memory_that_has_ended_is_used_by_nobody(work, pair):
     x, y = pair
     x.free()
-    with pytest.raises(CudaError, match="reads 4 bytes .*, which ended on stream 0"):
+    with fails("reads 4 bytes .*, which ended on stream 0"):
         work.copy(x, y)
 
 
 def test_memory_ends_after_all_that_uses_it(work, pair):
     (x, y), (stream,) = pair, work.streams(1)
     work.copy(x, y, stream)
-    with pytest.raises(
-        CudaError, match=r"ends on stream 0, but kernel copy on stream \d+ reads it; nothing orders"
-    ):
+    with fails(r"ends on stream 0, but kernel copy on stream \d+ reads it; nothing orders"):
         x.free()
     work.driver("cuMemFree_v2", y.handle)  # which waits for the device
     z = work.memory(stream)
@@ -196,41 +158,34 @@ def test_memory_of_others_is_registered(work):
     work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
     second.wait_stream(first)
     work.copy(x, y, second)
-    with pytest.raises(
-        CudaError, match=r"the memory x ends on stream \d+, but kernel copy on .* reads it"
-    ):
+    with fails(r"the memory x ends on stream \d+, but kernel copy on .* reads it"):
         work.driver("lsq_emulator_memory_end", first.handle, x, None, ctypes.c_size_t(0))
     work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
     second.wait_stream(first)
     work.copy(x, y, second)
     recorded = (ctypes.c_void_p * 1)(second.handle)
     work.driver("lsq_emulator_memory_end", first.handle, x, recorded, ctypes.c_size_t(1))
-    with pytest.raises(CudaError, match=r"of the memory x\) .*, which ended"):
+    with fails(r"of the memory x\) .*, which ended"):
         work.copy(x, y, second)
 
 
 def test_memory_used_again_orders_nothing_else(work, pair):
     """An allocator that gives one stream what another gave back promises nothing about other
     memory."""
-    (first, second), x, size = (
-        work.streams(),
-        memory(COUNT, ctypes.c_int),
-        ctypes.c_size_t(4 * COUNT),
-    )
+    (first, second), size = work.streams(), ctypes.c_size_t(4 * COUNT)
+    x = memory(COUNT, ctypes.c_int)
     work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
     work.fill(pair[0], first)
     work.driver("lsq_emulator_memory_end", first.handle, x, None, ctypes.c_size_t(0))
     work.driver("lsq_emulator_memory_begin", second.handle, b"y", x, size)
-    with pytest.raises(CudaError, match="kernel fill wrote on stream .*; nothing orders the two"):
+    with fails("kernel fill wrote on stream .*; nothing orders the two"):
         work.copy(*pair, second)
 
 
 def test_memory_of_another_device_is_refused(work, pair):
     with device(work.driver, 1):
         other, y = Module("ordered.cu", device=1), Memory(work.driver, COUNT)
-        with pytest.raises(
-            CudaError, match="on stream 0 of device 1, which lies on another device"
-        ):
+        with fails("on stream 0 of device 1, which lies on another device"):
             other.launch("copy", 2, 32, pair[0].address, y.address)
 
 

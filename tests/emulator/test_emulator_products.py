@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lsq.native.products import ALPHAS, DTYPES, ProductError, ProductLibrary
-from tests.emulator.emulated import CudaError, Module
+from tests.emulator.emulated import fails
 from tests.emulator.emulated_cublaslt import emulated
-from tests.emulator.emulated_streams import Stream, captured, device, handle_of, watched
+from tests.emulator.emulated_streams import Stream, Work, captured, device, handle_of, watched
 
 ROWS = 64
 SPEC = {"m": ROWS, "n": ROWS, "k": ROWS, "leading_a": ROWS, "leading_b": ROWS, "leading_out": ROWS}
@@ -17,12 +17,11 @@ SPEC |= {"dtype": DTYPES[torch.int8], "out_dtype": DTYPES[torch.int32], "alpha":
 WORKSPACE = 2**20
 
 
-class Work:
+class Products(Work):
     """A product a @ b.t() of codes and a kernel that overwrites its operands, on streams."""
 
     def __init__(self):
-        self.module = Module("ordered.cu")
-        self.driver = self.module.driver
+        super().__init__()
         self.library = ProductLibrary(emulated().path)
         self.a, self.b = (torch.randint(-9, 9, (ROWS, ROWS), dtype=torch.int8) for _ in range(2))
         self.out, self.other = (torch.zeros(ROWS, ROWS, dtype=torch.int32) for _ in range(2))
@@ -31,15 +30,9 @@ class Work:
 
     def product(self, out, stream=None, split=1):
         made = self.library.product(**SPEC)
-        made.choose(
-            self.library.configure(
-                made.start(21),
-                tile=15,
-                stages=13,
-                split_k=split,
-                reduction_scheme=2 if split > 1 else 0,
-            )
-        )
+        chosen = {"tile": 15, "stages": 13, "split_k": split}
+        chosen["reduction_scheme"] = 2 if split > 1 else 0
+        made.choose(self.library.configure(made.start(21), **chosen))
         operands = [tensor.data_ptr() for tensor in (self.a, self.b, out)]
         place = {"workspace": self.workspace.data_ptr(), "workspace_bytes": WORKSPACE}
         handle = handle_of(stream)
@@ -55,7 +48,7 @@ class Work:
 
 @pytest.fixture
 def work():
-    return Work()
+    return Products()
 
 
 @pytest.mark.parametrize("operand", ["a", "b", "out"])
@@ -63,9 +56,7 @@ def test_its_operands_and_results_are_ordered(work, operand):
     first, second = Stream(work.driver), Stream(work.driver)
     with watched(work.driver):
         work.product(work.out, first)
-        with pytest.raises(
-            CudaError, match="kernel fill, .* writes 4 bytes .*, which a product (read|wrote) on"
-        ):
+        with fails("kernel fill, .* writes 4 bytes .*, which a product (read|wrote) on"):
             work.fill(getattr(work, operand), second)
         second.wait_stream(first)
         work.fill(getattr(work, operand), second)
@@ -79,9 +70,8 @@ def test_one_workspace_serves_one_stream(work):
     with watched(work.driver):
         work.product(work.out, first, split=4)
         work.product(work.other, second)  # which needs none
-        with pytest.raises(
-            ProductError, match="a product writes .*, which a product wrote on stream"
-        ):
+        message = "a product writes .*, which a product wrote on stream"
+        with pytest.raises(ProductError, match=message):
             work.product(work.other, second, split=4)
 
 
@@ -100,14 +90,11 @@ def test_it_belongs_to_a_context(work):
     stream = Stream(work.driver)
     work.product(work.out, stream)
     with device(work.driver, 1):
-        with pytest.raises(
-            ProductError,
-            match=r"EXECUTION_FAILED, stream \d+ does not belong to the current context",
-        ):
+        message = r"EXECUTION_FAILED, stream \d+ does not belong to the current context"
+        with pytest.raises(ProductError, match=message):
             work.product(work.out, stream)
-        with pytest.raises(
-            ProductError, match="EXECUTION_FAILED, a product belongs to another context"
-        ):
+        message = "EXECUTION_FAILED, a product belongs to another context"
+        with pytest.raises(ProductError, match=message):
             work.product(work.out)
 
 

@@ -1,43 +1,23 @@
-"""Streams and events of the emulated driver belong to contexts, and captures hold what a real one's
-would."""
+"""Contexts, streams and events of the emulated driver; captures hold what a real one's would."""
 
 import ctypes
 import threading
 
 import pytest
 
-from tests.emulator.emulated import CudaError, Module, memory
+from tests.emulator.emulated import Driver, Module, fails, memory
 from tests.emulator.emulated_streams import (
+    COUNT,
     GLOBAL,
     RELAXED,
     Event,
     Memory,
     Stream,
+    Work,
     captured,
     device,
-    handle_of,
     watched,
 )
-
-COUNT = 32
-
-
-class Work:
-    """Launches of simple kernels on streams."""
-
-    def __init__(self):
-        self.module = Module("ordered.cu")
-        self.driver = self.module.driver
-        self.module.function("fill"), self.module.function("copy")
-
-    def memory(self, count=1):
-        return [Memory(self.driver, COUNT) for _ in range(count)]
-
-    def fill(self, x, stream=None, value=7):
-        self.module.launch("fill", 1, COUNT, x.address, value, stream=handle_of(stream))
-
-    def copy(self, x, y, stream=None):
-        self.module.launch("copy", 1, COUNT, x.address, y.address, stream=handle_of(stream))
 
 
 @pytest.fixture
@@ -46,19 +26,15 @@ def work():
 
 
 def refused(result, message=""):
-    """A failure with that number."""
-    return pytest.raises(
-        CudaError, match=rf"(?s){message}", check=lambda error: error.result == result
-    )
+    return fails(rf"(?s){message}", result)
 
 
 def test_a_stream_or_a_function_of_another_context_is_refused(work):
-    (x,), stream = work.memory(), Stream(work.driver)
+    x, stream = work.memory(), Stream(work.driver)
     event = Event(work.driver)
     with device(work.driver, 1):
-        with refused(
-            400, r"stream \d+ does not belong to the current context, which is that of device 1"
-        ):
+        message = r"stream \d+ does not belong to the current context, which is that of device 1"
+        with refused(400, message):
             work.fill(x, stream)
         with refused(400, "kernel fill was loaded into another context"):
             work.fill(x)
@@ -68,7 +44,7 @@ def test_a_stream_or_a_function_of_another_context_is_refused(work):
 
 
 def test_what_is_destroyed_or_was_never_made_is_refused(work):
-    (x,), stream, event = work.memory(), Stream(work.driver), Event(work.driver)
+    x, stream, event = work.memory(), Stream(work.driver), Event(work.driver)
     work.driver("cuStreamDestroy_v2", stream.handle)
     work.driver("cuEventDestroy_v2", event.handle)
     with refused(400, "no such stream"):
@@ -80,7 +56,7 @@ def test_what_is_destroyed_or_was_never_made_is_refused(work):
 
 
 def test_a_fresh_thread_has_no_streams_events_or_memory(work):
-    (x,), found = work.memory(), []
+    x, found = work.memory(), []
     stream, event = Stream(work.driver), Event(work.driver)
     calls = [
         lambda: work.fill(x),
@@ -92,6 +68,7 @@ def test_a_fresh_thread_has_no_streams_events_or_memory(work):
         lambda: Event(work.driver),
         lambda: work.memory(),
         lambda: work.driver("cuCtxSynchronize"),
+        lambda: work.driver("cuModuleLoadData", None, b""),
     ]
 
     def fresh():
@@ -107,7 +84,7 @@ def test_a_fresh_thread_has_no_streams_events_or_memory(work):
 
 
 def test_a_capture_runs_when_it_is_launched_with_the_addresses_and_numbers_of_its_time(work):
-    (x, y), stream = work.memory(2), Stream(work.driver)
+    x, y, stream = work.memory(), work.memory(), Stream(work.driver)
     work.driver("cuMemsetD8Async", x.handle, 0, ctypes.c_size_t(4 * COUNT), stream.handle)
     number = 7
     with captured(stream) as graph:
@@ -121,7 +98,7 @@ def test_a_capture_runs_when_it_is_launched_with_the_addresses_and_numbers_of_it
 
 
 def test_a_capture_takes_in_streams_that_wait_for_it(work):
-    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    (x, y), first, second = [work.memory() for _ in range(2)], *work.streams()
     with watched(work.driver):
         with captured(first) as graph:
             work.fill(x, first)
@@ -138,7 +115,7 @@ def test_a_capture_takes_in_streams_that_wait_for_it(work):
 
 
 def test_branches_of_a_graph_that_nothing_orders_are_reported(work):
-    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    (x, y), first, second = [work.memory() for _ in range(2)], *work.streams()
     with watched(work.driver):
         with captured(first) as graph:
             work.copy(x, y, first)
@@ -148,15 +125,14 @@ def test_branches_of_a_graph_that_nothing_orders_are_reported(work):
             work.copy(x, y, second)
             first.wait_stream(second)
         message = (
-            "reads 4 bytes .* on branch 1 of a graph, which kernel fill wrote on branch 0 of"
-            " a graph"
+            "reads 4 .* on branch 1 of a graph, which kernel fill wrote on branch 0 of a graph"
         )
         with refused(719, message):
             graph.launch(first)
 
 
 def test_a_graph_is_ordered_with_the_stream_that_it_is_launched_on(work):
-    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    (x, y), first, second = [work.memory() for _ in range(2)], *work.streams()
     with captured(first) as graph:
         work.fill(x, first)
     with watched(work.driver):
@@ -181,7 +157,7 @@ FORBIDDEN = {
         lambda work, stream: Event(work.driver).record(stream).synchronize(),
     ),
     "allocate": (900, lambda work, stream: allocate(work)),
-    "free": (900, lambda work, stream: work.driver("cuMemFree_v2", work.memory()[0].handle)),
+    "free": (900, lambda work, stream: work.driver("cuMemFree_v2", work.memory().handle)),
     "load": (900, lambda work, stream: Module("sound.cu")),
     "allocate in order": (801, lambda work, stream: Memory(work.driver, 4, stream)),
     "wait for an event from before": (
@@ -194,7 +170,7 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("result, call", FORBIDDEN.values(), ids=FORBIDDEN)
 def test_what_may_not_happen_in_a_capture_ends_it(work, result, call):
-    (x,), stream = work.memory(), Stream(work.driver)
+    x, stream = work.memory(), Stream(work.driver)
     with refused(901, "ended by what is not allowed in one"), captured(stream, GLOBAL):
         with refused(result):
             call(work, stream)
@@ -211,7 +187,7 @@ def test_a_relaxed_capture_lets_others_allocate(work):
 
 
 def test_the_null_stream_takes_no_part_in_captures(work):
-    (x,), stream, blocking = work.memory(), Stream(work.driver), Stream(work.driver, blocking=True)
+    x, stream, blocking = work.memory(), Stream(work.driver), Stream(work.driver, blocking=True)
     with refused(900, "stream 0 cannot be captured"):
         work.driver("cuStreamBeginCapture_v2", None, RELAXED)
     with captured(stream, RELAXED):
@@ -222,7 +198,7 @@ def test_the_null_stream_takes_no_part_in_captures(work):
 
 
 def test_a_stream_that_is_not_waited_for_is_named(work):
-    (x, y), first, second = work.memory(2), Stream(work.driver), Stream(work.driver)
+    (x, y), first, second = [work.memory() for _ in range(2)], *work.streams()
     with (
         refused(904, r"captured in stream \d+ for which stream \d+ has not waited"),
         captured(first),
@@ -234,7 +210,7 @@ def test_a_stream_that_is_not_waited_for_is_named(work):
 
 
 def test_two_captures_do_not_become_one(work):
-    first, second = Stream(work.driver), Stream(work.driver)
+    first, second = work.streams()
     with refused(901), captured(first), refused(901), captured(second), refused(902):
         second.wait_stream(first)
 
@@ -250,12 +226,7 @@ def test_an_event_of_a_capture_is_of_no_use_after_it(work):
 
 
 def test_a_capture_ends_where_it_began(work):
-    first, second, graph, status = (
-        Stream(work.driver),
-        Stream(work.driver),
-        ctypes.c_void_p(),
-        ctypes.c_int(9),
-    )
+    (first, second), graph, status = work.streams(), ctypes.c_void_p(), ctypes.c_int(9)
     with refused(401, "is not captured"):
         work.driver("cuStreamEndCapture", first.handle, ctypes.byref(graph))
     with refused(901), captured(first):
@@ -266,3 +237,18 @@ def test_a_capture_ends_where_it_began(work):
             work.driver("cuStreamEndCapture", second.handle, ctypes.byref(graph))
     work.driver("cuStreamIsCapturing", second.handle, ctypes.byref(status))
     assert status.value == 0
+
+
+def test_contexts_are_a_stack_and_belong_to_devices():
+    driver = Driver()
+    first, second, found = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    driver("cuDevicePrimaryCtxRetain", ctypes.byref(first), 0)
+    driver("cuDevicePrimaryCtxRetain", ctypes.byref(second), 1)
+    driver("cuCtxPushCurrent_v2", second)
+    driver("cuCtxGetCurrent", ctypes.byref(found))
+    assert found.value == second.value != first.value
+    driver("cuCtxPopCurrent_v2", ctypes.byref(found))
+    driver("cuCtxGetCurrent", ctypes.byref(found))
+    assert found.value == first.value
+    with fails("INVALID_DEVICE"):
+        driver("cuDevicePrimaryCtxRetain", ctypes.byref(found), 2)

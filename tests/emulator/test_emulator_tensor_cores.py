@@ -1,5 +1,5 @@
-"""Tensor cores, matrices from shared memory and copies beside the threads in the emulator: layouts,
-order, faults."""
+"""Tensor cores, warpgroups, matrices from shared memory and copies beside the threads in the
+emulator: layouts, order, faults."""
 
 import shutil
 
@@ -9,15 +9,20 @@ import torch
 from lsq.emulator import profile
 from lsq.models.sparsity import choose, pack
 from lsq.native.launch import launch
-from tests.emulator.emulated import FOLDER, ORDERS, CudaError, Module, memory
+from tests.emulator.emulated import FOLDER, ORDERS, Module, fails, memory
 
 SOURCE = "tensor_cores.cu"
+STILL = r"a copy of thread \d+ still fills"
 THREADS = {4: 128, 8: 64, 16: 32}
 """That copy 128 words, by the bytes of a copy."""
 
 
-def module(order=0, **defines):
-    return Module(SOURCE, order, defines=tuple(defines.items()))
+def module(order=0, source=SOURCE, **defines):
+    return Module(source, order, defines=tuple(defines.items()))
+
+
+def warpgroup(order=0, COLUMNS=64):
+    return module(order, "warpgroups.cu", COLUMNS=COLUMNS)
 
 
 def codes(*shape):
@@ -31,7 +36,7 @@ def test_a_multiplication(order):
     a, b = codes(16, 32), codes(8, 32)
     sums = torch.arange(128, dtype=torch.int32).reshape(16, 8)
     expected = sums + a.int() @ b.int().t()
-    module(order).launch("one_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr())
+    module(order).launch("one_multiplication", 1, 32, a, b, sums)
     assert torch.equal(sums, expected)
 
 
@@ -42,28 +47,22 @@ def test_a_sparse_multiplication(order):
     packed, sums = pack(a), torch.arange(128, dtype=torch.int32).reshape(16, 8)
     expected = sums + a.int() @ b.int().t()
     operands = (packed.values, packed.indices, b, sums)
-    module(order).launch("one_sparse_multiplication", 1, 32, *(one.data_ptr() for one in operands))
+    module(order).launch("one_sparse_multiplication", 1, 32, *operands)
     assert torch.equal(sums, expected)
 
 
 def test_places_out_of_order_end_the_launch():
-    values, kept, b, sums = (
-        codes(16, 32),
-        torch.full((16, 8), 0x44, dtype=torch.uint8),
-        codes(8, 64),
-        codes(16, 32),
-    )
+    kept = torch.full((16, 8), 0x44, dtype=torch.uint8)
     kept[3, 5] = 0x41
-    with pytest.raises(CudaError, match="mma.sp.*places 1 and 0"):
-        module().launch(
-            "one_sparse_multiplication", 1, 32, *(one.data_ptr() for one in (values, kept, b, sums))
-        )
+    operands = codes(16, 32), kept, codes(8, 64), codes(16, 32)
+    with fails("mma.sp.*places 1 and 0"):
+        module().launch("one_sparse_multiplication", 1, 32, *operands)
 
 
 def test_sums_wrap_around():
-    a, b = torch.full((16, 32), -128, dtype=torch.int8), torch.full((8, 32), -128, dtype=torch.int8)
+    a, b = (torch.full((rows, 32), -128, dtype=torch.int8) for rows in (16, 8))
     sums = torch.full((16, 8), 2**31 - 1, dtype=torch.int32)
-    module().launch("one_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr())
+    module().launch("one_multiplication", 1, 32, a, b, sums)
     assert sums.unique().tolist() == [-(2**31) - 1 + 128 * 128 * 32]
 
 
@@ -77,9 +76,7 @@ def test_a_multiplication_of_bfloat16(order):
     a[2, 3], b[5] = torch.nan, 1.0
     sums = torch.randn(16, 8, generator=draw)
     expected = (sums.double() + a.double() @ b.double().t()).float()
-    module(order).launch(
-        "one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr()
-    )
+    module(order).launch("one_bfloat16_multiplication", 1, 32, a, b, sums)
     torch.testing.assert_close(sums, expected, rtol=0, atol=2e-6, equal_nan=True)
     assert sums.isnan().sum() == 8
 
@@ -90,9 +87,7 @@ def test_codes_are_exact_as_bfloat16():
     sums = torch.full((16, 8), 2.0**24 - 2**19)
     expected = sums.int() + a.int() @ b.int().t()
     a, b = a.bfloat16(), b.bfloat16()
-    module().launch(
-        "one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr()
-    )
+    module().launch("one_bfloat16_multiplication", 1, 32, a, b, sums)
     assert torch.equal(sums.int(), expected)
 
 
@@ -101,7 +96,7 @@ def test_pairs_of_bfloat16():
         torch.randn(64, generator=torch.Generator().manual_seed(5)),
         torch.zeros(64, dtype=torch.bfloat16),
     )
-    module().launch("pairs", 1, 32, x.data_ptr(), out.data_ptr())
+    module().launch("pairs", 1, 32, x, out)
     assert torch.equal(out, x.bfloat16())
 
 
@@ -112,7 +107,7 @@ def test_matrices(order, count, transposed):
     x = torch.arange(32 * 8, dtype=torch.int16)
     out = torch.empty(32, count, 2, dtype=torch.int16)
     defines = {"COUNT": count, "TURNED": transposed}
-    module(order, **defines).launch("matrices", 1, 32, x.data_ptr(), out.data_ptr(), 16, 0, 0)
+    module(order, **defines).launch("matrices", 1, 32, x, out, 16, 0, 0)
     found = x.reshape(4, 8, 8)[:count]
     found = found.transpose(1, 2) if transposed else found
     assert torch.equal(out, found.reshape(count, 32, 2).transpose(0, 1))
@@ -120,29 +115,22 @@ def test_matrices(order, count, transposed):
 
 def test_rows_of_matrices_lie_in_shared_memory_and_are_aligned():
     x, out = memory(4096), memory(4096)
-    with pytest.raises(
-        CudaError, match=r"thread \(\d+, 0, 0\) accesses 0x\w+4 .*not aligned to 16 bytes"
-    ):
+    with fails(r"thread \(\d+, 0, 0\) accesses 0x\w+4 .*not aligned to 16 bytes"):
         module().launch("matrices", 1, 32, x, out, 16, 4, 0)
-    with pytest.raises(
-        CudaError,
-        match=r"gives 0x\w+ to ldmatrix \(tensor_core.cuh:\d+\), which is not shared memory",
-    ):
+    with fails(r"gives 0x\w+ to ldmatrix \(tensor_core.cuh:\d+\), which is not shared memory"):
         module().launch("matrices", 1, 32, memory(256), out, 16, 0, 1)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("fault", "words"), [(0, "mma.sync"), (1, "mma.sync .*ldmatrix")])
 def test_all_lanes_come_together(order, fault, words):
-    with pytest.raises(
-        CudaError, match="some lanes of the mask of .* do not arrive .* function"
-    ) as caught:
+    with fails("some lanes of the mask of .* do not arrive .* function") as caught:
         module(order).launch("halves", 1, 64, memory(64), fault)
     assert all(word in str(caught.value) for word in words.split(" .*"))
 
 
 def test_a_warp_of_fewer_lanes_multiplies_nothing():
-    with pytest.raises(CudaError, match="calls mma.sync .* its warp has only 16 lanes"):
+    with fails("calls mma.sync .* its warp has only 16 lanes"):
         module().launch("halves", 1, 16, memory(16), 0)
 
 
@@ -152,8 +140,7 @@ def copied(order, inside=128, size=16, fault=0):
         torch.arange(3 * 128, dtype=torch.int32).reshape(3, 128),
         torch.zeros(3, 128, dtype=torch.int32),
     )
-    addresses = x.data_ptr(), out.data_ptr()
-    module(order, SIZE=size).launch("copies", 1, THREADS[size], *addresses, inside, fault)
+    module(order, SIZE=size).launch("copies", 1, THREADS[size], x, out, inside, fault)
     return out, x
 
 
@@ -172,34 +159,25 @@ def test_copies_arrive_in_groups(order, size):
     [
         (
             1,
-            r"reads shared memory that a copy of thread \d+ still fills, which has not waited for"
-            r" it, after it waited",
+            r"reads shared memory that a copy of thread \d+ still .*, after it waited",
         ),
-        (
-            2,
-            r"shared memory that (a copy of thread \d+ still fills|warp \d (wrote|read) with no"
-            r" __syncthreads)",
-        ),
-        (3, r"writes shared memory that a copy of thread \d+ still fills"),
-        (4, r"writes shared memory that a copy of thread \d+ still fills"),
-        (
-            5,
-            r"shared memory that (a copy of thread \d+ still fills|warp \d (wrote|read) with no"
-            r" __syncthreads)",
-        ),
+        (2, rf"shared memory that ({STILL}|warp \d (wrote|read) with no __syncthreads)"),
+        (3, rf"writes shared memory that {STILL}"),
+        (4, rf"writes shared memory that {STILL}"),
+        (5, rf"shared memory that ({STILL}|warp \d (wrote|read) with no __syncthreads)"),
         (6, r"accesses 0x\w+ as a vector .* not aligned to 8 bytes"),
         (7, r"gives 0x\w+ to cp.async \(.*\), which is not shared memory"),
     ],
 )
 def test_copies_that_are_not_waited_for(order, fault, message):
-    with pytest.raises(CudaError, match=message):
+    with fails(message):
         copied(order, size=8 if fault == 6 else 4, fault=fault)
 
 
 def test_copies_end_with_their_block():
     x, out = torch.full((32,), 9, dtype=torch.int32), torch.zeros(3, 32, dtype=torch.int32)
     for _ in range(2):
-        module().launch("late", 3, 32, x.data_ptr(), out.data_ptr())
+        module().launch("late", 3, 32, x, out)
         assert (out == 7).all()
 
 
@@ -222,11 +200,7 @@ def test_counts():
     found = counted("pairs", torch.zeros(64), torch.zeros(32))
     assert found.instructions["convert"] == 1
     # the rows are stored by words
-    for stride, conflicted in (
-        (16, 12),
-        (128, 28 + 124),
-        (144, 12),
-    ):
+    for stride, conflicted in ((16, 12), (128, 28 + 124), (144, 12)):
         x, out = torch.zeros(128), torch.zeros(128)
         found = counted("matrices", x, out, stride, 0, 0)
         conflicts = found.shared_passes - found.shared_least, found.shared_least
@@ -238,3 +212,99 @@ def test_counts():
     )
     found = counted("copies", x, out, 64, 0)
     assert found.operands[0].reads == profile.Traffic(requests=3, bytes=768, sectors=24, touched=24)
+
+
+COLUMNS = (64, 128, 256)
+
+
+def multiplied(order=0, columns=64, fault=0):
+    """What is found of a product, and what was to be found."""
+    a, b = codes(64, 64), codes(columns, 64)
+    sums = torch.arange(64 * columns, dtype=torch.int32).reshape(64, columns)
+    expected = sums + a.int() @ b.int().t()
+    shared = 64 * (64 + columns)
+    given = a, b, sums, fault
+    warpgroup(order, COLUMNS=columns).launch("one_product", 1, 128, *given, shared=shared)
+    return sums, expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_a_product(order, columns):
+    found, expected = multiplied(order, columns)
+    assert torch.equal(found, expected)
+
+
+def test_sums_of_a_warpgroup_wrap_around():
+    a, sums = (
+        torch.full((64, 64), value, dtype=dtype)
+        for value, dtype in ((-128, torch.int8), (2**31 - 1, torch.int32))
+    )
+    given = a, a, sums, 0
+    warpgroup().launch("one_product", 1, 128, *given, shared=8192)
+    assert sums.unique().tolist() == [-(2**31) - 1 + 128 * 128 * 64]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (1, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async"),
+        (2, r"begins wgmma of shared memory that thread \d+ wrote with no fence.proxy.async"),
+        (3, r"that (a copy|wgmma|warp \d|several warps) .*(still|with no __syncthreads)"),
+        (4, r"gives the descriptor 0x\w+ to wgmma \(.*\), whose matrix is not swizzled"),
+        (5, r"whose rows of 32 values do not begin within the first row of its swizzle"),
+        (6, r"gives 0x\w+ to wgmma \(warpgroup.cuh:\d+\), which is not shared memory"),
+        (7, r"whose groups of eight rows do not lie at a multiple of 512"),
+        (8, r"begins wgmma \(.*\) with no wgmma.fence"),
+        (9, r"the warps of its warpgroup 0 do not begin the same wgmma"),
+        (10, r"writes shared memory that wgmma still reads, which has not been waited for"),
+        (11, r"writes shared memory that wgmma still reads, which has not been waited for"),
+        (13, r"writes .* that (wgmma still|(warp \d|several warps) read with no __syncthreads)"),
+        (14, r"begins wgmma \(.*\) with no wgmma.fence"),
+    ],
+)
+def test_what_is_wrong_is_reported(order, fault, message):
+    with fails(message):
+        multiplied(order, fault=fault)
+
+
+def test_sums_that_nobody_waited_for_are_rubbish():
+    found, expected = multiplied(fault=12)
+    assert found.unique().numel() == 1 and not torch.equal(found, expected)
+    found, expected = multiplied()  # nothing of it is left
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_groups_are_done_one_after_another(order):
+    a, b, out = codes(64, 64), codes(64, 64), torch.zeros(3, 128, dtype=torch.int32)
+    warpgroup(order).launch("two_groups", 1, 128, a, b, out, shared=8192)
+    rows = torch.arange(128) // 32 * 16 + torch.arange(128) % 32 // 4
+    columns = torch.arange(128) % 4 * 2
+    first, second = (a[:, half].int() @ b[:, half].int().t() for half in (slice(32), slice(32, 64)))
+    assert torch.equal(out[0], first[rows, columns]) and torch.equal(out[2], second[rows, columns])
+    assert out[1].unique().numel() == 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_lanes_of_a_warpgroup_come_together(order):
+    with fails("some lanes of the mask of wgmma.fence do not arrive"):
+        warpgroup(order).launch("halves", 1, 128, memory(128))
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
+def test_counts_of_a_warpgroup():
+    """Two multiplications of each of four warps; copies meet in no bank."""
+    given = codes(64, 64), codes(64, 64), torch.zeros(64, 64, dtype=torch.int32), 0
+    entry = launch(
+        str(FOLDER / "warpgroups.cu"),
+        "one_product",
+        *given,
+        grid=1,
+        block=128,
+        shared=8192,
+        COLUMNS=64,
+    )
+    (found,) = profile.profile([entry])
+    assert found.instructions["wgmma"] == 8 and found.shared_passes == found.shared_least

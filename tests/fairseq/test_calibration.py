@@ -30,7 +30,7 @@ def test_restart_measures_every_weight_once(build, monkeypatch):
 
 
 def test_restart_leaves_fixed_clips_alone(build):
-    _, model = build("--lsq-activation-init fixed --lsq-weight-init fixed")
+    _, model = build("--lsq-clip-init fixed")
     before = clips_of(model)
     calibration.restart(model)
     assert all(module.schedule.calibrated for module in calibration.quantized_modules(model))

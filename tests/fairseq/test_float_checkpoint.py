@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from lsq.fairseq import float_checkpoint
 from lsq.fairseq.float_checkpoint import Languages
-from lsq.serving.decode.model import model_of
+from lsq.serving.decoding_model import model_of
 from tests.fairseq.test_language_model import SHORT as SHORT_LM
 from tests.fairseq.test_language_model import TINY as TINY_LM
 

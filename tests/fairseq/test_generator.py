@@ -16,7 +16,7 @@ from lsq.fairseq import generator
 from lsq.fairseq.device import use
 from lsq.fairseq.generator import LSQGenerator, engine_place, evaluation_of_task, options_of
 from lsq.run.backends import backend
-from lsq.serving.decode import SearchOptions
+from lsq.serving import SearchOptions
 from tests.sampling import first
 
 

@@ -1,34 +1,28 @@
 """The model's options: made from QuantConfig, checked, and nothing of fairseq's is ignored
 silently."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lsq.config import QuantConfig
+from lsq.config.quantization import CONSTANT
 from lsq.fairseq import options
 from lsq.quant import WEIGHT_FORMATS
 
 OTHER = {
     "mode": "float",
     "bits": 4,
-    "weight_init": "absmax",
-    "activation_init": "percentile",
-    "weight_clip": 0.5,
-    "activation_clip": 8.0,
+    "clip_init": "percentile",
     "clips": "learned",
-    "percentile": 99.0,
-    "calibration_passes": 16,
-    "clip_step": 0.01,
     "weight_granularity": "tensor",
     "weight_format": [*WEIGHT_FORMATS][-1],
     "activation_format": "nvfp4",
     "gradient_format": "fp8-e5m2/row",
     "clip_gradient": "lsq",
     "backward": "float",
-    "backward_dtype": "bfloat16",
     "sparsity": "2:4,every=8",
 }
 """A value other than the default for every field."""
@@ -50,6 +44,33 @@ def test_every_option_reaches_the_configuration(parse):
     assert options.quantization(parse(given)) == QuantConfig(**OTHER)
 
 
+def test_options_of_version_0_1(parse):
+    """As users give them, one by one; and all of them, as a checkpoint holds them."""
+    assert "--lsq-weight-init" not in ArgumentParser().format_help()
+    with pytest.warns(FutureWarning, match="weight_init is clip_init now"):
+        args = parse("--lsq-weight-init absmax --lsq-activation-init absmax")
+    assert options.quantization(args) == QuantConfig(clip_init="absmax")
+    assert not hasattr(args, "lsq_weight_init")
+    with pytest.warns(FutureWarning, match="percentile is always 99.99 now"):
+        assert options.quantization(parse("--lsq-percentile 99.99")) == QuantConfig()
+    with pytest.raises(ValueError, match="clip_step is 0.01, but it is always 0.002 now: leave"):
+        parse("--lsq-clip-step 0.01")
+    before = {**vars(parse()), **{f"lsq_{name}": value for name, value in CONSTANT.items()}}
+    del before["lsq_clip_init"]
+    before |= {"lsq_weight_init": "mse", "lsq_activation_init": "mse"}
+    args = Namespace(**before)
+    options.set_defaults(args)
+    assert options.quantization(args) == QuantConfig() and not hasattr(args, "lsq_clip_step")
+    args = Namespace(**before | {"lsq_calibration_passes": 1, "lsq_activation_init": "fixed"})
+    with pytest.warns(FutureWarning, match="calibration_passes was 1 in this training"):
+        options.set_defaults(args)
+    assert options.quantization(args) == QuantConfig(clips="learned")
+    del before["lsq_clips"]
+    args = Namespace(**before)
+    options.set_defaults(args)
+    assert options.quantization(args).clips == "learned"
+
+
 def test_defaults_are_those_of_the_configuration(parse):
     args = parse()
     assert options.quantization(args) == QuantConfig()
@@ -62,7 +83,7 @@ def test_value_that_is_not_allowed(parse):
     with pytest.raises(
         ValueError, match="'median'; allowed: 'fixed', 'absmax', 'percentile', 'mse'"
     ):
-        options.quantization(parse("--lsq-weight-init median"))
+        options.quantization(parse("--lsq-clip-init median"))
 
 
 def test_layer_config_takes_each_side(parse):

@@ -93,18 +93,13 @@ def test_patterns_and_formats_without_clips(train, trained, tmp_path):
 
 def test_clips_that_were_fixed_are_measured_once_that_is_said(train, tmp_path):
     folder = tmp_path / "fixed"
-    before = train(folder, "--max-update 1 --lsq-weight-init fixed --lsq-activation-init fixed")[
-        "model"
-    ]
+    before = train(folder, "--max-update 1 --lsq-clip-init fixed")["model"]
     with pytest.raises(
-        ValueError, match="is 'fixed', under which nothing is measured: add --weight-init mse"
+        ValueError, match="is 'fixed', under which nothing is measured: add --clip-init mse"
     ):
         converted(folder / LAST, {"weight_format": "nvfp4"})
-    found = converted(folder / LAST, {"weight_format": "nvfp4", "weight_init": "mse"}).state
-    assert (found["cfg"]["model"].lsq_weight_init, found["cfg"]["model"].lsq_activation_init) == (
-        "mse",
-        "fixed",
-    )
+    found = converted(folder / LAST, {"weight_format": "nvfp4", "clip_init": "mse"}).state
+    assert found["cfg"]["model"].lsq_clip_init == "mse"
     clips = [name for name in before if name.endswith(CLIPS)]
     assert all(
         (before[name] - 1).abs().max() < 0.1 and (found["model"][name] < 0.9).all()

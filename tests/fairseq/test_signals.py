@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lsq.config import QuantConfig
 from lsq.fairseq.signals import TrainingSignals
 from lsq.layers import quantized_tensors
 from tests.layers.test_signals import HEALTHY
@@ -66,8 +67,9 @@ def test_only_the_first_batch_of_an_update_is_observed(step):
     assert signals.last is found
 
 
-def test_warned_once_for_each_tensor(step, caplog):
-    signals, one = step("--lsq-activation-init fixed --lsq-activation-clip 0.01", interval=1)
+def test_warned_once_for_each_tensor(step, caplog, monkeypatch):
+    monkeypatch.setattr(QuantConfig, "activation_clip", 0.01)
+    signals, one = step("--lsq-clip-init fixed", interval=1)
     for update in (1, 2):
         one(update)
     warned = [record.message for record in caplog.records if record.name == "lsq.fairseq.signals"]
@@ -77,14 +79,14 @@ def test_warned_once_for_each_tensor(step, caplog):
     assert len(warned) == len(activations) > 0
     assert {message.split(",")[0] for message in warned} == activations
     assert all(
-        "update 1: " in message and "try --lsq-activation-init absmax" in message
-        for message in warned
+        "update 1: " in message and "try --lsq-clip-init absmax" in message for message in warned
     )
     assert signals.summary().endswith(f"{len(activations)} of 54 tensors were warned of")
 
 
-def test_wide_clips_are_warned_of(step, caplog):
-    signals, one = step("--lsq-activation-init fixed --lsq-activation-clip 1000", interval=1)
+def test_wide_clips_are_warned_of(step, caplog, monkeypatch):
+    monkeypatch.setattr(QuantConfig, "activation_clip", 1000.0)
+    signals, one = step("--lsq-clip-init fixed", interval=1)
     one(1)
     assert (
         "decoder.output_projection.input, update 1: its largest code is 0 of 127, fewer than 4 bits"

@@ -7,7 +7,7 @@ import torch
 from lsq.fairseq import checkpoint, float_checkpoint
 from lsq.models.sparsity import sparsity_of
 from lsq.quant import unpack_bits
-from lsq.serving.decode.model import model_of
+from lsq.serving.decoding_model import model_of
 from tests.fairseq.conftest import SHORT, TINY
 from tests.fairseq.two_workers import train_by_two
 

@@ -10,19 +10,16 @@ import pytest
 from lsq.commands import stages
 from lsq.commands.stages import Stage
 from lsq.gemm import configuration_file
-from lsq.gemm.configuration import CpuConfiguration
 from lsq.study.costs import read_costs, write_costs
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
-from tests.gemm.tuned import GPU, cublas_entry, entry, file
+from tests.gemm.tuned import GPU, cublas_entry, entry, file, rows
 from tests.study.test_costs import COSTS
 
 CPU_FILE = file(
     entry(8),
-    entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
-    entry(
-        op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")
-    ),
+    entry(1024, configuration=rows(0, "amx")),
+    entry(op="project_weight_gradient", m=512, k=4096),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
 

@@ -20,12 +20,12 @@ from lsq.commands import (
     translate,
     tune,
 )
-from lsq.serving.export import model_file
+from lsq.serving import model_file
 from tests.commands.conftest import TRAINING, write_pairs
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_options
 from tests.sampling import first
-from tests.serving.export.test_model_file import exported
+from tests.serving.test_model_file import exported
 
 NOT_ADDED = {
     "--user-dir",

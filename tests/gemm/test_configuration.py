@@ -8,37 +8,25 @@ import pytest
 from lsq.gemm.configuration import CpuConfiguration, now
 from lsq.gemm.product_key import TILED_ALONE
 from lsq.native import tiles
-from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, tile
+from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, rows, tile
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"a_layout": "km"}, "a_layout is 'km'; allowed: 'as_is'"),
-        ({"b_layout": None}, "b_layout is None; allowed: 'as_is'"),
+        ({"kernel": "mkl"}, "kernel is 'mkl'; allowed: 'plain', 'avx_vnni'"),
         ({"rows": -1}, "rows is -1; it must be a whole number from 0"),
+        ({"rows": 48}, "rows is 48; tiles make multiples of 32 rows at a time: use one"),
     ],
 )
 def test_no_such_cpu_configuration(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        CpuConfiguration(**changes)
+        CpuConfiguration(**{"kernel": "plain"} | changes)
 
 
-@pytest.mark.parametrize(
-    ("configuration", "changes", "message"),
-    [
-        (CpuConfiguration(a_layout="mk"), {}, 'a_layout is "mk"; a lies so already: use "as_is"'),
-        (CpuConfiguration(b_layout="nk"), {}, "b_layout is 'nk'; b lies so already: use \"as_is\""),
-        (
-            CpuConfiguration(b_layout="kn"),
-            {"op": "project_weight_gradient"},
-            "b_layout is 'kn'; b lies so already",
-        ),
-    ],
-)
-def test_an_entry_whose_configuration_cannot_run(configuration, changes, message):
-    with pytest.raises(ValueError, match=f"^configuration.{message}"):
-        entry(configuration=configuration, **changes)
+def test_cpus_multiply_for_operations_alone():
+    with pytest.raises(ValueError, match="^configuration.kernel is of a CPU, .*, not matmul 64 x"):
+        entry(op="matmul")
 
 
 @pytest.mark.parametrize(
@@ -157,38 +145,15 @@ def test_no_such_time(name, value):
 
 def test_gain_and_text():
     assert entry().gain == pytest.approx(1.25)
-    assert str(CpuConfiguration(rows=96)) == "onednn, 96 rows at a time"
-    assert (
-        str(CpuConfiguration(a_layout="mk", b_layout="kn"))
-        == "onednn, all rows at once, copy a as mk, copy b as kn"
-    )
-    assert str(CpuConfiguration(kernel="amx")) == "amx, as many rows at a time as suit the caches"
+    assert str(rows(96)) == "plain, 96 rows at a time"
+    assert str(rows(0, "amx")) == "amx, as many rows as suit the caches"
     assert "tile 20" in str(cublas()) and "1024 bytes" in str(cublas())
 
 
-@pytest.mark.parametrize(
-    ("usable", "op", "wanted"),
-    [
-        ((), "project", {"rows": 512}),
-        (("plain",), "project", {"kernel": "plain"}),
-        (("amx", "avx512_vnni", "plain"), "project", {"kernel": "amx"}),
-        (("avx_vnni", "plain"), "vocabulary_loss", {"kernel": "avx_vnni"}),
-    ],
-)
-def test_the_default_is_what_runs_untuned(usable, op, wanted, monkeypatch):
-    monkeypatch.setattr(tiles, "usable", lambda: usable)
-    assert CpuConfiguration.default(key(op=op)) == CpuConfiguration(**wanted)
-
-
-def test_tiles_copy_by_themselves():
-    with pytest.raises(
-        ValueError, match="kernel is 'amx', which copies as it needs it: leave both"
-    ):
-        CpuConfiguration(kernel="amx", b_layout="kn")
-    with pytest.raises(ValueError, match="rows is 48; tiles make multiples of 32 rows"):
-        CpuConfiguration(kernel="amx", rows=48)
-    with pytest.raises(ValueError, match="kernel is 'mkl'; allowed"):
-        CpuConfiguration(kernel="mkl")
+def test_the_rule_takes_the_fastest_instructions(monkeypatch):
+    for usable, kernel in (((), "plain"), (("plain",), "plain"), (("amx", "plain"), "amx")):
+        monkeypatch.setattr(tiles, "usable", lambda usable=usable: usable)
+        assert CpuConfiguration.default() == rows(0, kernel)
 
 
 def test_now():

@@ -14,16 +14,24 @@ import pytest
 
 from lsq.files import json_file
 from lsq.gemm import configuration_file
-from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile, read, write
-from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
+from tests.gemm.tuned import (
+    CPU,
+    GPU,
+    TIMES,
+    Machine,
+    cublas,
+    cublas_entry,
+    entry,
+    file,
+    rows,
+    tile,
+)
 
 CPU_FILE = file(
     entry(8),
-    entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
-    entry(
-        op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")
-    ),
+    entry(1024, configuration=rows(0, "amx")),
+    entry(op="project_weight_gradient", m=512, k=4096),
 )
 GPU_FILE = file(
     cublas_entry(),
@@ -150,15 +158,19 @@ def contents(wanted: ConfigurationFile):
         ),
         (
             changed("x", "entries", 0, "configuration", "a_layout"),
-            "entries[0].configuration.a_layout is 'x'; allowed",
+            "entries[0].configuration has the unknown field 'a_layout'; allowed: kernel, rows",
+        ),
+        (
+            changed("onednn", "entries", 0, "configuration", "kernel"),
+            "entries[0].configuration is for oneDNN, by which no product of a CPU runs any more",
+        ),
+        (
+            changed({"rows": 512}, "entries", 0, "configuration"),
+            "entries[0].configuration is for oneDNN",
         ),
         (
             changed(True, "entries", 0, "configuration", "rows"),
             "entries[0].configuration.rows is True; it must be",
-        ),
-        (
-            changed("kn", "entries", 2, "configuration", "b_layout"),
-            "entries[2].configuration.b_layout is 'kn'; b lies",
         ),
         (
             changed(-1.0, "entries", 0, "times", "float"),
@@ -184,9 +196,14 @@ def test_damaged_files_say_what_is_wrong(path, text, message):
     with pytest.raises(ValueError) as raised:
         read(path)
     assert str(raised.value).startswith(f"{path}: {message}")
-    assert str(raised.value).endswith(
-        "(correct or delete the file, or make it again with `lsq tune`)"
-    )
+    assert str(raised.value).endswith("(correct or delete the file)")
+
+
+def test_older_files_of_tiles_say_that_nothing_is_copied(path):
+    content = contents(CPU_FILE)
+    content["entries"][0]["configuration"] |= {"a_layout": "as_is", "b_layout": "as_is"}
+    path.write_text(json.dumps(content))
+    assert read(path) == CPU_FILE
 
 
 def test_infinite_times(path):
@@ -226,7 +243,7 @@ def test_entries_of_another_kind(path):
     content["validators"] = contents(GPU_FILE)["validators"]
     path.write_text(json.dumps(content))
     with pytest.raises(
-        ValueError, match=r"entries\[0\].configuration has the unknown field 'a_layout'"
+        ValueError, match=r"entries\[0\].configuration has the unknown field 'kernel'"
     ):
         read(path)
 
@@ -284,7 +301,7 @@ def test_a_file_refuses_duplicates_and_other_kinds():
 
 
 def test_with_entries():
-    changed = entry(8, configuration=CpuConfiguration(rows=32))
+    changed = entry(8, configuration=rows(32))
     assert file(entry(8), entry(9)).with_entries([changed, entry(10)]) == file(
         changed, entry(9), entry(10)
     )
@@ -298,13 +315,12 @@ def machine(monkeypatch, tmp_path):
     return Machine(monkeypatch, tmp_path)
 
 
-def test_the_user_goes_before_the_package(machine):
-    assert configuration_file.paths() == []
-    packaged = machine.add(machine.package, "a")
+def test_files_of_the_user_are_searched_in_order(machine):
+    assert configuration_file.search(CPU) == []
     second, first = machine.add(machine.user, "b"), machine.add(machine.user, "a")
     (machine.user / "a.json.tmp").write_text("")
     (machine.user / "notes.txt").write_text("")
-    assert configuration_file.paths() == [("user", first), ("user", second), ("package", packaged)]
+    assert [each.path for each in configuration_file.search(CPU)] == [first, second]
 
 
 def test_user_folder(monkeypatch, tmp_path):
@@ -323,7 +339,7 @@ def test_no_home(monkeypatch):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(configuration_file.Path, "home", nobody)
     assert configuration_file.user_folder() is None
-    assert all(source == "package" for source, _ in configuration_file.paths())
+    assert configuration_file.search(CPU) == []
 
 
 def test_every_file_is_judged(machine):
@@ -333,7 +349,7 @@ def test_every_file_is_judged(machine):
     machine.add(machine.user, "d", entry(), validators=dataclasses.replace(CPU, threads=64))
     (machine.user / "e.json").write_text("{")
     (machine.user / "f.json").mkdir()
-    found = {each.path.stem: each for each in configuration_file.find(CPU)}
+    found = {each.path.stem: each for each in configuration_file.search(CPU)}
     assert found["a"].refusal is None and len(found["a"].file.entries) == 1
     assert (
         found["b"].refusal == "device differs: the file says 'Other CPU', here it is 'Example CPU'"
@@ -357,7 +373,7 @@ def test_wgmma_is_hoppers_alone(sm):
         )
     else:
         with pytest.raises(
-            ValueError, match=r"entries\[0\].configuration.instruction is 'wgmma', .* sm 90 alone"
+            ValueError, match=r"entries\[0\].configuration.instruction is 'wgmma', .* sm 90 have"
         ):
             file(tuned, validators=here)
 

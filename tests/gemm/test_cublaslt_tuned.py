@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.gemm.configuration_file import Found
+from lsq.gemm.configuration_file import SearchedFile
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice
 from lsq.gemm.lookup import Table
 from lsq.native.stream_memory import aligned_workspace
@@ -29,8 +29,8 @@ def tuned():
     made = []
 
     def tuned(*entries, **options):
-        found = Found(
-            path=Path("file.json"), source="user", file=file(*entries, validators=GPU), refusal=None
+        found = SearchedFile(
+            path=Path("file.json"), file=file(*entries, validators=GPU), refusal=None
         )
         choice = TunedChoice(Table(GPU, [found]))
         products = Products(CPU, library=emulated().path, choose=choice, **options)

@@ -1,4 +1,4 @@
-"""Which products a GPU's kernels end: as its files say, else by shape; each is counted once."""
+"""Which products lsq's kernels of a GPU make: as its files say, else by shape."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def uses():
-    return {use.key: (use.hit, use.calls) for use in lookup.table("cuda").uses()}
+    return {use.key: use.hit for use in lookup.table("cuda").uses()}
 
 
 def test_without_a_gpu_the_shape_decides(machine):
@@ -35,16 +35,16 @@ def test_without_a_gpu_the_shape_decides(machine):
 def test_untuned_the_shape_and_the_gpu_decide(machine):
     assert gemm.cuda_tile(*SHAPE) == default_tile(key(), 90)
     assert gemm.cuda_tile("project", 64, 128, 16384) is None is default_tile(key(k=16384), 90)
-    assert uses() == {key(): (False, 1)}
+    assert uses() == {key(): False}
 
 
-def test_an_entry_decides_and_is_counted_once(machine):
+def test_an_entry_decides(machine):
     machine.add(machine.user, "gpu", entry(configuration=tile(columns=128)), validators=GPU)
-    assert [gemm.cuda_tile(*SHAPE) for _ in range(3)] == [tile(columns=128)] * 3
-    assert uses() == {key(): (True, 1)}
+    assert gemm.cuda_tile(*SHAPE) == tile(columns=128)
+    assert uses() == {key(): True}
 
 
-def test_an_entry_of_cublaslt_leaves_the_product_to_it_uncounted(machine):
+def test_an_entry_of_cublaslt_leaves_the_product_to_it_unlisted(machine):
     machine.add(machine.user, "gpu", entry(configuration=cublas()), validators=GPU)
     assert gemm.cuda_tile(*SHAPE) is None
     assert not uses()

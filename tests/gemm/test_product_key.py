@@ -116,10 +116,10 @@ def test_what_is_packed_need_not_be_said():
     assert ProductKey(**apart.fields()) == apart
 
 
-def test_places_and_lengths():
+def test_leading_and_lengths():
     apart = matmul(layout="tn", leading_a=80)
     assert apart.matrices == {"a": (64, 41), "b": (64, 48), "out": (41, 48)}
-    assert apart.places == {"leading_a": 80, "leading_b": 48, "leading_out": 48}
+    assert apart.leading == {"leading_a": 80, "leading_b": 48, "leading_out": 48}
     assert apart.lengths == {"a": 63 * 80 + 41, "b": 64 * 48, "out": 41 * 48}
     assert matmul().bytes == 41 * 64 + 48 * 64 + 4 * 41 * 48
 

@@ -28,9 +28,14 @@ def key(m=64, **changes):
     return ProductKey(**{"op": "project", "m": m, "n": 128, "k": 256} | changes)
 
 
+def rows(count, kernel="plain"):
+    """A configuration of a CPU."""
+    return CpuConfiguration(kernel=kernel, rows=count)
+
+
 def entry(m=64, configuration=None, times=TIMES, **changes):
-    """An entry for `key`, which makes 96 rows at a time."""
-    configuration = configuration or CpuConfiguration(rows=96)
+    """An entry for `key`, which takes 96 rows at a time."""
+    configuration = configuration or rows(96)
     return Entry(
         key=key(m, **changes), configuration=configuration, times=times, spread=0.02, date=DATE
     )
@@ -65,16 +70,15 @@ def file(*entries, validators=CPU):
 
 
 class Machine:
-    """A device with folders of its own: what is found there.
+    """A device with a user's folder of its own.
 
     `here` are its validators by kind; a kind that is missing is not there.
     """
 
     def __init__(self, monkeypatch, folder: Path) -> None:
-        self.user, self.package = folder / "user" / "lsq" / "gemm", folder / "package"
+        self.user = folder / "user" / "lsq" / "gemm"
         self.here = {"cpu": CPU}
         monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "user"))
-        monkeypatch.setattr(configuration_file, "PACKAGE_FOLDER", self.package)
         monkeypatch.setattr(device, "here", self._here)
         monkeypatch.setattr(lookup, "_tables", {})
         monkeypatch.setattr(lookup, "_explicit", False)

@@ -153,7 +153,7 @@ def test_a_vocabulary_and_a_projection_on_cuda(granularity):
         "activation_format": "fp4-e2m1/row",
         "gradient_format": "int8",
     }
-    quant = QuantConfig(**options, weight_granularity=granularity, weight_init="mse")
+    quant = QuantConfig(**options, weight_granularity=granularity, clip_init="mse")
     results = []
     for where in (CUDA(current_device()), backend("reference")):
         torch.manual_seed(0)
@@ -204,7 +204,7 @@ def test_a_projection_multiplies_decoded_values():
 
 
 def test_weights_are_decoded_once_in_eval_mode(monkeypatch):
-    quant = QuantConfig(weight_format="nvfp4", activation_format="float32", weight_init="fixed")
+    quant = QuantConfig(weight_format="nvfp4", activation_format="float32", clip_init="fixed")
     layer = VocabularyProjection(21, 36, quant=quant).eval()
     x, runs = torch.randn(4, 36), []
     monkeypatch.setattr(

@@ -195,7 +195,7 @@ def test_what_is_of_learned_clips_alone():
         {"bits": 4},
         {"weight_format": "int4"},
         {"clip_gradient": "lsq"},
-        {"weight_init": "absmax"},
+        {"clip_init": "absmax"},
     ):
         assert QuantConfig(**options).learned
         if "bits" not in options:

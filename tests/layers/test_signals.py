@@ -39,7 +39,7 @@ def test_a_complaint_says_what_to_try():
         replace(HEALTHY, clipped_share=0.5),
         replace(HEALTHY, largest_code=3, kind="weight"),
     )
-    assert "try QuantConfig(activation_init='absmax') or" in complaint(small)
+    assert "try QuantConfig(clip_init='absmax') or" in complaint(small)
     assert complaint(large, "--{}-init {}").endswith("try --weight-init mse")
 
 

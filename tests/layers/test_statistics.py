@@ -73,9 +73,7 @@ def test_one_layer_against_direct_computation(bits, granularity):
 
 
 def test_codes_in_use():
-    layer = QuantizedLinear(
-        16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0)
-    )
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(clip_init="fixed", activation_clip=127.0))
     with observe(layer) as found:
         layer(torch.tensor([[0.0, 5.2, -9.4, 0.3] * 4]))
     assert found["input"].largest_code == 9
@@ -97,9 +95,11 @@ def test_codes_in_use():
 def test_codes_of_formats_are_counted_by_their_own_limits(form, bits, largest):
     """Values that have scales of their own, or finer steps near zero, lose nothing by a wide
     clip."""
-    formats = {"weight_format": form, "activation_format": form, "weight_init": "absmax"}
-    quant = QuantConfig(**formats, activation_init="fixed", activation_clip=127.0)
+    formats = {"weight_format": form, "activation_format": form}
+    quant = QuantConfig(**formats, clip_init="absmax")
     layer = QuantizedLinear(32, 16, quant=quant)
+    layer(torch.full((1, 32), 127.0))
+    layer.eval()
     with observe(layer) as found:
         layer(torch.tensor([[0.0, 5.2, -9.4, 0.0] * 8]))
     given, weight = found["input"], found["weight"]

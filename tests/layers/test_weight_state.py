@@ -101,7 +101,7 @@ def test_codes_are_kept_while_nothing_changes(monkeypatch):
 
 def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
     layer, x, original = (
-        linear(activation_init="fixed").eval(),
+        linear(clip_init="fixed").eval(),
         torch.randn(3, 16),
         RoundWeight.cpu,
     )
@@ -132,7 +132,7 @@ def test_a_copy_takes_no_codes_along():
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_pass_with_other_parameters_leaves_the_codes_of_a_waiting_pass(lasting):
     """As of a teacher, whose weights are a mean of the student's."""
-    first, found = linear(calibration_passes=0, activation_init="fixed"), []
+    first, found = linear(calibration_passes=0, clip_init="fixed"), []
     for beside in (False, True):
         torch.manual_seed(1)
         layer, x = copy.deepcopy(first), torch.ones(5, 16, requires_grad=True)
@@ -149,7 +149,7 @@ def test_a_pass_with_other_parameters_leaves_the_codes_of_a_waiting_pass(lasting
 
 
 def test_a_training_follows_a_pass_in_inference_mode():
-    layer = linear(calibration_passes=0, activation_init="fixed")
+    layer = linear(calibration_passes=0, clip_init="fixed")
     with torch.inference_mode():
         expected = layer(torch.ones(5, 16))
     y = layer(torch.ones(5, 16))
@@ -204,7 +204,7 @@ def test_other_weights_put_into_a_layer_are_used_and_measured(put, frozen):
 
 
 def test_one_value_written_unseen_is_used():
-    layer, x = linear(weight_init="fixed").eval(), torch.ones(3, 16)
+    layer, x = linear(clip_init="fixed").eval(), torch.ones(3, 16)
     with torch.no_grad():
         before = layer(x)
         layer.weight.data[5, 7] = 0.7
@@ -229,7 +229,7 @@ def test_clips_that_come_with_weights_or_are_frozen_stay():
 def test_memory_of_several_processes_is_never_rounded_by_the_optimizer(monkeypatch):
     made, original = [], RoundWeight.cpu
     monkeypatch.setattr(RoundWeight, "cpu", lambda *given: made.append(1) or original(*given))
-    layer = linear(calibration_passes=0, activation_init="fixed").share_memory()
+    layer = linear(calibration_passes=0, clip_init="fixed").share_memory()
     optimizer, x = Adam(layer.parameters()), torch.ones(3, 16)
     for number in range(3):
         layer(x).sum().backward()

@@ -147,9 +147,7 @@ def test_autocast():
 def test_what_is_wanted_is_what_it_always_was(name, frozen):
     torch.manual_seed(1)
     whole = model()
-    lsq.convert(
-        whole, QuantConfig(calibration_passes=0, activation_init="absmax", weight_init="absmax")
-    )
+    lsq.convert(whole, QuantConfig(calibration_passes=0, clip_init="absmax"))
     layer = getattr(whole.blocks[0], name)
     x = torch.randn(11, layer.sizes[0], requires_grad=True)
     layer(x)

@@ -103,12 +103,7 @@ def run_layer(options):
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_without_a_library_the_references_run(use, caplog, backward):
-    options = {
-        "dropout": 0.1,
-        "backward": backward,
-        "weight_init": "absmax",
-        "activation_init": "fixed",
-    }
+    options = {"dropout": 0.1, "backward": backward, "clip_init": "fixed"}
     codes, found = run_layer(options)
     use(None)
     with caplog.at_level(logging.WARNING):

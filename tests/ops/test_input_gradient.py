@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lsq.gemm.product_key import REQUESTS
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -25,7 +24,7 @@ from tests.ops.products import WAYS, assert_same_bits
 from tests.ops.test_project import PLAIN, SMOOTH, slope_by_autograd
 from tests.quant.fake import fake_quantize
 
-BLOCK_ROWS = REQUESTS["project_input_gradient"].rows
+BLOCK_ROWS = 512
 COLUMNS, OUTPUTS, PADDED = 48, 29, 32
 MODES = ("int8", "float", "float mode")
 

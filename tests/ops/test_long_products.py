@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lsq.gemm.configuration import ONEDNN
 from lsq.native import tiles
 from tests.ops.compare import compare
 from tests.ops.long_products import input_gradient, largest_error, project, weight_gradient
@@ -12,8 +11,6 @@ from tests.ops.products import multiplied
 EXACT = 1e-6
 """What float32 loses: a relative error of the sums and of their scales."""
 WAYS = [
-    (ONEDNN, 0),
-    (ONEDNN, 2),
     ("plain", 0),
     *((kernel, 32) for kernel in tiles.INSTRUCTIONS if kernel != "plain"),
 ]
@@ -22,10 +19,7 @@ WAYS = [
 @pytest.fixture(params=WAYS, ids=str)
 def way(request):
     """How the parts are multiplied."""
-    kernel, rows = request.param
-    if kernel != ONEDNN and kernel not in tiles.usable():
-        pytest.skip(f"this processor has no {kernel}")
-    with multiplied(kernel, rows):
+    with multiplied(*request.param):
         yield
 
 

@@ -8,9 +8,8 @@ import torch
 from torch.nn import functional
 
 from lsq import quant
-from lsq.gemm.product_key import REQUESTS
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
-from lsq.ops.project import GEMM, Project
+from lsq.ops.project import Project
 from lsq.program.values import Coded, Rows, Weight, dropped
 from lsq.quant import arithmetic
 from lsq.run.backends import run
@@ -28,7 +27,7 @@ from tests.ops.compare import (
 )
 from tests.ops.products import WAYS, assert_same_bits
 
-BLOCK_ROWS = REQUESTS[GEMM].rows
+BLOCK_ROWS = 512
 PLAIN = {
     Activation.none: lambda x: x,
     Activation.relu: torch.relu,

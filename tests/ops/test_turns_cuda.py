@@ -10,7 +10,8 @@ from collections import defaultdict
 import pytest
 import torch
 
-from lsq import emulator, gemm
+from lsq import gemm
+from lsq.emulator import build
 from lsq.native import geometry
 from lsq.ops import embedding, kernels, weight_gradient
 from lsq.ops.nonlinearity import Activation
@@ -348,7 +349,7 @@ def few_blocks(monkeypatch):
 
 
 def test_every_source_has_a_case():
-    assert CASES.keys() == {source.name for source in emulator.KERNELS.glob("*.cu")}
+    assert CASES.keys() == {source.name for source in build.KERNELS.glob("*.cu")}
 
 
 @pytest.mark.thorough
@@ -367,7 +368,7 @@ def test_three_turns(run, sources, counted, few_blocks, monkeypatch):
 
 def assert_three_turns(source, found, loops):
     """Every kernel ran, came to every loop, and took three turns of each."""
-    assert found.keys() == set(EXPORT.findall(emulator.KERNELS.joinpath(source).read_text())), (
+    assert found.keys() == set(EXPORT.findall(build.KERNELS.joinpath(source).read_text())), (
         "kernels without a case"
     )
     reached = {loop for of in found.values() for loop in of}

@@ -8,14 +8,13 @@ import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
-from lsq import gemm
-from lsq.gemm.configuration import CpuConfiguration
 from lsq.native import tiles
 from lsq.ops.prediction import BLOCK_ROWS, Prediction
 from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT, Format, Grain, quantize
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu, written
+from tests.ops.products import multiplied
 
 INNER, PADDING = 48, 1
 WEIGHT = Format(name="weight", bits=8, grain=Grain.ROW)
@@ -260,28 +259,20 @@ def test_no_rows():
         compare(gradient_of(found) if found.bound is None else rounded_of(found))
 
 
-@pytest.mark.parametrize("kernel", [*tiles.INSTRUCTIONS, "onednn"])
-def test_every_kernel_finds_the_same_bits(kernel, monkeypatch):
+@pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
+def test_every_kernel_finds_the_same_bits(kernel):
     """What is added up apart does not depend on the blocks of a product."""
-    if kernel != "onednn" and kernel not in tiles.usable():
-        pytest.skip(f"no {kernel} here")
     operation = of_codes(341, 1003, 1008)
     wanted = on_cpu(operation)
+    expected = written(wanted), written(on_cpu(rounded_of(wanted)))
     for rows in (0, 32, 96):
-        configuration = CpuConfiguration(kernel=kernel, rows=rows)
-        monkeypatch.setattr(CpuConfiguration, "default", lambda key, one=configuration: one)
-        gemm.set_files([])
-        found = on_cpu(operation)
-        for one, other in (
-            (found, wanted),
-            (on_cpu(rounded_of(found)), on_cpu(rounded_of(wanted))),
-        ):
-            other = written(other)
+        with multiplied(kernel, rows):
+            loss = on_cpu(operation)
+            found = written(loss), written(on_cpu(rounded_of(loss)))
+        for one, other in zip(found, expected, strict=True):
             assert all(
-                tensor is None or torch.equal(tensor, other[name])
-                for name, tensor in written(one).items()
+                tensor is None or torch.equal(tensor, other[name]) for name, tensor in one.items()
             )
-    gemm.set_files(None)
 
 
 def test_limits_of_targets():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lsq import emulator
+from lsq.emulator import build
 from lsq.gemm.cublaslt import Products
 from lsq.native.device import Device
 from lsq.native.launch import Kernel
@@ -63,9 +63,7 @@ class CountedKernels:
         self._folder = folder
         self.loops: list[str] = []
         """The loops of all sources, "file: for (...)"."""
-        texts = {
-            source.name: self._counting(source) for source in sorted(emulator.KERNELS.iterdir())
-        }
+        texts = {source.name: self._counting(source) for source in sorted(build.KERNELS.iterdir())}
         include = '#include "emulation.h"\n'
         counter = f"{include}#define LOOPS {len(self.loops)}\n{COUNTER}"
         for name, text in texts.items():
@@ -92,7 +90,7 @@ class CountedKernels:
 
     def image(self, kernel: Kernel) -> bytes:
         """A compiled copy."""
-        return emulator.compile_kernels(os.fspath(self._folder / kernel.source), kernel.defines)
+        return build.compile_kernels(os.fspath(self._folder / kernel.source), kernel.defines)
 
 
 class CountingDevice(Device):
@@ -101,10 +99,10 @@ class CountingDevice(Device):
     def __init__(self, kernels: CountedKernels):
         self._kernels = kernels
         self._counts: dict[tuple[str, str], list[ctypes.Array]] = {}
-        products = Products(torch.device("cpu"), library=str(emulator.build_products()))
+        products = Products(torch.device("cpu"), library=str(build.build_products()))
         super().__init__(
             name="emulator",
-            driver=Driver(str(emulator.build_driver())),
+            driver=Driver(str(build.build_driver())),
             compile=self._counting,
             products=products,
             place=torch.device("cpu"),
@@ -112,7 +110,7 @@ class CountingDevice(Device):
 
     def _counting(self, kernel: Kernel) -> bytes:
         image = self._kernels.image(kernel)
-        library = ctypes.CDLL(os.fsdecode(image[len(emulator.MAGIC) : -1]))
+        library = ctypes.CDLL(os.fsdecode(image[len(build.MAGIC) : -1]))
         counts = (ctypes.c_int * (len(self._kernels.loops) + 1)).in_dll(
             library, f"{kernel.name}__turns"
         )

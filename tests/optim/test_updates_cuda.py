@@ -161,7 +161,8 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
     config = QuantConfig(
         weight_granularity=granularity,
         calibration_passes=0,
-        activation_init="fixed",
+        clip_init="fixed",
+        weight_clip=0.1,
         clip_step=0.01,
     )
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
@@ -192,9 +193,7 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_a_weight_that_is_not_a_number_poisons_its_scale(device, granularity):
-    config = QuantConfig(
-        weight_granularity=granularity, calibration_passes=0, activation_init="fixed"
-    )
+    config = QuantConfig(weight_granularity=granularity, calibration_passes=0, clip_init="fixed")
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
     layer.backend = device
     optimizer = Adam(layer.parameters(), backend=device)

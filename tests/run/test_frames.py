@@ -70,7 +70,7 @@ def test_a_pass_is_prepared_once_and_gives_the_same_bits_every_time(layer, prepa
 
 
 def test_layers_of_one_kind_share_what_is_prepared(prepared):
-    layers = [TransformerEncoderLayer(config_of(activation_init="fixed")).eval() for _ in range(3)]
+    layers = [TransformerEncoderLayer(config_of(clip_init="fixed")).eval() for _ in range(3)]
     x = torch.randn(6, 2, 48)
     with torch.no_grad():
         results = [layer(x) for layer in layers]

@@ -65,7 +65,7 @@ def test_an_encoder_layer():
 
 
 def test_a_step():
-    """As docs/cuda.md says. What RoundWeight and the optimizer launch is not in programs."""
+    """As docs/gpu.md says. What RoundWeight and the optimizer launch is not in programs."""
     words = Vocabulary(words=32768, hidden=1024, padded=32768)
     table = Table(
         vocabulary=32768,

@@ -1,5 +1,4 @@
-"""The products that a program is said to run are those that it runs: by request on the CPU, by its
-launches on CUDA."""
+"""The products of a program on a GPU are those that it launches."""
 
 import shutil
 
@@ -7,43 +6,22 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.programs import Vocabulary
-from lsq.native import loader
 from lsq.native.launch import Product
 from lsq.ops.project import Project
 from lsq.program.operation import Operation
-from lsq.program.samples import border_tensors, placed
-from lsq.run.backends import backend
-from lsq.run.executor import Execution
+from lsq.program.samples import placed
 from lsq.run.products import launched_by_operation, products_of
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked
-from tests.layers.examples import PROGRAMS, mode_on, run
+from tests.layers.examples import PROGRAMS, mode_on
 from tests.layers.shapes import config_of
 
 NAMES = [name for name in PROGRAMS if "wide" not in name]
 WORDS = Vocabulary(words=91, hidden=48, padded=96)
-fused = pytest.mark.skipif(
-    not loader.available(), reason="references multiply in other ways; needs the C++ library"
-)
-
-
-def run_on_the_cpu(program):
-    """The products that the CPU looks up while a program is run; there are no files."""
-    gemm.set_files([])
-    try:
-        if program.differentiable:
-            run(program, backend("cpu"))
-        else:
-            names = {virtual.name: tensor for virtual, tensor in border_tensors(program).items()}
-            Execution(program, backend("cpu"))(names)
-        return {use.key for use in lookup.table().uses()}
-    finally:
-        gemm.set_files(None)
 
 
 def prepared_for_cuda(program):
@@ -65,24 +43,15 @@ def prepared_for_cuda(program):
         products.close()
 
 
-@fused
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("name", NAMES)
-def test_products_are_those_that_run_on_the_cpu(name):
+def test_products_are_those_that_are_launched(name):
+    """Whether a kernel ends them or not."""
     program = PROGRAMS[name]()
     keys = products_of(program)
     assert len(keys) == len(set(keys))
-    assert set(keys) == run_on_the_cpu(program)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("name", NAMES)
-def test_products_are_those_that_cuda_launches(name):
-    """Whether a kernel ends them or not."""
-    program = PROGRAMS[name]()
-    keys = products_of(program, "cuda")
-    assert len(keys) == len(set(keys))
     with gemm.ended_by(None):
-        assert set(keys) == set(products_of(program, "cuda"))
+        assert set(keys) == set(products_of(program))
     assert set(keys) == prepared_for_cuda(program)
 
 
@@ -104,45 +73,29 @@ def floats(layout, dtype="float32", **numbers):
 def test_a_linear_layer():
     sizes = dict(m=21, n=32, k=48), dict(m=21, n=48, k=32), dict(m=32, n=48, k=21)
     forward, dx, dweight = sizes
-    program = linear(backward="int8")
-    assert products_of(program) == [
-        asked("project", 21, 32, 48),
-        asked("project_input_gradient", 21, 48, 32),
-        asked("project_weight_gradient", 32, 48, 21),
-    ]
-    assert products_of(program, "cuda") == [
+    assert products_of(linear(backward="int8")) == [
         asked("project", 21, 32, 48),
         asked("project_input_gradient", 21, 48, 32),
         asked("project_weight_gradient", 32, 48, 32),  # filled up
     ]
-    program = linear(backward="float")
-    assert products_of(program) == [asked("project", 21, 32, 48)]
-    assert products_of(program, "cuda") == [
+    assert products_of(linear(backward="float")) == [
         asked("project", 21, 32, 48),
         floats("nn", **dx),
         floats("tn", **dweight),
     ]
-    program = linear(mode="float")
-    assert products_of(program) == []
     wanted = [floats("nt", "bfloat16", **forward), floats("nn", "bfloat16", **dx)]
-    assert products_of(program, "cuda")[:2] == wanted
-
-
-def test_the_vocabulary_is_padded_and_multiplied_again_in_the_backward_pass():
-    products = [asked("vocabulary_loss", 21, 96, 48), asked("vocabulary_loss_gradient", 21, 96, 48)]
-    assert products_of(loss(21, backward="float")) == products
-    assert products_of(loss(21, backward="int8"))[:2] == products
+    assert products_of(linear(mode="float"))[:2] == wanted
 
 
 def test_on_cuda_the_vocabulary_of_floats_is_multiplied_by_blocks_of_rows():
-    keys = products_of(loss(1500, mode="float"), "cuda")
+    keys = products_of(loss(1500, mode="float"))
     forward = [key.m for key in keys if (key.n, key.k) == (WORDS.words, 48)]
     assert forward == [256, 1500 % 256]  # each product once
 
 
 def test_on_cuda_the_vocabulary_of_codes_is_not_tuned():
     """Its kernels take the tile of the rule."""
-    keys = products_of(loss(1500, backward="int8"), "cuda")
+    keys = products_of(loss(1500, backward="int8"))
     assert {key.op for key in keys} == {"project_input_gradient", "project_weight_gradient"}
 
 
@@ -163,10 +116,10 @@ def test_what_operations_share_is_one_tensor():
 def test_shapes_that_cuda_does_not_take_are_refused():
     program = programs.linear(config_of(mode="float").quant, 21, 48, 91, mode_on("cpu"), bias=True)
     with pytest.raises(ValueError, match="the width of a product with an end is 91"):
-        products_of(program, "cuda")
+        products_of(program)
 
 
 def test_an_operation_without_kernels_is_named(monkeypatch):
     monkeypatch.setattr(Project, "cuda", Operation.cuda)
     with pytest.raises(ValueError, match="operation Project has no CUDA implementation"):
-        products_of(linear(), "cuda")
+        products_of(linear())

@@ -62,12 +62,7 @@ def test_weights_are_floats_of_two_dimensions_each_once():
 def test_kernels_are_rows():
     assert [
         as_rows(torch.ones(shape)).shape for shape in ((4, 3, 2, 2), (4, 3, 5), (2, 8, 64), (4, 3))
-    ] == [
-        (4, 12),
-        (4, 15),
-        (2, 8, 64),
-        (4, 3),
-    ]
+    ] == [(4, 12), (4, 15), (2, 8, 64), (4, 3)]
 
 
 def test_names_are_chosen_by_patterns():

@@ -1,4 +1,1 @@
-"""The search for tuned files: the ways to run each product, checked and timed on one device.
-
-Using what was found is lsq.gemm's part, which knows nothing of the search.
-"""
+"""Makes files of tuned products: which ways there are on a GPU, and which is fastest."""

@@ -1,5 +1,5 @@
-"""Products of cuBLASLt for the tuner: algorithms, operands on a GPU, exact checks, and times by
-CUDA events.
+"""Trials of cuBLASLt's products: algorithms, operands on a GPU, exact checks, and times by CUDA
+events.
 
 An algorithm is an id with a tile, stages, parts of K that are added up, and more
 (lsq.native.products.CONFIGURATION). The library proposes some, and says what each can do and
@@ -19,7 +19,7 @@ import torch
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ADDRESS_MULTIPLE, MATMUL, ProductKey
-from lsq.gemm.tuner.ended import EndedTrial
+from lsq.gemm.tuner.ended import EndedTrial, Operations
 from lsq.gemm.tuner.operands import LARGEST, RowChecksums, laid, whole_numbers
 from lsq.native.device import Device
 from lsq.native.products import Matmul, ProductError, ProductLibrary
@@ -28,10 +28,9 @@ from lsq.native.stream_memory import aligned_workspace
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Numbers of parts of K that are tried."""
 SCHEMES = {"int32": (1, 2, 4)}
-"""Ways to add up the parts, by the dtype of the result: in place, in the type of the sums, in that
-of the result. Parts of floats, or of what is rounded afterwards, are added up in the type of the
-sums alone, in a fixed order.
-"""
+"""Ways to add up the parts, by dtype of the result: in place, in the dtype of the sums, in that of
+the result. Floats, and sums that are rounded afterwards, only in the dtype of the sums, in a fixed
+order."""
 CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
 """cublasLtClusterShape_t beside 0, automatic: from 1 x 1 to 8 blocks."""
 MOST_CHECKED = 50_000
@@ -40,7 +39,7 @@ MOST_REPEATS = 400
 MOST_SETS = 128
 MOST_BYTES = 2**33
 REFERENCE_ELEMENTS = 2**24
-"""Of a result that are computed in float64 at a time."""
+"""Results that are computed in float64 at a time."""
 LARGEST_FACTOR = 7
 """Of floats, so that every sum is a whole number that float32 holds."""
 
@@ -50,11 +49,10 @@ class CublasBackend:
 
     Args:
         products: of the device; their workspace is the most that algorithms may take.
-        device: runs the kernels that end products of operations; None: all products are tried by
-            themselves.
-        exhaustive: try every algorithm instead of those that the library proposes.
-        cache: bytes that the operands of a product exceed together; by default the device's L2
-            cache.
+        device: runs the kernels of epilogues; None: products are tried without.
+        operations: representative ones, whose products are tried with their epilogues.
+        exhaustive: try every algorithm, not only the library's proposals.
+        cache: bytes that the operands of a product exceed together; by default the L2 cache.
     """
 
     def __init__(
@@ -62,11 +60,12 @@ class CublasBackend:
         products: Products,
         *,
         device: Device | None = None,
+        operations: Operations | None = None,
         exhaustive: bool = False,
         cache: int | None = None,
     ) -> None:
         self.products = products
-        self.device = device
+        self.device, self.operations = device, operations or {}
         self.exhaustive = exhaustive
         self.on_gpu = products.device.type == "cuda"
         self.workspace = aligned_workspace(products.workspace_bytes, products.device)
@@ -79,8 +78,7 @@ class CublasBackend:
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        """What the library proposes, then, in an exhaustive search, everything else that runs
-        within the workspace.
+        """The library's proposals; in an exhaustive search, then all others within the workspace.
 
         Raises:
             ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
@@ -105,17 +103,17 @@ class CublasBackend:
         return 10 * major + minor
 
     def trial(self, key: ProductKey) -> "CublasTrial | EndedTrial":
-        """Of a product by itself, or with the end of its operation.
+        """The trial of a product, with the epilogue of its operation if it has one.
 
         Raises:
             ValueError, RuntimeError: there is no such product.
         """
         if key.op == MATMUL or self.device is None:
             return CublasTrial(self, key)
-        return EndedTrial(key, self.device, CublasTrial(self, key))
+        return EndedTrial(key, self.device, self.operations, CublasTrial(self, key))
 
     def time(self, run: Callable[[int], None], repeats: int) -> float:
-        """Seconds per run, by the device's clock. `run` gets the number of the run."""
+        """Seconds per run by the device's clock; `run` takes the number of the run."""
         repeats = min(repeats, MOST_REPEATS)
         if not self.on_gpu:
             start = time.perf_counter()
@@ -145,8 +143,7 @@ class CublasBackend:
     def _others(
         self, key: ProductKey, found: list[CublasConfiguration]
     ) -> list[CublasConfiguration]:
-        """All algorithms but those found, in a random order that never changes: a search may be cut
-        short anywhere."""
+        """All other algorithms, in a fixed random order: a search may stop anywhere."""
         products, seen, others = self.products, {each.algorithm for each in found}, []
         with contextlib.closing(products.describe(key)) as native, products.current():
             data = [
@@ -182,7 +179,7 @@ def _all_algorithms(library: ProductLibrary, native: Matmul, key: ProductKey) ->
 
 
 def _variants(can: dict, key: ProductKey) -> Iterator[dict[str, int]]:
-    """One at a time differs from what an algorithm starts with: all together would be millions."""
+    """Changes of an algorithm, one at a time: all combinations would be millions."""
     yield {}
     if can["split_k"]:
         allowed = [
@@ -244,10 +241,10 @@ class _Operands:
 
 
 class CublasTrial:
-    """One product on the GPU, and beside an int8 product the one of bfloat16 that it stands for.
+    """One product without epilogue; for comparison with int8, also the same of bfloat16.
 
-    Operands are whole numbers, of floats too, and so small that every sum is exact in float32: the
-    result is right, or rounded once as it should be, or the algorithm is refused.
+    Operands are whole numbers, also of floats, and so small that every sum is exact in float32:
+    results are right, rounded once where they are floats, or the algorithm is refused.
     """
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
@@ -286,7 +283,7 @@ class CublasTrial:
             return self.backend.time(self._own.run, repeats)
 
     def float_seconds(self, repeats: int) -> float:
-        """Of bfloat16 as the library proposes it; of other floats themselves."""
+        """Seconds in bfloat16, as the library proposes first; of floats in their own dtype."""
         with self.backend.products.current():
             if self._floats is None:
                 own = self._own.key

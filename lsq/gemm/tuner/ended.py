@@ -1,15 +1,15 @@
-"""Products of a GPU's operations for the tuner, each with its end: by cuBLASLt and a kernel, or in
-one kernel's tiles.
+"""Trials of products with the epilogue of their operation: by cuBLASLt and a kernel, or by one
+kernel's tiles.
 
-Both are lists of launches of the same operation. cuBLASLt's sums are checked by themselves; what
-tiles write is
-compared with what a kernel makes of exact sums: integers bit by bit.
+Both are lists of launches of the same operation. Sums of cuBLASLt are checked by themselves;
+outputs of tiles are compared with outputs from exact sums, integers bit by bit.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -28,26 +28,25 @@ from lsq.gemm.product_key import ProductKey
 from lsq.native.device import Device
 from lsq.native.launch import TICKETS, Launch, Product
 from lsq.native.launch_list import LaunchList
-from lsq.ops.representatives import OPERATIONS
 from lsq.program.operation import Operation, Spec
 from lsq.program.samples import Sampler
 
+Operations = Mapping[str, Callable[[ProductKey], Operation]]
+"""`ProductKey.op` -> makes a representative operation, of virtual tensors, with that product."""
 STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
-"""Of tiles by each instruction, that are tried; a GPU with less shared memory refuses the most of
-them."""
+"""By instruction, of the tiles that are tried; GPUs with little shared memory refuse the most."""
 SPLITS = (1, 2, 4, 8)
 """Parts along K, of products whose K is tokens."""
 REFERENCE_ELEMENTS = 2**24
 """Sums that are computed in float64 at a time."""
 TOLERANCE = 1e-3
-"""Of floats, beside the largest of a tensor; integers must be equal."""
+"""Of floats, relative to the largest of a tensor; integers must be equal."""
 
 
 def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
-    """Every tile that is tried for a product on a GPU of that compute capability; None: in the
-    emulator."""
+    """Every tile that is tried for a product; `sm` is the compute capability, None the emulator."""
     splits = SPLITS if key.request.tokens == "k" else (1,)
-    found = [
+    all_tiles = [
         TileConfiguration(
             rows=rows, columns=columns, stages=stages, split=split, instruction=instruction
         )
@@ -57,32 +56,37 @@ def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
         )
     ]
     return [
-        one for one in found if one.split == 1 or math.prod(one.blocks(key.m, key.n)) <= TICKETS
+        tile
+        for tile in all_tiles
+        if tile.split == 1 or math.prod(tile.blocks(key.m, key.n)) <= TICKETS
     ]
 
 
 class EndedTrial:
-    """One product of an operation, with its end.
+    """One product of an operation, with its epilogue.
 
     Args:
-        key: of an operation among OPERATIONS.
-        device: where it runs, with its `products`.
-        by_itself: the trial of the product without its end (lsq.gemm.tuner.cublaslt.CublasTrial).
+        key: of one of `operations`.
+        device: its device, with its `products`.
+        operations: one per op.
+        by_itself: the trial of the product without epilogue (lsq.gemm.tuner.cublaslt.CublasTrial).
 
     Raises:
-        ValueError: products of this operation have one way alone, which nobody tunes.
+        ValueError: products of this operation are not tuned.
     """
 
-    def __init__(self, key: ProductKey, device: Device, by_itself) -> None:
-        if key.op not in OPERATIONS:
+    def __init__(
+        self, key: ProductKey, device: Device, operations: Operations, by_itself: Any
+    ) -> None:
+        if key.op not in operations:
             by_itself.close()
             raise ValueError(
                 f"op is {key.op!r}, which a GPU makes by tiles of a rule alone: leave it out"
             )
         self.key, self.device, self._by_itself = key, device, by_itself
-        made = Sampler(device.place, torch.bfloat16).operation(OPERATIONS[key.op](key))
+        first = Sampler(device.place, torch.bfloat16).operation(operations[key.op](key))
         others = by_itself.backend.copies(key) - 1
-        self._operations = [made, *(made.bind(torch.Tensor.clone) for _ in range(others))]
+        self._operations = [first, *(first.bind(torch.Tensor.clone) for _ in range(others))]
         self._scratch: dict[tuple[int, Spec], torch.Tensor] = {}
         self._expected: list[torch.Tensor] | None = None
         self._lists: dict[tuple[Configuration, int], LaunchList] = {}
@@ -90,9 +94,9 @@ class EndedTrial:
 
     def candidates(self) -> Sequence[Configuration]:
         sm = self._by_itself.backend.sm
-        found = [*self._by_itself.candidates(), *tiles(self.key, sm)]
-        default = default_tile(self.key, sm) or found[0]
-        return [default, *(each for each in found if each != default)]
+        ways = [*self._by_itself.candidates(), *tiles(self.key, sm)]
+        default = default_tile(self.key, sm) or ways[0]
+        return [default, *(way for way in ways if way != default)]
 
     def fault(self, configuration: Configuration) -> str | None:
         if isinstance(configuration, CublasConfiguration):
@@ -131,15 +135,13 @@ class EndedTrial:
         self._by_itself.close()
 
     def _exact(self) -> list[torch.Tensor]:
-        """What the first operation writes, of exact sums."""
+        """Outputs of the first operation from exact sums."""
         if self._expected is None:
             entries = self._entries(None, self._operations[0])
-            place = next(
-                number for number, entry in enumerate(entries) if isinstance(entry, Product)
-            )
-            self.device.run(entries[:place])
-            _multiply(entries[place])
-            self.device.run(entries[place + 1 :])
+            at = next(i for i, entry in enumerate(entries) if isinstance(entry, Product))
+            self.device.run(entries[:at])
+            _multiply(entries[at])
+            self.device.run(entries[at + 1 :])
             self._expected = [tensor.clone() for tensor in self._operations[0].outputs]
         return self._expected
 
@@ -150,24 +152,22 @@ class EndedTrial:
             return operation.cuda(*map(self._memory, enumerate(operation.cuda_scratch())))
 
     def _memory(self, wanted: tuple[int, Spec]) -> torch.Tensor:
-        """Scratch is the same for all lists: it is warm, as planned memory is."""
+        """Scratch memory, shared by all lists: it is warm, as planned memory is."""
         if wanted not in self._scratch:
             shape, dtype = wanted[1]
             self._scratch[wanted] = torch.empty(shape, dtype=dtype, device=self.device.place)
         return self._scratch[wanted]
 
     def _list(self, configuration: Configuration, number: int) -> LaunchList:
-        found = self._lists.get((configuration, number))
-        if found is None:
+        if (configuration, number) not in self._lists:
             tiled = isinstance(configuration, TileConfiguration)
             entries = self._entries(configuration if tiled else None, self._operations[number])
-            found = self.device.list(
+            self._lists[configuration, number] = self.device.list(
                 entries,
                 title=str(self.key),
                 products=SimpleNamespace(prepare=lambda _: self._native(configuration)),
             )
-            self._lists[configuration, number] = found
-        return found
+        return self._lists[configuration, number]
 
     def _native(self, configuration: CublasConfiguration) -> ChosenProduct:
         if configuration not in self._chosen:
@@ -181,11 +181,12 @@ class EndedTrial:
         return self._chosen[configuration]
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _equal(x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """bool, of each element; floats may have been added up in another order."""
-    if not one.is_floating_point():
-        return one == other
-    return one.isclose(other, rtol=0.0, atol=float(TOLERANCE * other.abs().max()), equal_nan=True)
+    if not x.is_floating_point():
+        return x == expected
+    tolerance = float(TOLERANCE * expected.abs().max())
+    return x.isclose(expected, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _multiply(product: Product) -> None:

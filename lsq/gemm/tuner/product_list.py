@@ -1,5 +1,5 @@
-"""Lists of products as CSV: what `lsq tune --list` prints, what a run missed, what `lsq tune
---shapes` takes."""
+"""Lists of products as CSV, which `lsq tune --list` and trainings write and `lsq tune --shapes`
+reads."""
 
 import csv
 import dataclasses
@@ -18,7 +18,7 @@ _DIGITS = re.compile("[0-9]{1,19}")
 
 
 def text(keys: Sequence[ProductKey]) -> str:
-    """Products as CSV: op, m, n, k, and whichever other fields one of them needs."""
+    """Products as CSV: op, m, n, k, and the other fields that any of them needs."""
     rows = [{"op": key.op, **key.fields()} for key in keys]
     used = {name for row in rows for name in row} | set(NEEDED)
     file = io.StringIO()
@@ -32,7 +32,7 @@ def read(path: Path) -> list[ProductKey]:
     """The products in a CSV file with a heading of fields of ProductKey; op, m, n and k are needed.
 
     Raises:
-        ValueError: the file holds something else; the message says where and what is allowed.
+        ValueError: the file is wrong; the message says where and what is allowed.
         OSError: it cannot be read.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:

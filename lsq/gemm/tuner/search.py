@@ -1,5 +1,4 @@
-"""Tunes many products into a file, which always holds all that is done: stop it and go on whenever
-you like."""
+"""Tunes many products into a file that always holds all finished ones: a run may stop anywhere."""
 
 import contextlib
 import dataclasses
@@ -16,14 +15,10 @@ from lsq.gemm.device import Validators, difference
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.tuner.trial import Outcome, Settings, Trials, compare
 
-MEASUREMENTS = 150
-"""Of a product with all its candidates, about: nine of transformer base took 71 to 416 on a CPU,
-the median 134."""
-
 
 @dataclass(kw_only=True)
 class Summary:
-    """What a run of the tuner did."""
+    """The result of a run of the tuner."""
 
     path: Path
     left: int
@@ -37,13 +32,13 @@ class Summary:
     refused: int = 0
     """Candidates that computed wrong results or did not run."""
     incomplete: int = 0
-    """Entries for which the time was too short for every candidate."""
+    """Entries without time for every candidate."""
     interrupted: bool = False
     """By Ctrl-C."""
 
 
 def opened(path: Path, validators: Validators) -> ConfigurationFile:
-    """The file to go on with: what is there, or a new one.
+    """The file to go on with: an existing one, or a new one.
 
     Raises:
         ValueError: it is damaged, or of another device or library.
@@ -52,32 +47,12 @@ def opened(path: Path, validators: Validators) -> ConfigurationFile:
     if not path.exists():
         return ConfigurationFile(validators=validators)
     file = configuration_file.read(path)
-    found = difference(file.validators, validators)
-    if found is not None:
+    refusal = difference(file.validators, validators)
+    if refusal is not None:
         raise ValueError(
-            f"{path} holds the products of another device: {found}; choose another --output"
+            f"{path} holds the products of another device: {refusal}; choose another --output"
         )
     return file
-
-
-def estimate(
-    trials: Trials, keys: Sequence[ProductKey], settings: Settings | None = None
-) -> dict[ProductKey, float]:
-    """About how many seconds each product takes to tune, judged by a few runs of the middle one.
-
-    Args:
-        trials: of this device.
-        keys: one at least.
-        settings: of `tune`.
-    """
-    least, speed = (settings or Settings()).seconds, float("inf")
-    middle = sorted(keys, key=lambda key: key.arithmetic)[(len(keys) - 1) // 2]
-    with contextlib.suppress(RuntimeError, ValueError, MemoryError):  # which `tune` reports
-        with contextlib.closing(trials(middle)) as trial:
-            untuned = trial.candidates()[0]
-            trial.seconds(untuned, 1)  # warm
-            speed = middle.arithmetic / trial.seconds(untuned, 3)
-    return {key: MEASUREMENTS * max(least, key.arithmetic / speed) for key in keys}
 
 
 def tune(
@@ -92,18 +67,19 @@ def tune(
     progress: Callable[[ProductKey, Outcome | None], None] = lambda key, outcome: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Summary:
-    """Find the best way to run each product that has no entry yet, and write each entry as soon as
-    it is there.
+    """Find the best way to run each product that has no entry yet, and write each entry at once.
 
     Args:
         trials: of this device.
-        keys: in the order in which they are tuned; those that round to the same one are tuned once.
-        path: the file, which is made or gone on with.
+        keys: in the order of tuning; those that round to the same one are tuned once.
+        path: of the file, perhaps an existing one.
         validators: of this device.
-        again: tune also what has an entry.
-        seconds: after so many, no further product is begun, and the one at hand takes up no further
+        settings: of the measurements.
+        again: tune also products that have an entry.
+        seconds: after so many, no further product is begun, and the current one takes up no further
             candidates.
-        progress: called after each product, with None for what was skipped or failed.
+        progress: called after each product without an entry; its outcome is None if it failed.
+        clock: in seconds.
 
     Raises:
         ValueError: the file is damaged or of another device.
@@ -121,14 +97,15 @@ def tune(
                 outcome = None
                 if key in known:
                     summary.skipped += 1
-                elif clock() >= deadline:
+                    summary.left -= 1
+                    continue
+                if clock() >= deadline:
                     break
+                try:
+                    outcome = _tune_one(trials, key, settings, deadline, clock)
+                except (RuntimeError, ValueError, MemoryError) as error:
+                    summary.failed.append((key, str(error)))
                 else:
-                    try:
-                        outcome = _tune_one(trials, key, settings, deadline, clock)
-                    except (RuntimeError, ValueError, MemoryError) as error:
-                        summary.failed.append((key, str(error)))
-                if outcome is not None:
                     summary.entries.append(_entry(key, outcome))
                     file = file.with_entries(summary.entries[-1:])
                     configuration_file.write(path, file)

@@ -1,7 +1,7 @@
-"""Compares the ways to run one product: checked exactly, timed in turns, judged by medians of each
-round's ratios.
+"""Compares the ways to run one product: checks them exactly, times them in turns, and judges them
+by medians of each round's ratios.
 
-The ways come from a trial (cpu.py, cublaslt.py); nothing here knows of devices.
+The ways come from a trial (cublaslt.py, ended.py); nothing here knows of devices.
 """
 
 import contextlib
@@ -15,18 +15,16 @@ from lsq.gemm.configuration import Configuration, Entry
 from lsq.gemm.product_key import ProductKey
 
 FLOAT_ROUNDS = 3
-"""Measurements of the product of floats, which is many times slower and there for comparison alone.
-"""
+"""Measurements of the product of floats, which is slow and only a comparison."""
 LARGEST_PRODUCT = 2**31
-"""Bytes of operands and result up to which an entry is run to verify it; files are not trusted."""
+"""Bytes of operands and result up to which an entry is verified; files are not trusted."""
 
 
 class Trial(Protocol):
-    """One product with its operands: several sets of them, used in turn, together larger than the
-    caches."""
+    """One product with several sets of operands, used in turn, together larger than the caches."""
 
     def candidates(self) -> Sequence[Any]:
-        """Ways to run the product, what runs untuned first.
+        """Ways to run the product, the untuned one first.
 
         Raises:
             RuntimeError, ValueError: the device has none.
@@ -39,10 +37,10 @@ class Trial(Protocol):
         """Seconds per run over so many runs."""
 
     def float_seconds(self, repeats: int) -> float:
-        """The same of the product of floats that an int8 product stands for."""
+        """Seconds per run of the product of floats that an int8 product stands for."""
 
     def close(self) -> None:
-        """Free what was allocated."""
+        """Free all memory."""
 
 
 Trials = Callable[[ProductKey], Trial]
@@ -61,20 +59,19 @@ class Settings:
     final_rounds: int = 11
     """Measurements of the best and the default against each other, after that."""
     confirmations: int = 2
-    """How often the best must win again on operands that lie elsewhere; the time of small products
-    depends on that."""
+    """How often the best must win again on operands at other addresses, on which the times of small
+    products depend."""
     least_gain: float = 0.02
     """The default stays unless another is faster by more than this, and by more than the spread."""
     seconds: float = 0.01
-    """One measurement repeats its run until it lasts about so long."""
+    """Length of one measurement, which repeats its run so long."""
     screening: float = 2.0
-    """Candidates whose first, single run takes so many times as long as the best one's are dropped.
-    """
+    """Candidates are dropped if their first run takes so many times as long as the best one's."""
     finalists: int = 24
     """How many the screening leaves at most."""
     pruning: tuple[float, ...] = (1.5, 1.25, 1.1)
-    """After each round, those so many times as slow as the best are dropped; the last number holds
-    from then on."""
+    """After each round, candidates so many times as slow as the best are dropped; the last number
+    holds from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +89,7 @@ class Outcome:
     complete: bool
     """Whether there was time for every candidate."""
     other: float | None = None
-    """Of the best candidate of another kind than the chosen one's, its class; None where there is
-    none so fast."""
+    """Of the best candidate of another class than the chosen one's; None: none was so fast."""
 
 
 def compare(
@@ -106,13 +102,12 @@ def compare(
 ) -> Outcome:
     """Find the best of `candidates`, the first of which is the default.
 
-    Another is chosen if it is faster by more than the spread: if its median gain exceeds 1 by the
-    gains' interquartile range, and by `settings.least_gain`. Gains are the default's time over its
-    own in the same round, so that a drift of the clock cancels.
+    Another is chosen if its median gain exceeds 1 by the gains' interquartile range and by
+    `settings.least_gain`. A gain is the default's time over its own in the same round, so that a
+    drift of the clock cancels.
 
     Args:
-        deadline: when `clock` reaches this, no further candidate is taken up; those that were go
-            on.
+        deadline: when `clock` reaches it, no further candidate is taken up; the others go on.
 
     Raises:
         RuntimeError: the default itself computes wrong results.
@@ -125,7 +120,7 @@ def compare(
         race.prune()
     final = _Race(
         trial,
-        {place: screened[place] for place in {0, race.best(), *race.best_of_kinds()}},
+        {number: screened[number] for number in {0, race.best(), *race.best_of_kinds()}},
         settings,
     )
     floats = []
@@ -150,19 +145,19 @@ def compare(
 
 
 def _screen(trial, candidates, settings, deadline, clock):
-    """Check and time each once: ({place: (candidate, repeats)}, refused, whether all were taken
+    """Check and time each once: ({number: (candidate, repeats)}, refused, whether all were taken
     up)."""
     first_times: dict[int, float] = {}
     refused = []
     complete = True
-    for place, candidate in enumerate(candidates):
-        if place and clock() >= deadline:
+    for number, candidate in enumerate(candidates):
+        if number and clock() >= deadline:
             complete = False
             break
         fault = trial.fault(candidate)
         if fault is None:
-            first_times[place] = trial.seconds(candidate, 1)
-        elif place == 0:
+            first_times[number] = trial.seconds(candidate, 1)
+        elif number == 0:
             raise RuntimeError(
                 f"the product is wrong as it runs untuned ({candidate}): {fault}; do not use int8"
                 " here"
@@ -171,11 +166,11 @@ def _screen(trial, candidates, settings, deadline, clock):
             refused.append((candidate, fault))
     limit = settings.screening * min(first_times.values())
     ranked = sorted(
-        (place for place in first_times if place and first_times[place] <= limit),
+        (number for number in first_times if number and first_times[number] <= limit),
         key=first_times.get,
     )
     kept = [0, *ranked[: settings.finalists]]
-    runners = {place: (candidates[place], _repeats(first_times[place], settings)) for place in kept}
+    runners = {n: (candidates[n], _repeats(first_times[n], settings)) for n in kept}
     return runners, refused, complete
 
 
@@ -190,21 +185,23 @@ class _Race:
         self, trial: Trial, runners: dict[int, tuple[Any, int]], settings: Settings
     ) -> None:
         self.trial, self.runners, self.settings = trial, runners, settings
-        self.times: dict[int, list[float]] = {place: [] for place in runners}
+        self.times: dict[int, list[float]] = {number: [] for number in runners}
         self.running = sorted(runners)
         self._rounds = 0
 
     def run_round(self) -> None:
-        """Every second round goes backwards, so that a drift of the clock meets all alike."""
-        for place in self.running if self._rounds % 2 == 0 else reversed(self.running):
-            self.times[place].append(self.trial.seconds(*self.runners[place]))
+        """Time each once; every second round goes backwards, so that a drift meets all alike."""
+        for number in self.running if self._rounds % 2 == 0 else reversed(self.running):
+            self.times[number].append(self.trial.seconds(*self.runners[number]))
         self._rounds += 1
 
     def prune(self) -> None:
-        """Drop what is clearly slower than the best, but never the default."""
+        """Drop candidates that are clearly slower than the best, but never the default."""
         factors = self.settings.pruning
         least = self.gain(self.best()) / factors[min(self._rounds, len(factors)) - 1]
-        self.running = [place for place in self.running if place == 0 or self.gain(place) >= least]
+        self.running = [
+            number for number in self.running if number == 0 or self.gain(number) >= least
+        ]
 
     def best(self) -> int:
         return max(self.running, key=self.gain)
@@ -214,33 +211,34 @@ class _Race:
         kinds = {type(candidate) for candidate, _ in self.runners.values()}
         return [max(self._of_kind(kind), key=self.gain) for kind in kinds]
 
-    def other(self, place: int) -> float | None:
+    def other(self, number: int) -> float | None:
         """Median time of the best one of another class than this."""
-        own = type(self.runners[place][0])
+        own = type(self.runners[number][0])
         others = [self.median(each) for each in self.runners if each not in self._of_kind(own)]
         return min(others, default=None)
 
     def _of_kind(self, kind: type) -> list[int]:
-        return [place for place, (candidate, _) in self.runners.items() if type(candidate) is kind]
-
-    def gain(self, place: int) -> float:
-        """How many times as fast as the default: the median over the rounds, each of which compares
-        neighbours."""
-        return statistics.median(self._gains(place))
-
-    def spread_of_gain(self, place: int) -> float:
-        """Interquartile range of the rounds' gains, relative to 1."""
-        return _interquartile(self._gains(place))
-
-    def median(self, place: int) -> float:
-        return statistics.median(self.times[place])
-
-    def spread(self, place: int) -> float:
-        return _interquartile(self.times[place]) / self.median(place)
-
-    def _gains(self, place: int) -> list[float]:
         return [
-            default / own for default, own in zip(self.times[0], self.times[place], strict=False)
+            number for number, (candidate, _) in self.runners.items() if type(candidate) is kind
+        ]
+
+    def gain(self, number: int) -> float:
+        """How many times as fast as the default, the median over the rounds."""
+        return statistics.median(self._gains(number))
+
+    def spread_of_gain(self, number: int) -> float:
+        """Interquartile range of the rounds' gains, relative to 1."""
+        return _interquartile(self._gains(number))
+
+    def median(self, number: int) -> float:
+        return statistics.median(self.times[number])
+
+    def spread(self, number: int) -> float:
+        return _interquartile(self.times[number]) / self.median(number)
+
+    def _gains(self, number: int) -> list[float]:
+        return [
+            default / own for default, own in zip(self.times[0], self.times[number], strict=False)
         ]
 
 
@@ -250,8 +248,7 @@ def _interquartile(values: list[float]) -> float:
 
 
 def entry_fault(entry: Entry, trials: Trials) -> str | None:
-    """What is wrong with an entry, in words, or None: it is run once and compared with exact
-    arithmetic."""
+    """Run an entry once and compare with exact arithmetic: what is wrong, or None."""
     needed = entry.key.bytes
     if needed > LARGEST_PRODUCT:
         return (

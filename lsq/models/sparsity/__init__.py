@@ -1,4 +1,4 @@
-"""2:4 sparsity: of four neighbouring inputs of a weight's row, two count; see docs/sparsity.md."""
+"""2:4 sparsity: of four neighbouring inputs of a weight's row, two count; see docs/numbers.md."""
 
 from lsq.models.sparsity.packed import Packed, pack, product, unpack
 from lsq.models.sparsity.pattern import choose, is_sparse

@@ -1,6 +1,6 @@
 """Products without a device, and a clock without time, for tests of the tuner."""
 
-from lsq.gemm.configuration import CpuConfiguration
+from tests.gemm.tuned import cublas
 
 
 class Clock:
@@ -13,18 +13,18 @@ class Clock:
         return self.now
 
 
-def way(rows):
-    """A configuration by its number of rows, which the tests use as its name."""
-    return CpuConfiguration(rows=rows)
+def way(number):
+    """A configuration by its id, which the tests use as its name."""
+    return cublas(id=number)
 
 
 class FakeTrial:
     """A trial whose candidates take given times.
 
     Args:
-        times: rows of the configuration -> seconds of a run, or a function of the number of its
+        times: id of the configuration -> seconds of a run, or a function of the number of its
             measurement.
-        faults: rows -> what is wrong with the result.
+        faults: id -> what is wrong with the result.
     """
 
     def __init__(self, times, faults=(), clock=None, floats=10.0):
@@ -34,22 +34,22 @@ class FakeTrial:
             clock or Clock(),
             floats,
         )
-        self.measured = {rows: 0 for rows in times}
+        self.measured = dict.fromkeys(times, 0)
         self.log = []
         self.closed = False
 
     def candidates(self):
-        return [way(rows) for rows in self.times]
+        return [way(number) for number in self.times]
 
     def fault(self, configuration):
-        self.log.append(("checked", configuration.rows))
+        self.log.append(("checked", configuration.id))
         self.clock.now += self._time(configuration)
-        return self.faults.get(configuration.rows)
+        return self.faults.get(configuration.id)
 
     def seconds(self, configuration, repeats):
-        self.log.append(("timed", configuration.rows))
+        self.log.append(("timed", configuration.id))
         time = self._time(configuration)
-        self.measured[configuration.rows] += 1
+        self.measured[configuration.id] += 1
         self.clock.now += time * repeats
         return time
 
@@ -61,8 +61,8 @@ class FakeTrial:
         self.closed = True
 
     def _time(self, configuration):
-        time = self.times[configuration.rows]
-        return time(self.measured[configuration.rows]) if callable(time) else time
+        time = self.times[configuration.id]
+        return time(self.measured[configuration.id]) if callable(time) else time
 
 
 class FakeBackend:

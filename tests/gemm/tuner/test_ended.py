@@ -16,6 +16,7 @@ from lsq.gemm.tuner.search import tune
 from lsq.gemm.tuner.trial import Settings, entry_fault
 from lsq.native.launch_list import LaunchList
 from lsq.ops.project_product import project_product
+from lsq.ops.representatives import OPERATIONS
 from lsq.run.cuda import emulated_device
 from tests.gemm.operands import asked
 from tests.gemm.tuned import GPU, cublas, tile
@@ -28,7 +29,7 @@ SETTINGS = Settings(rounds=3, final_rounds=3, confirmations=0, seconds=1e-6)
 @pytest.fixture
 def backend():
     device = emulated_device()
-    return CublasBackend(device.products, device=device, cache=0)
+    return CublasBackend(device.products, device=device, operations=OPERATIONS, cache=0)
 
 
 @pytest.fixture

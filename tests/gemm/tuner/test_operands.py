@@ -18,7 +18,6 @@ def test_right_sums_pass(monkeypatch, m, n, k, elements):
     for a, b in [(codes(m, k), codes(n, k)), (codes(k, m).t(), codes(k, n).t())]:
         sums = gemm.reference(a, b)
         assert RowChecksums(a, b).first_wrong_row(sums) is None
-        assert RowChecksums(a, b).first_wrong_row(sums[m // 2 :], m // 2) is None
 
 
 def test_the_largest_sums_pass():
@@ -36,7 +35,6 @@ def test_any_wrong_sum_is_found(change):
             wrong = sums.clone()
             wrong[row, column] = (int(wrong[row, column]) + change + 2**31) % 2**32 - 2**31
             assert checked.first_wrong_row(wrong) == row
-            assert checked.first_wrong_row(wrong[row:], row) == row
 
 
 def test_exchanged_columns_and_rows_are_found():
@@ -44,7 +42,8 @@ def test_exchanged_columns_and_rows_are_found():
     checked, sums = RowChecksums(a, b), gemm.reference(a, b)
     assert checked.first_wrong_row(sums.flip(1)) == 0
     assert checked.first_wrong_row(sums.flip(0)) == 0
-    assert checked.first_wrong_row(sums.roll(1, 0)[5:], 5) == 5
+    sums[5:] = sums[5:].roll(1, 0)
+    assert checked.first_wrong_row(sums) == 5
 
 
 @pytest.mark.parametrize("largest", [7, 127])

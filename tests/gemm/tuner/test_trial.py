@@ -3,12 +3,13 @@ doubt."""
 
 import pytest
 
-from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.tuner.trial import Settings, compare, entry_fault
 from tests.gemm.tuned import entry
 from tests.gemm.tuner.fakes import FakeBackend, FakeTrial, way
 
 SETTINGS = Settings(rounds=5, final_rounds=5, seconds=0.1)
+ENTRY = entry(8, configuration=way(96))
 
 
 def outcome(times, settings=SETTINGS, **options):
@@ -25,7 +26,7 @@ def test_the_fastest_is_chosen():
     assert all(trial.measured.values()) and not found.refused and found.complete
 
 
-class Other(CpuConfiguration):
+class Other(CublasConfiguration):
     """Another kind of way."""
 
 
@@ -40,11 +41,11 @@ class Other(CpuConfiguration):
     ],
 )
 def test_the_best_of_the_other_kind_is_measured_beside_the_chosen(times, chosen, other):
-    ways = [Other(rows=-number) if number < 0 else way(number) for number in times]
+    ways = [Other(**vars(way(-number))) if number < 0 else way(number) for number in times]
     found = compare(
         FakeTrial({abs(number): time for number, time in times.items()}), ways, SETTINGS
     )
-    assert (found.configuration.rows, found.other) == (chosen, other)
+    assert (found.configuration.id, found.other) == (chosen, other)
 
 
 def test_wrong_results_are_refused_before_they_are_timed():
@@ -132,9 +133,9 @@ def test_no_candidate_is_taken_up_after_the_deadline():
 
 def test_an_entry_is_run_once():
     backend = FakeBackend({96: 1.0})
-    assert entry_fault(entry(8), backend.trial) is None
+    assert entry_fault(ENTRY, backend.trial) is None
     (trial,) = backend.trials
-    assert backend.keys == [entry(8).key] and trial.log == [("checked", 96)] and trial.closed
+    assert backend.keys == [ENTRY.key] and trial.log == [("checked", 96)] and trial.closed
 
 
 @pytest.mark.parametrize(
@@ -153,13 +154,13 @@ def test_faults_of_an_entry(options, message):
         raise options["before"]
 
     backend = FakeBackend({96: 1.0}, **options | ({"before": fail} if "before" in options else {}))
-    assert entry_fault(entry(8), backend.trial) == message
+    assert entry_fault(ENTRY, backend.trial) == message
     assert all(trial.closed for trial in backend.trials)
 
 
 def test_entries_that_no_memory_holds_are_not_run():
     backend = FakeBackend({96: 1.0})
-    fault = entry_fault(entry(2**31 - 32, n=2**31 - 1), backend.trial)
+    fault = entry_fault(entry(2**31 - 32, n=2**31 - 1, configuration=way(96)), backend.trial)
     assert (
         fault.startswith("not run, because its operands and its result take") and not backend.trials
     )

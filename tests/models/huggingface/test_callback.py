@@ -103,7 +103,7 @@ def test_signals_of_every_tensor(tmp_path):
 
 
 def test_clips_that_cut_are_warned_of_once(tmp_path, caplog):
-    model = converted("bert", quant=QuantConfig(activation_init="fixed", activation_clip=0.05))
+    model = converted("bert", quant=QuantConfig(clip_init="fixed", activation_clip=0.05))
     trainer(
         "bert",
         tmp_path,
@@ -120,7 +120,7 @@ def test_clips_that_cut_are_warned_of_once(tmp_path, caplog):
     ]
     names = [text.partition(",")[0] for text in told]
     assert "bert.encoder.layer.0.feed_forward.input" in names and len(set(names)) == len(names)
-    assert all("try QuantConfig(activation_init='absmax')" in text for text in told)
+    assert all("try QuantConfig(clip_init='absmax')" in text for text in told)
 
 
 def test_what_is_decoded_is_logged(tmp_path, caplog):

@@ -1,0 +1,253 @@
+"""A model for decoding: its architecture and its tensors by name, rounded weights as codes alone.
+
+Names are those of a state dict, `decoder.layers.0.self_attn.qkv_bias`; a rounded weight W stands as
+W.codes int8, as its format stores them, and W.scale float32 for each row: the integers that the
+modules compute with.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lsq.config.quantization import FAST_FORMATS
+from lsq.layers import Embedding, VocabularyProjection, programs
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.clip_format import option
+from lsq.layers.decoding import check_ready
+from lsq.layers.module import ProgramModule
+from lsq.layers.programs import Mode
+from lsq.ops.rounding import RoundWeight
+from lsq.program.parameters import Kind
+from lsq.program.program import Program
+from lsq.program.values import Weight
+from lsq.run.backends import backend
+from lsq.serving.architecture import Architecture, StackArchitecture
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""(shape, dtype) of a tensor."""
+PROJECTION = "output_projection"
+EMBEDDING = "embed_tokens"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodingModel:
+    """All that decoding needs of a trained model.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or has another shape or dtype.
+    """
+
+    architecture: Architecture
+    tensors: Mapping[str, Tensor]
+    """On the CPU, contiguous; their memory may be a mapped file."""
+
+    def __post_init__(self) -> None:
+        wanted = tensors_of(self.architecture)
+        missing, unknown = set(wanted) - set(self.tensors), set(self.tensors) - set(wanted)
+        for problem, names in (("lacks", missing), ("has unknown", unknown)):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise ValueError(
+                    f"the model {problem} tensors: {', '.join(sorted(names)[:3])}{more}"
+                )
+        for name, (shape, dtype) in wanted.items():
+            tensor = self.tensors[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be a contiguous"
+                    f" tensor of {dtype} {shape}"
+                )
+
+    def words(self, side: str) -> Tensor:
+        """Return the table of words of "encoder" or "decoder", float32 [V, H]."""
+        holder = "decoder" if self.architecture.shared_words else side
+        return self.tensors[f"{holder}.{EMBEDDING}.weight"]
+
+    def codes(self, name: str, columns: int) -> Tensor:
+        """Return the codes of a rounded weight as products read them, int8 [N, columns]."""
+        form = self.architecture.decoder.config.quant.weights
+        return form.unpack(self.tensors[name + ".codes"], columns)
+
+
+def tensors_of(architecture: Architecture) -> dict[str, Spec]:
+    """Return shape and dtype of each tensor of such a model by name, in the order of computing."""
+    specs: dict[str, Spec] = {}
+    for side, stack in architecture.stacks.items():
+        for prefix, program in _programs(architecture, side, stack):
+            own = dict(_specs(program))
+            if side == "encoder" and prefix == EMBEDDING and architecture.shared_words:
+                del own["weight"]
+            specs |= {f"{side}.{prefix}.{name}": spec for name, spec in own.items()}
+        norms = []
+        if stack.embedding_norm:
+            norms += [f"{EMBEDDING}.layer_norm.weight", f"{EMBEDDING}.layer_norm.bias"]
+        if stack.final_norm:
+            norms += ["layer_norm.weight", "layer_norm.bias"][: 1 + (stack.config.norm == "layer")]
+        specs |= {f"{side}.{name}": ((stack.config.hidden,), torch.float32) for name in norms}
+    return specs
+
+
+def _programs(
+    architecture: Architecture, side: str, stack: StackArchitecture
+) -> Iterator[tuple[str, Program]]:
+    """Yield (name of a module of the stack, a program that declares all its parameters)."""
+    mode, config = Mode(training=False, backward=False, backend=backend("reference")), stack.config
+    one = PackedSequences(rows=1, count=1)
+    table = programs.Table(
+        vocabulary=stack.words,
+        hidden=config.hidden,
+        positions=stack.max_positions + architecture.padding + 1,
+        padding=architecture.padding,
+        scale=stack.embedding_scale,
+        dropout=0.0,
+        learned=stack.positions == "learned",
+    )
+    yield EMBEDDING, programs.embedding(replace(config.quant, mode="float"), 1, table, mode)
+    attends_to_encoder = side == "decoder" and architecture.encoder is not None
+    for index in range(stack.layers):
+        if attends_to_encoder:
+            yield f"layers.{index}", programs.decoder_layer(config, one, one, mode)
+        else:
+            yield f"layers.{index}", programs.encoder_layer(config, one, mode)
+    if side == "decoder":
+        sizes = programs.Vocabulary(
+            words=stack.words, hidden=config.hidden, padded=stack.padded_words
+        )
+        yield PROJECTION, programs.vocabulary_logits(config.quant, 1, sizes, mode)
+
+
+def _specs(program: Program) -> Iterator[tuple[str, Spec]]:
+    """Yield what is kept of a program's parameters: codes and scales of weights, and the others."""
+    for virtual in program.parameters:
+        name, kind = virtual.name, virtual.declared.kind
+        if kind is Kind.WEIGHT:
+            weight = program.weights[name]
+            yield name + ".codes", (weight.codes.shape, weight.codes.dtype)
+            yield name + ".scale", (weight.scale.shape, weight.scale.dtype)
+        elif kind is not Kind.WEIGHT_CLIP:
+            yield name, (virtual.shape, virtual.dtype)
+
+
+@torch.no_grad()
+def model_of(module: nn.Module) -> DecodingModel:
+    """Make the decoding model of a trained module, with the integers that it computes with.
+
+    Args:
+        module: in eval mode, with a `decoder`, and an `encoder` if it translates, which have
+            `dictionary`, `embed_tokens`, `layers`, `layer_norm`, and the decoder also
+            `output_projection`, as LSQTransformerModel and LSQTransformerLanguageModel.
+
+    Raises:
+        ValueError: it is in training mode or in float mode, its clips were never measured, its
+            layers are in different formats, or its final norm is of another kind than those of its
+            layers.
+    """
+    encoder, decoder = getattr(module, "encoder", None), module.decoder
+    for each in module.modules():
+        if isinstance(each, ProgramModule):
+            check_ready(each)
+            each.bring_clips_up()
+    _check_alike(module)
+    shared = encoder is not None and encoder.embed_tokens.weight is decoder.embed_tokens.weight
+    words, projection = decoder.dictionary, decoder.output_projection
+    if encoder is not None and encoder.padding_idx != decoder.padding_idx:
+        raise ValueError(
+            f"padding is word {encoder.padding_idx} of the source and {decoder.padding_idx} of the"
+            " target; both dictionaries must agree"
+        )
+    architecture = Architecture(
+        encoder=None if encoder is None else _architecture(encoder),
+        decoder=_architecture(decoder),
+        shared_words=shared,
+        tied_projection=projection.weight is decoder.embed_tokens.weight,
+        padding=decoder.padding_idx,
+        bos=words.bos(),
+        eos=words.eos(),
+        unk=words.unk(),
+    )
+    tensors = {} if encoder is None else _tensors("encoder", encoder)
+    tensors |= _tensors("decoder", decoder)
+    kept = {name: tensors[name] for name in tensors_of(architecture)}
+    return DecodingModel(architecture=architecture, tensors=kept)
+
+
+def _check_alike(module: nn.Module) -> None:
+    """Refuse layers in different formats, which patterns of names may choose."""
+    rounding = {
+        path: each.quant
+        for path, each in module.named_modules()
+        if isinstance(each, ProgramModule) and each.quant.quantized
+    }
+    for field in FAST_FORMATS:
+        first = {getattr(quant, field): path for path, quant in reversed(rounding.items())}
+        if len(first) > 1:
+            listed = ", ".join(f"{form} in {path}" for form, path in sorted(first.items()))
+            raise ValueError(
+                f"{field} differs between layers ({listed}); models that are kept as codes have one"
+                f" format: lsq convert-checkpoint CHECKPOINT --output OTHER {option(field)} int8"
+            )
+
+
+def _architecture(stack: nn.Module) -> StackArchitecture:
+    embedding: Embedding = stack.embed_tokens
+    norm, config = stack.layer_norm, stack.layers[0].config
+    wanted = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
+    if norm is not None and not isinstance(norm, wanted):
+        raise ValueError(
+            f"the final norm is a {type(norm).__name__} behind layers of another norm; use"
+            f" {wanted.__name__}"
+        )
+    config = replace(
+        config,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        quant=replace(config.quant, sparsity=""),
+    )
+    return StackArchitecture(
+        config=config,
+        layers=len(stack.layers),
+        words=len(embedding.weight),
+        max_positions=embedding.max_positions,
+        positions="learned" if embedding.learned else "sinusoidal",
+        embedding_scale=float(embedding.scale),
+        embedding_norm=embedding.layer_norm is not None,
+        final_norm=norm is not None,
+    )
+
+
+def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
+    """Copy all tensors of a stack that are kept to the CPU, by name."""
+    tensors = {}
+    for path, module in stack.named_modules():
+        prefix = f"{side}.{path}." if path else f"{side}."
+        if isinstance(module, ProgramModule):
+            for name, declared in module.declared.items():
+                if declared.clip is None:
+                    tensors[prefix + name] = module.values_of(name)
+                else:
+                    weight = _rounded(module, name, declared.clip)
+                    tensors[f"{prefix}{name}.codes"] = weight.codes
+                    tensors[f"{prefix}{name}.scale"] = weight.scale
+        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            tensors |= {prefix + name: parameter for name, parameter in module.named_parameters()}
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }
+
+
+def _rounded(module: ProgramModule, name: str, clip: str) -> Weight:
+    """Round one weight, as the module does when it runs."""
+    values, form, place = module.values_of(name).detach(), module.quant.weights, module.target
+    rows = module.padded if isinstance(module, VocabularyProjection) else len(values)
+    weight = Weight(
+        format=form,
+        values=values,
+        clip=module.own_parameter(clip).detach(),
+        codes=place.allocate((rows, form.stored_columns(values.shape[1])), form.storage),
+        scale=place.allocate((rows,), torch.float32),
+    )
+    place.run(RoundWeight(weight=weight))
+    return weight

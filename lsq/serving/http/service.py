@@ -1,0 +1,209 @@
+"""The routes of the service: POST /translate, GET /health, /metrics, and a page for trying it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from lsq.serving.http.batcher import Batcher, Metrics, QueueFull
+from lsq.serving.http.requests import Limits, parse
+from lsq.serving.search_options import SearchOptions
+from lsq.serving.translator import TextTranslator, Translation
+
+PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src"
+    " 'unsafe-inline'; img-src data:; connect-src 'self'; form-action 'none'; base-uri 'none';"
+    " frame-ancestors 'none'",
+}
+"""The page loads nothing from elsewhere."""
+GONE = 499
+"""Status, in the metrics alone, of a request whose client went away."""
+RETRY = {"Retry-After": "1"}
+CLOSE = {"Connection": "close"}
+Result = TypeVar("Result")
+
+
+class Gone(Exception):
+    """The client went away."""
+
+
+class Service:
+    """The routes and their state.
+
+    Args:
+        translator: translates the requests.
+        options: of requests that have no others.
+        limits: of requests.
+
+    Raises:
+        ValueError: the limits refuse these options, and so every request that has no others.
+    """
+
+    def __init__(self, translator: TextTranslator, options: SearchOptions, limits: Limits):
+        try:
+            limits.check(options, translator.model.longest_source)
+        except ValueError as error:
+            raise ValueError(
+                f"every request without options of its own would be refused: {error}; give another"
+                " --beam, --max-len-a or --max-len-b, or a higher --limit-beam or --limit-words"
+            ) from None
+        self.translator, self.options, self.limits = translator, options, limits
+        self.metrics = Metrics()
+        self.batcher = Batcher(translator, limits.queue, self.metrics)
+        self.metrics.watch(lambda: self.batcher.waiting)
+        self._held = 0  # bytes
+
+    def application(self) -> Starlette:
+        """Return the application for an ASGI server."""
+        routes = [
+            Route("/", self.page),
+            Route("/translate", self.translate, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+        ]
+        return Starlette(
+            routes=routes,
+            exception_handlers={HTTPException: _refused},
+            lifespan=lambda _: self.batcher.at_work(),
+        )
+
+    async def page(self, request: Request) -> Response:
+        """Answer with a page for trying the service in a browser."""
+        return FileResponse(PAGE, headers=PAGE_HEADERS)
+
+    async def health(self, request: Request) -> Response:
+        """Answer that the service works, and whether the file of its model has changed since."""
+        model = self.translator.model
+        changed = await asyncio.to_thread(model.changed)
+        name = str(model.file).encode(errors="backslashreplace").decode()  # which need not be text
+        return JSONResponse({"status": "ok", "model": name, "model_changed": changed})
+
+    async def show_metrics(self, request: Request) -> Response:
+        """Answer with the metrics, for Prometheus."""
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def translate(self, request: Request) -> Response:
+        """Answer {"text": [...], options} with {"translations": [{"text", "score", "alternatives"},
+        ...]}, one for each line."""
+        start, status = time.perf_counter(), 500
+        try:
+            response = await self._answer(request)
+            status = response.status_code
+            return response
+        except HTTPException as refused:
+            status = refused.status_code
+            raise
+        except asyncio.CancelledError:  # of the server, at its end
+            status = 503
+            raise HTTPException(
+                status, "the service has ended before this was translated", CLOSE
+            ) from None
+        except (Gone, ClientDisconnect):
+            status = GONE
+            return Response(status_code=GONE)
+        finally:
+            self.metrics.answered(status, time.perf_counter() - start)
+
+    async def _answer(self, request: Request) -> Response:
+        body = bytearray()
+        try:
+            await self._receive(request, body)
+            return await self._translated(request, bytes(body))
+        finally:
+            self._held -= len(body)
+
+    async def _translated(self, request: Request, body: bytes) -> Response:
+        try:
+            parsed = parse(body, self.options)
+            self.limits.check(parsed.options, self.translator.model.longest_source)
+            if len(parsed.lines) > self.limits.queue:
+                raise QueueFull(alone=True)
+            translations = await _unless_gone(
+                request,
+                self.batcher.translate(parsed.lines, parsed.prefixes, parsed.options),
+                seconds=self.limits.translate_seconds,
+            )
+        except (ValueError, OverflowError) as error:
+            raise HTTPException(400, str(error)) from None
+        except QueueFull as full:
+            if full.alone:
+                message = (
+                    f"the request has more than {self.limits.queue} sentences, which are all that"
+                    " may wait; send fewer at a time"
+                )
+                raise HTTPException(413, message) from None
+            raise HTTPException(503, "too many sentences wait; try again later", RETRY) from None
+        except TimeoutError:
+            message = (
+                f"not translated within {self.limits.translate_seconds:g} seconds; send fewer"
+                " lines, or later"
+            )
+            raise HTTPException(503, message, RETRY) from None
+        return JSONResponse({"translations": [_shown(of_line) for of_line in translations]})
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Read the request's body; a body that is refused is read to its end and thrown away, so
+        that its client listens."""
+        limit, size, full = self.limits.request_bytes, 0, False
+        try:
+            async with asyncio.timeout(self.limits.receive_seconds):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    full = full or self._held + len(chunk) > self.limits.held_bytes
+                    if size <= limit and not full:
+                        body += chunk
+                        self._held += len(chunk)
+        except TimeoutError:
+            if size <= limit:
+                message = (
+                    f"the request did not arrive within {self.limits.receive_seconds:g} seconds"
+                )
+                raise HTTPException(408, message, CLOSE) from None
+        if size > limit:
+            message = f"the request has more than {limit} bytes; send fewer lines at a time"
+            raise HTTPException(413, message, CLOSE)
+        if full:
+            raise HTTPException(503, "too many bytes wait; try again later", RETRY)
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result], seconds: float) -> Result:
+    """Await `work`; cancel it when the client goes (Gone), or after `seconds` (TimeoutError)."""
+    working, going = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        done, _ = await asyncio.wait(
+            (working, going), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if working in done:
+            return working.result()
+        raise Gone if going in done else TimeoutError
+    finally:
+        for task in (working, going):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _shown(translations: list[Translation]) -> dict:
+    best, *others = map(asdict, translations)
+    return {**best, "alternatives": others}
+
+
+async def _refused(request: Request, refused: HTTPException) -> Response:
+    return JSONResponse({"error": refused.detail}, refused.status_code, refused.headers)

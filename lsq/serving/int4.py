@@ -1,0 +1,84 @@
+"""Rounding of a trained model's 8-bit weights to 4 bits, by least squared error.
+
+The values that are rounded are those of the training, codes times scales; activations keep their
+clips, and nothing is trained again. The clip of each row is searched; groups of 32 inputs have
+multipliers under it (Int4 of lsq/quant/formats.py). P outputs, K inputs.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lsq.ops.rounding import RoundWeight
+from lsq.program.values import Weight
+from lsq.quant.formats import Int4, WeightFormat
+from lsq.run.backends import backend
+from lsq.serving.decoding_model import DecodingModel
+
+INT4 = {"weight_format": "int4", "weight_granularity": "channel", "clips": "auto"}
+"""Fields of QuantConfig for such weights."""
+CODES, SCALE = ".codes", ".scale"
+TRIED = tuple(1 - 0.04 * step for step in range(10))
+"""Clips that are tried for a row, as parts of its largest value."""
+
+
+@torch.no_grad()
+def with_int4(model: DecodingModel) -> DecodingModel:
+    """Round the weights of a model to int4; a model that was trained with int4 is returned."""
+    if isinstance(model.architecture.decoder.config.quant.weights, Int4):
+        return model
+    stacks = {
+        side: replace(
+            stack, config=replace(stack.config, quant=replace(stack.config.quant, **INT4))
+        )
+        for side, stack in model.architecture.stacks.items()
+    }
+    architecture = replace(model.architecture, **stacks)
+    tensors, form = dict(model.tensors), architecture.decoder.config.quant.weights
+    weights = [name.removesuffix(CODES) for name in tensors if name.endswith(CODES)]
+    for name in tqdm(weights, desc="rounding to 4 bits", unit="weight", leave=False, disable=None):
+        values = tensors[name + CODES].float() * tensors[name + SCALE][:, None]
+        tensors[name + CODES], tensors[name + SCALE] = least_squares(values, form)
+    return DecodingModel(architecture=architecture, tensors=tensors)
+
+
+def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Round floats [P, K] under the clip of each row, of those that are TRIED, with the least sum
+    of squared errors.
+
+    Returns:
+        (stored codes int8 [P, stored columns], scale float32 [P], NaN for a row with a NaN or an
+        infinity)
+    """
+    largest = values.abs().amax(dim=1)
+    usable = largest.isfinite()
+    # rows of zeros are exact under any clip
+    largest = torch.where(usable & (largest > 0), largest, 1.0)
+    stored = torch.zeros(len(values), form.stored_columns(values.shape[1]), dtype=form.storage)
+    scale = torch.ones(len(values), dtype=torch.float32)
+    least = torch.full_like(scale, math.inf)
+    for part in TRIED:
+        weight = _rounded(values, part * largest, form)
+        error = form.unpack(weight.codes, values.shape[1]) * weight.scale[:, None] - values
+        error = (error / largest[:, None]).square().sum(dim=1)  # squares alone may be infinite
+        better = error < least
+        stored = torch.where(better[:, None], weight.codes, stored)
+        scale, least = torch.where(better, weight.scale, scale), torch.minimum(error, least)
+    return stored, scale.masked_fill(~usable, math.nan)
+
+
+def _rounded(values: Tensor, clip: Tensor, form: WeightFormat) -> Weight:
+    """Round under clips [P]."""
+    cpu = backend("cpu")
+    weight = Weight(
+        format=form,
+        values=values,
+        clip=clip,
+        codes=cpu.allocate((len(values), form.stored_columns(values.shape[1])), form.storage),
+        scale=cpu.allocate((len(values),), torch.float32),
+    )
+    cpu.run(RoundWeight(weight=weight))
+    return weight

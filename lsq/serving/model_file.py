@@ -1,0 +1,267 @@
+"""lsq's own file of a decoding model: one safetensors file, whose codes are mapped, and checked
+when it is read.
+
+Its tensors are those of a DecodingModel. Codes W.codes int8 [N, K] that are 2:4 sparse stand as the
+values that are kept and their indices, in 5/8 of the bytes: W.codes.values int8 [N, K / 2] and
+W.codes.indices uint8 [N, ceil(K / 8)]; see lsq.models.sparsity.pack. Architecture, vocabularies and
+sentencepiece's model are in the metadata, a text for each name. Checksums are CRC-32: of each
+tensor, and of all metadata.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+import lsq
+from lsq import files
+from lsq.models.sparsity import Packed, is_sparse, pack, unpack
+from lsq.serving.architecture import MOST, Architecture
+from lsq.serving.decoding_model import DecodingModel
+from lsq.serving.search_options import SearchOptions
+
+KIND = "lsq model "
+FORMAT, SPARSE_FORMAT = FORMATS = (KIND + "1", KIND + "2")
+"""Without and with sparse codes, which an older lsq does not know."""
+CHECKSUM = "checksum"
+"""Name of the checksum of the metadata, in the metadata."""
+CODES, VALUES, INDICES = ".codes", ".codes.values", ".codes.indices"
+FORMAT_NAME, CHECKSUMS, VERSION = "format", "tensors", "lsq"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExportedModel:
+    """A model and what it takes to translate text with it.
+
+    Raises:
+        ValueError: the vocabularies do not fit the model, or a value is out of its range.
+    """
+
+    model: DecodingModel
+    source: tuple[str, ...] | None
+    """The words by number; None: it is a language model."""
+    target: tuple[str, ...]
+    subwords: bytes | None = None
+    """sentencepiece's model; None: texts are words with spaces between them."""
+    trained_length: int | None = None
+    """Words of the longest sentence that it was trained with, without the end of the sentence, if
+    that is known."""
+    search: SearchOptions = SearchOptions()
+    """How the training itself translated, as far as that is known."""
+
+    def __post_init__(self) -> None:
+        stacks = self.model.architecture.stacks
+        for side, words in (("encoder", self.source), ("decoder", self.target)):
+            wanted = stacks[side].words if side in stacks else 0
+            if len(words or ()) != wanted:
+                raise ValueError(
+                    f"the {side} has {wanted} words, and its vocabulary {len(words or ())}"
+                )
+            if len(set(words or ())) != wanted:
+                raise ValueError(f"a word is twice in the vocabulary of the {side}")
+        if self.trained_length is not None and not 1 <= self.trained_length <= MOST:
+            raise ValueError(
+                f"trained_length is {self.trained_length}; it must be from 1 to {MOST}"
+            )
+
+
+def is_model_file(path: Path) -> bool:
+    """Whether a file begins as safetensors do, and so is none of PyTorch's."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def is_exported(path: Path) -> bool:
+    """Whether something is a file of `write`, of any version; its tensors are not read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get(FORMAT_NAME, "").startswith(KIND)
+    except (OSError, SafetensorError):
+        return False
+
+
+def write(path: Path, exported: ExportedModel) -> None:
+    """Write the file, whole or not at all.
+
+    Raises:
+        ValueError: a tensor holds NaN or infinity.
+        OSError: it cannot be written.
+    """
+    tensors = dict(exported.model.tensors)
+    if not exported.model.architecture.decoder.config.quant.weights.packed:
+        tensors = split_sparse(tensors)
+    is_dense = tensors.keys() == exported.model.tensors.keys()
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"{name} holds NaN or infinity; export another checkpoint of the training"
+            )
+    subwords = b"" if exported.subwords is None else exported.subwords
+    metadata = {
+        FORMAT_NAME: FORMAT if is_dense else SPARSE_FORMAT,
+        VERSION: lsq.__version__,
+        "architecture": exported.model.architecture.to_json(),
+        "source": json.dumps(exported.source),
+        "target": json.dumps(exported.target),
+        "subwords": base64.b64encode(subwords).decode(),
+        "trained_length": json.dumps(exported.trained_length),
+        "search": json.dumps(asdict(exported.search)),
+        CHECKSUMS: json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}),
+    }
+    metadata[CHECKSUM] = checksum_of_texts(metadata)
+    files.write(path, lambda file: file.write(save(tensors, metadata)))
+
+
+def read(path: Path) -> ExportedModel:
+    """Read a model; every tensor is read once, for its checksum.
+
+    Codes are mapped, except sparse ones: the file must not be written into until they have been
+    copied, as the engine does when it packs them. Floats are copied here. `write` replaces a file
+    by another, so that a mapped one stays as it was.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: it is damaged, of another version, or another file.
+    """
+    if not path.is_file():
+        raise (
+            IsADirectoryError(21, "is a folder", str(path))
+            if path.is_dir()
+            else FileNotFoundError(2, "is not there", str(path))
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point():
+                    tensors[name] = tensor.clone()
+            return _model(metadata, tensors)
+    except (SafetensorError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{path} is damaged or no model of `lsq export`: {str(error)[:300]}"
+        ) from error
+
+
+def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> ExportedModel:
+    form = metadata.get(FORMAT_NAME, "")
+    if form not in FORMATS:
+        raise ValueError(
+            f"its format is {form[:40]!r}, not {' or '.join(map(repr, FORMATS))}; export the model"
+            " again"
+        )
+    rest = {name: text for name, text in metadata.items() if name != CHECKSUM}
+    if metadata.get(CHECKSUM) != checksum_of_texts(rest):
+        raise ValueError("the checksum of its metadata does not fit")
+    model = DecodingModel(
+        architecture=Architecture.from_json(rest.get("architecture", "")),
+        tensors=join_sparse(tensors) if form == SPARSE_FORMAT else tensors,
+    )
+    wanted = _read(rest, CHECKSUMS, dict)
+    for name, tensor in tensors.items():
+        if wanted.get(name) != checksum(tensor):
+            raise ValueError(f"the checksum of {name} does not fit")
+    length = _read(rest, "trained_length", int | None)
+    return ExportedModel(
+        model=model,
+        source=_words(rest, "source"),
+        target=_words(rest, "target") or (),
+        subwords=base64.b64decode(rest.get("subwords", "")) or None,
+        trained_length=length,
+        search=_search(rest, length),
+    )
+
+
+def _search(metadata: Mapping[str, str], trained_length: int | None) -> SearchOptions:
+    """Read the options of the search; earlier files only have the trained length."""
+    if "search" not in metadata:
+        known = {} if trained_length is None else {"max_len_b": trained_length}
+        return SearchOptions(**known)
+    try:
+        return SearchOptions(**_read(metadata, "search", dict))
+    except TypeError as error:
+        raise ValueError(
+            f"search has an option that this version does not know: {error}"
+        ) from error
+
+
+def _words(metadata: Mapping[str, str], name: str) -> tuple[str, ...] | None:
+    words = _read(metadata, name, list | None)
+    if words is None:
+        return None
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{name} has words that are no text")
+    return tuple(words)
+
+
+def _read(metadata: Mapping[str, str], name: str, kind: Any) -> Any:
+    """Read a value of JSON; ValueError if it is missing, no JSON, or of another type."""
+    try:
+        value = json.loads(metadata.get(name, ""))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is no JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{name} is {value!r:.80}; it must be of type {getattr(kind, '__name__', kind)}"
+        )
+    return value
+
+
+def split_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace sparse codes by their values and indices, in tensors of a DecodingModel whose format
+    of weights is not packed."""
+    result = {}
+    for name, tensor in tensors.items():
+        if name.endswith(CODES) and is_sparse(tensor):
+            packed, name = pack(tensor), name.removesuffix(CODES)
+            result |= {name + VALUES: packed.values, name + INDICES: packed.indices}
+        else:
+            result[name] = tensor
+    return result
+
+
+def join_sparse(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `split_sparse`.
+
+    Raises:
+        ValueError: one of a pair is missing, or they do not fit each other.
+    """
+    ends = (VALUES, INDICES)
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+    names = {name.removesuffix(end) for end in ends for name in tensors if name.endswith(end)}
+    for name in sorted(names):
+        values, indices = tensors.get(name + VALUES), tensors.get(name + INDICES)
+        if values is None or indices is None:
+            raise ValueError(f"{name} has values or indices alone")
+        if not (
+            values.dtype == torch.int8
+            and values.dim() == 2
+            and values.shape[1] % 2 == 0
+            and indices.dtype == torch.uint8
+            and indices.shape == (len(values), -(-values.shape[1] // 4))
+        ):
+            raise ValueError(
+                f"{name} has values {values.dtype} {list(values.shape)} and indices"
+                f" {indices.dtype} {list(indices.shape)}; they must be int8 [N, K / 2] and uint8"
+                " [N, K / 8]"
+            )
+        result[name + CODES] = unpack(Packed(values=values, indices=indices))
+    return result
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the CRC-32, in hexadecimal digits, of a contiguous tensor on the CPU."""
+    return f"{zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()):08x}"
+
+
+def checksum_of_texts(texts: Mapping[str, str]) -> str:
+    """Return the CRC-32 of texts and their names."""
+    return f"{zlib.crc32(json.dumps(dict(texts), sort_keys=True).encode()):08x}"

@@ -1,0 +1,132 @@
+"""Options of a search."""
+
+import math
+from dataclasses import dataclass, fields
+
+from lsq.config import require_positive
+
+SMALLEST = {"beam": 1, "nbest": 1, "max_len_b": 0, "min_len": 0, "no_repeat_ngram_size": 0}
+FINITE = ("length_penalty", "max_len_a", "unk_penalty", "diverse_beam_strength")
+LARGEST = {"length_penalty": 10, "diverse_beam_strength": 1000}
+"""Magnitudes. Lengths to a higher power overflow float32; words of a higher cost are never chosen
+while anything else is possible."""
+LARGEST_REWARD = 80
+"""A probability times e to a higher power overflows float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Options of a search, named as those of fairseq-generate.
+
+    Lengths count the end of the sentence as a word.
+
+    Raises:
+        ValueError: a value is out of its range, or two do not go together.
+    """
+
+    beam: int = 5
+    """Hypotheses that are followed for each sentence."""
+    nbest: int = 1
+    """Hypotheses that are returned for each sentence, at most `beam`."""
+    normalize_scores: bool = True
+    """Whether a score is divided by its length to the power of `length_penalty`."""
+    length_penalty: float = 1.0
+    """Above 1 favours long hypotheses, below 1 short ones (Wu et al. 2016 have another formula;
+    this is fairseq's)."""
+    max_len_a: float = 0.0
+    max_len_b: int = 200
+    """A hypothesis has at most max_len_a * S + max_len_b words before its end; S: words of a
+    batch's longest source."""
+    min_len: int = 1
+    """Words of a hypothesis before its end, at least."""
+    unk_penalty: float = 0.0
+    """Taken from the log-probability of the unknown word; below 0 makes it more probable."""
+    temperature: float = 1.0
+    """Logits are divided by this."""
+    no_repeat_ngram_size: int = 0
+    """No hypothesis has any n-gram of this length twice; 0: no limit."""
+    sampling: bool = False
+    """Draw words at random in place of a search."""
+    sampling_topk: int = -1
+    """Draw from so many most probable words alone; -1: from all."""
+    sampling_topp: float = -1.0
+    """Draw from the fewest words whose probabilities reach this sum (Holtzman et al. 2020); -1:
+    from all."""
+    diverse_beam_groups: int = -1
+    """Search in so many groups that avoid each other's words (Vijayakumar et al. 2018); -1: in one.
+    """
+    diverse_beam_strength: float = 0.5
+    """What a word costs for each hypothesis of an earlier group that has it at the same position.
+    """
+    seed: int = 1
+    """Seed of what is drawn at random."""
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kinds = (int, float) if field.type is float else field.type
+            if type(value) is bool and field.type is not bool or not isinstance(value, kinds):
+                raise ValueError(
+                    f"{field.name} is {value!r:.100}; it must be of type {field.type.__name__}"
+                )
+        for name, least in SMALLEST.items():
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be a whole number of at least"
+                    f" {least}"
+                )
+        if self.nbest > self.beam:
+            raise ValueError(
+                f"nbest is {self.nbest} and beam {self.beam}; a search returns at most beam"
+                " hypotheses"
+            )
+        require_positive("temperature", self.temperature)
+        for name in FINITE:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
+        for name, most in LARGEST.items():
+            if abs(getattr(self, name)) > most:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be from -{most} to {most}"
+                )
+        if self.unk_penalty < -LARGEST_REWARD:
+            raise ValueError(
+                f"unk_penalty is {self.unk_penalty}; it must be at least -{LARGEST_REWARD}"
+            )
+        if self.max_len_a < 0:
+            raise ValueError(f"max_len_a is {self.max_len_a}; it must be at least 0")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; it must be from -2^63 to 2^64 - 1")
+        self._check_sampling()
+        groups = self.diverse_beam_groups
+        if groups != -1 and (groups < 1 or self.beam % groups):
+            raise ValueError(
+                f"diverse_beam_groups is {groups} and beam {self.beam}; groups must divide the"
+                " beam, or be -1"
+            )
+
+    def _check_sampling(self) -> None:
+        if self.sampling_topk != -1 and self.sampling_topk < 1:
+            raise ValueError(
+                f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all words"
+            )
+        if self.sampling_topp != -1 and not 0 < self.sampling_topp <= 1:
+            raise ValueError(
+                f"sampling_topp is {self.sampling_topp}; it must be above 0 and at most 1, or -1"
+                " for all words"
+            )
+        if not self.sampling and (self.sampling_topk != -1 or self.sampling_topp != -1):
+            raise ValueError(
+                "sampling_topk and sampling_topp limit what is drawn; they need sampling"
+            )
+        if self.sampling_topk != -1 and self.sampling_topp != -1:
+            raise ValueError("give sampling_topk or sampling_topp, not both")
+        if self.sampling and self.diverse_beam_groups != -1:
+            raise ValueError("diverse_beam_groups is of a search; it does not go with sampling")
+
+    @property
+    def all_words(self) -> bool:
+        """Whether a search needs the probabilities of all words, not of the highest alone."""
+        drawn = self.sampling and self.sampling_topk == -1
+        rewarded = self.diverse_beam_groups != -1 and self.diverse_beam_strength < 0
+        return drawn or rewarded or self.temperature != 1

@@ -1,1 +1,0 @@
-"""A trained model as an HTTP service: requests that arrive together are translated together."""

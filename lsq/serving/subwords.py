@@ -1,0 +1,157 @@
+"""Text to the words that a model knows, and back; and where text that is too long is cut.
+
+S words of a source, T words of a target.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lsq import extras
+from lsq.text.corpus import has_text
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+SPACE = "\u2581"
+"""sentencepiece's sign for a space (Kudo and Richardson 2018)."""
+SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[”’」』）]*\s*")
+"""A full stop or the like with the quotes and brackets that it closes, before a space except in
+scripts without spaces.
+
+A row of full stops is looked at once, from its first: from each, a million would take hours.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """A vocabulary: a word's number is its index in `symbols`."""
+
+    symbols: Sequence[str]
+    beginning: int
+    end: int
+    unknown: int
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Symbol -> number."""
+        return {symbol: number for number, symbol in enumerate(self.symbols)}
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        blank = (
+            number
+            for number, symbol in enumerate(self.symbols)
+            if not has_text(symbol.replace(SPACE, " "))
+        )
+        return frozenset((self.beginning, self.end, self.unknown, *blank))
+
+    def says_nothing(self, words: Iterable[int]) -> bool:
+        """Whether no word of a sentence is known and has a visible character."""
+        return all(word in self._silent for word in words)
+
+
+class Subwords:
+    """Converts text to words and back.
+
+    Args:
+        source, target: the vocabularies of a model.
+        processor: sentencepiece's model; None if texts are words of the vocabularies with spaces
+            between them.
+    """
+
+    def __init__(self, source: Words, target: Words, processor: "SentencePieceProcessor | None"):
+        self.source, self.target, self.processor = source, target, processor
+
+    @cached_property
+    def _words_of_pieces(self) -> dict[int, list[int]]:
+        """The word of each of sentencepiece's pieces, by the id of the vocabulary."""
+        pieces = [self.processor.id_to_piece(piece) for piece in range(len(self.processor))]
+        return {
+            id(words): [words.numbers.get(piece, words.unknown) for piece in pieces]
+            for words in (self.source, self.target)
+        }
+
+    def source_words(self, text: str) -> Tensor:
+        """Return the words of a source and its end, int64 [S]."""
+        return torch.tensor([*self._encode(text, self.source), self.source.end])
+
+    def target_words(self, text: str) -> Tensor:
+        """Return the words that a translation begins with, int64 [T]."""
+        return torch.tensor(self._encode(text, self.target), dtype=torch.int64)
+
+    def begins_word(self, word: int) -> bool:
+        """Whether a word of the source vocabulary begins a word of the text."""
+        return self.processor is None or self.source.symbols[word].startswith(SPACE)
+
+    def _encode(self, text: str, words: Words) -> list[int]:
+        if self.processor is None:
+            return [words.numbers.get(word, words.unknown) for word in text.split()]
+        known = self._words_of_pieces[id(words)]
+        return [known[piece] for piece in self.processor.encode(text, out_type=int)]
+
+    def text(self, words: Tensor) -> str:
+        """Return the text of a target int64 [T], without beginning and end of a sentence."""
+        left_out = (self.target.beginning, self.target.end)
+        symbols = [self.target.symbols[word] for word in words.tolist() if word not in left_out]
+        if self.processor is None:
+            return " ".join(symbols)
+        return "".join(symbols).replace(" ", "").replace(SPACE, " ").strip()
+
+
+def processor_of(model: Path | bytes) -> "SentencePieceProcessor":
+    """Load sentencepiece's model from its file or from the content of the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged or another file.
+    """
+    extras.require("a vocabulary", "text")
+    from sentencepiece import SentencePieceProcessor
+
+    content = model if isinstance(model, bytes) else model.read_bytes()
+    try:
+        return SentencePieceProcessor(model_proto=content)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{'the model' if isinstance(model, bytes) else model} is damaged or no model of"
+            f" sentencepiece's ({error}); give vocabulary/sentencepiece.model of the text that the"
+            " model was trained on"
+        ) from None
+
+
+def sentences(line: str) -> list[str]:
+    """Split a line into sentences without the spaces around them; joined by spaces they are the
+    line again, or nearly so.
+
+    Abbreviations count as ends of sentences: this is for lines that are too long as they are.
+    """
+    starts = [0, *(end.end() for end in SENTENCE_END.finditer(line))]
+    parts = (
+        line[start:end].strip() for start, end in zip(starts, [*starts[1:], len(line)], strict=True)
+    )
+    return [sentence for sentence in parts if sentence]
+
+
+def pieces(
+    words: Sequence[int], longest: int, begins: Callable[[int], bool]
+) -> Iterator[Sequence[int]]:
+    """Cut a sentence into pieces of similar length, of at most `longest` subwords.
+
+    Args:
+        begins: whether a subword begins a word of the text; cuts come before one, if there is any.
+    """
+    start = 0
+    while (left := len(words) - start) > longest:
+        end = start + math.ceil(left / math.ceil(left / longest))
+        end = next((index for index in range(end, start, -1) if begins(words[index])), end)
+        yield words[start:end]
+        start = end
+    yield words[start:]

@@ -1,0 +1,388 @@
+"""Errors that number formats make in tensors: measured, as a table and for JSON, beside what no
+format can beat.
+
+Limits are of sources with variance 1 whose values do not depend on each other. Scales in short
+groups know more of a tensor than that it is Gaussian, so that a format may lie above the line of a
+source that the tensor is not.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import lsq
+from lsq.config import require_whole
+from lsq.quant.numbers import (
+    METHODS,
+    PRESETS,
+    SOURCES,
+    ScaledFormat,
+    lloyd_max_distortion,
+    scaled_format,
+    signal_to_noise,
+)
+from lsq.quant.numbers.clips import PERCENTILE
+from lsq.study.products import gather
+from lsq.study.tables import UNLIMITED, fitted
+from lsq.study.tensors import (
+    ACTIVATION,
+    KINDS,
+    LARGEST_SAMPLE,
+    PLURALS,
+    WEIGHT,
+    Sample,
+    as_rows,
+    chosen_by,
+    take,
+    weights_of,
+)
+
+OTHER_NAMES = {"int8-tensor": "int8/tensor", "int8-row": "int8/row", "nf4-64": "nf4/group64"}
+"""Presets that are shown under names of their parts."""
+DEFAULT_FORMATS = (
+    *(OTHER_NAMES.get(name, name) for name in PRESETS),
+    *(f"int{bits}/row" for bits in range(2, 8)),
+    *("int4/group32", "fp8-e4m3/row", "log4.3/row", "log5.2/row", "ternary/row"),
+)
+SCHEMA = "lsq formats 1"
+SHOWN = 5
+"""Names in a list."""
+COLUMNS = ("format", "bits", "SNR, dB", "least, dB", "to Gaussian's limit, dB", "largest error")
+DECIBELS_PER_BIT = 20 * math.log10(2)
+"""6.02."""
+
+
+def gaussian(bits: float) -> float:
+    """Return the largest signal-to-noise ratio, in dB, of a Gaussian at so many bits a value: its
+    distortion is at least 2^(-2 bits) (Shannon 1959)."""
+    return DECIBELS_PER_BIT * bits
+
+
+def laplacian(bits: float) -> float:
+    """Return Shannon's bound for a Laplacian, e / pi 2^(-2 bits): 0.63 dB above the Gaussian, whose
+    values are the hardest to code. It is nearly reached with many bits, and above the truth below
+    one or two."""
+    return DECIBELS_PER_BIT * bits + 10 * math.log10(math.pi / math.e)
+
+
+BOUNDS: dict[str, Callable[[float], float]] = {"gaussian": gaussian, "laplacian": laplacian}
+"""By the names of SOURCES."""
+
+
+def lloyd_max(source: str, bits: int) -> float:
+    """Return the signal-to-noise ratio, in dB, of the best 2^bits values under one scale (Max
+    1960).
+
+    Raises:
+        ValueError: there is no such source, or `bits` is not from 1 to 6.
+    """
+    if source not in SOURCES or bits not in range(1, 7):
+        raise ValueError(
+            f"source {source!r}, {bits} bits; allowed: {', '.join(map(repr, SOURCES))}, and 1 to 6"
+            " bits"
+        )
+    return -10 * math.log10(lloyd_max_distortion(source, bits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    """The error of a format in a tensor."""
+
+    format: str
+    bits: float
+    """Per value, scales included."""
+    signal_to_noise: float
+    """In dB; infinite if nothing differs."""
+    largest: float
+    """The largest difference as a part of the largest magnitude."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor and the error of each format in it."""
+
+    name: str
+    kind: str
+    shape: tuple[int, int]
+    values: int
+    """Size of the sample."""
+    problem: str | None
+    """Why nothing could be measured."""
+    zero_rows: int
+    errors: tuple[Error, ...]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the sample has fewer values than the rows that are not all zeros."""
+        return self.values < (self.shape[0] - self.zero_rows) * self.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Median:
+    """A format over all tensors of a kind."""
+
+    format: str
+    bits: float
+    signal_to_noise: float
+    least: float
+    """The least signal-to-noise ratio."""
+    where: str
+    """The name of that tensor."""
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Errors of formats in tensors; `print` shows medians."""
+
+    clip: str
+    percentile: float
+    formats: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    of_model: bool = False
+    """Whether a model was running, so that there may be activations."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of tensors that were measured."""
+        return tuple(kind for kind in KINDS if self._measured(kind))
+
+    def medians(self, kind: str) -> list[Median]:
+        """Return a median for each format, by bits; none if no tensor of the kind was measured."""
+        entries = self._measured(kind)
+        medians = []
+        for number, name in enumerate(self.formats if entries else ()):
+            errors = [entry.errors[number] for entry in entries]
+            worst = min(range(len(errors)), key=[e.signal_to_noise for e in errors].__getitem__)
+            medians.append(
+                Median(
+                    format=name,
+                    bits=statistics.median(error.bits for error in errors),
+                    signal_to_noise=statistics.median_low(
+                        error.signal_to_noise for error in errors
+                    ),
+                    least=errors[worst].signal_to_noise,
+                    where=entries[worst].name,
+                    largest=statistics.median(error.largest for error in errors),
+                )
+            )
+        return sorted(medians, key=lambda median: (median.bits, -median.signal_to_noise))
+
+    def table(self, style: str = "simple") -> str:
+        """Return tables of medians and the remarks, in a style of tabulate ("github" is Markdown,
+        for files)."""
+        parts, width = [], UNLIMITED if style == "github" else None
+        for kind in self.kinds:
+            rows = [
+                (
+                    median.format,
+                    f"{median.bits:.2f}",
+                    f"{median.signal_to_noise:.1f}",
+                    f"{median.least:.1f}",
+                    f"{gaussian(median.bits) - median.signal_to_noise:.1f}",
+                    f"{median.largest:.2%}",
+                )
+                for median in self.medians(kind)
+            ]
+            table = fitted(rows, COLUMNS, ("left", *("right",) * 5), style=style, width=width)
+            count = len(self._measured(kind))
+            parts.append(f"{PLURALS[kind]}: medians of {count}, clips by {self.clip}\n\n{table}")
+        return "\n\n".join([*parts, *filter(None, ["\n".join(self.remarks())])])
+
+    __str__ = table
+
+    def remarks(self) -> list[str]:
+        """Say what was not measured, and what to know about the rest."""
+        remarks = [
+            f"not measured: {entry.kind} {entry.name}: {entry.problem}"
+            for entry in self.entries
+            if entry.problem
+        ]
+        measured = [entry for entry in self.entries if not entry.problem]
+        zeros = [
+            f"{entry.kind} {entry.name} ({entry.zero_rows} of {entry.shape[0]})"
+            for entry in measured
+            if entry.zero_rows
+        ]
+        if zeros:
+            remarks.append(f"rows of zeros, which were left out: {_few(zeros)}")
+        # weights without a product that could be seen, such as tables of words
+        read = {e.name.partition("[")[0] for e in self.entries if e.kind == ACTIVATION}
+        unseen = [e.name for e in self.entries if e.kind == WEIGHT and e.name not in read]
+        if self.of_model and unseen:
+            remarks.append(f"no product was seen of: {_few(unseen)}")
+        sampled = [entry.values for entry in measured if entry.sampled]
+        if sampled:
+            remarks.append(
+                f"of {len(sampled)} large tensors evenly spaced rows were looked at, at most"
+                f" {max(sampled):,} values"
+            )
+        return remarks
+
+    def to_json(self) -> dict:
+        """Return plain data; signal-to-noise ratios are null if nothing differs."""
+
+        def decibels(value: float) -> float | None:
+            return None if value == math.inf else value
+
+        def of_error(error: Error | Median) -> dict:
+            return {
+                "format": error.format,
+                "bits": error.bits,
+                "signal_to_noise": decibels(error.signal_to_noise),
+                "largest_error": error.largest,
+            }
+
+        def of_median(median: Median) -> dict:
+            return of_error(median) | {"least": decibels(median.least), "where": median.where}
+
+        def of_entry(entry: Entry) -> dict:
+            names = ("name", "kind", "shape", "values", "zero_rows", "problem")
+            fields = {name: getattr(entry, name) for name in names}
+            return fields | {"errors": [of_error(error) for error in entry.errors]}
+
+        return {
+            "schema": SCHEMA,
+            "lsq": lsq.__version__,
+            "clip": self.clip,
+            "percentile": self.percentile if self.clip == "percentile" else None,
+            "formats": list(self.formats),
+            "medians": {kind: [of_median(m) for m in self.medians(kind)] for kind in self.kinds},
+            "tensors": [of_entry(entry) for entry in self.entries],
+        }
+
+    def _measured(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind == kind and not entry.problem]
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def measure(
+    model: nn.Module,
+    run: Callable[[], Tensor | None],
+    *,
+    formats: Sequence[str] = DEFAULT_FORMATS,
+    clip: str = "absmax",
+    percentile: float = PERCENTILE,
+    tensors: Iterable[str] = (),
+    sample: int = LARGEST_SAMPLE,
+    quiet: bool = True,
+) -> Errors:
+    """Measure errors of formats in the weights of a model, in the inputs of its products, and in
+    the gradients of their outputs.
+
+    The model computes in floats and in eval mode, modules of lsq too, whatever their formats. Clips
+    and schedules do not change, and gradients of parameters are restored.
+
+    Args:
+        model: any. Products are those of linear layers and convolutions of PyTorch, of torch.addmm
+            (GPT-2's Conv1D), of multi-head attention's projections, and of lsq's programs; the
+            first of each weight counts.
+        run: computes something with the model, such as the loss of a batch; if it returns a scalar
+            tensor, its gradients are computed and measured.
+        formats: names for lsq.quant.numbers.scaled_format.
+        clip, percentile: how clips are measured, see ScaledFormat.encode.
+        tensors: patterns with * and ? of names of weights, by which tensors are called; none: all.
+        sample: values that are looked at of a large tensor.
+        quiet: no progress bar.
+
+    Raises:
+        ValueError: a format, a method or a pattern is wrong, `run` returns something else, or the
+            model has no weight.
+    """
+    forms = _checked(formats, clip, percentile, sample)
+    errors = _errors(gather(model, run, tensors, sample), forms, clip, percentile, quiet)
+    return replace(errors, of_model=True)
+
+
+def measure_tensors(
+    tensors: Mapping[str, Tensor],
+    *,
+    formats: Sequence[str] = DEFAULT_FORMATS,
+    clip: str = "absmax",
+    percentile: float = PERCENTILE,
+    chosen: Iterable[str] = (),
+    sample: int = LARGEST_SAMPLE,
+    quiet: bool = True,
+) -> Errors:
+    """Measure errors of formats in the float tensors of a state dict that have two dimensions or
+    more, as `measure` does; `chosen` are patterns of names.
+
+    Raises:
+        ValueError: a format, a method or a pattern is wrong, or there is no such tensor.
+    """
+    forms = _checked(formats, clip, percentile, sample)
+    weights = dict(weights_of(tensors))
+    if not weights:
+        raise ValueError(
+            "there is no float tensor with two or more dimensions, so nothing to measure"
+        )
+    names = chosen_by(chosen, weights)
+    samples = [
+        take(name, WEIGHT, as_rows(weight), sample)
+        for name, weight in weights.items()
+        if name in names
+    ]
+    return _errors(samples, forms, clip, percentile, quiet)
+
+
+def _checked(
+    formats: Sequence[str], clip: str, percentile: float, sample: int
+) -> list[ScaledFormat]:
+    require_whole("sample", sample)
+    if clip not in METHODS:
+        raise ValueError(f"clip is {clip!r}; allowed: {', '.join(map(repr, METHODS))}")
+    if not 0 < percentile <= 100:
+        raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
+    if not formats:
+        raise ValueError("formats are none; name one, such as int8/row")
+    return [scaled_format(name) for name in dict.fromkeys(formats)]
+
+
+@torch.no_grad()
+def _errors(
+    samples: Sequence[Sample],
+    forms: Sequence[ScaledFormat],
+    clip: str,
+    percentile: float,
+    quiet: bool,
+) -> Errors:
+    entries = []
+    for sample in tqdm(
+        samples, desc="measuring", unit=" tensors", leave=False, disable=quiet or None
+    ):
+        measured = () if sample.problem else forms
+        entries.append(
+            Entry(
+                name=sample.name,
+                kind=sample.kind,
+                shape=sample.shape,
+                values=sample.values.numel(),
+                problem=sample.problem,
+                zero_rows=sample.zero_rows,
+                errors=tuple(error_of(sample, form, clip, percentile) for form in measured),
+            )
+        )
+    names = tuple(form.name for form in forms)
+    return Errors(clip=clip, percentile=percentile, formats=names, entries=tuple(entries))
+
+
+def error_of(sample: Sample, form: ScaledFormat, clip: str, percentile: float) -> Error:
+    """Measure the error of a format in a sample; bits are those of the whole tensor."""
+    values = sample.values
+    rounded = form.decode(form.encode(values, clip, percentile=percentile))
+    noise = signal_to_noise(values, rounded)
+    return Error(
+        format=form.name,
+        bits=form.bits_per_value(sample.shape),
+        signal_to_noise=-math.inf if math.isnan(noise) else noise,
+        largest=float((rounded.double() - values).abs().max() / values.abs().max().double()),
+    )

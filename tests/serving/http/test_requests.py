@@ -1,0 +1,110 @@
+import json
+import random
+from dataclasses import fields
+
+import pytest
+
+from lsq.serving import SearchOptions
+from lsq.serving.http.requests import Limits, TranslationRequest, parse
+from tests.fuzz import trial
+from tests.fuzz.mutations import mutated_bytes, mutated_json, mutated_text
+
+DEFAULTS = SearchOptions(beam=3, max_len_b=40)
+
+
+def parsed(**given: object) -> TranslationRequest:
+    return parse(json.dumps(given).encode(), DEFAULTS)
+
+
+@trial.counts(300)
+def test_a_request_is_taken_or_refused(count):
+    """Whatever becomes of its bytes."""
+    given = {
+        "text": ["a", "b \u00e9"],
+        "prefix": ["", "c"],
+        "beam": 4,
+        "nbest": 2,
+        "temperature": 0.5,
+    }
+    body = json.dumps(given).encode()
+
+    def attempt(chance: random.Random) -> trial.Outcome:
+        mutated = chance.choice([mutated_bytes, mutated_text, mutated_json])(body, chance)
+        return trial.outcome(lambda: parse(mutated, DEFAULTS))
+
+    worked, refused = trial.survey("request", count, attempt)
+    assert worked and refused > count / 10
+
+
+def test_one_line_or_several():
+    assert parsed(text="a") == TranslationRequest(lines=["a"], prefixes=[""], options=DEFAULTS)
+    found = parsed(
+        text=["a", "b"], prefix=["", "c"], beam=4, nbest=2, length_penalty=2, sampling=True
+    )
+    options = SearchOptions(beam=4, nbest=2, length_penalty=2.0, sampling=True, max_len_b=40)
+    assert found == TranslationRequest(lines=["a", "b"], prefixes=["", "c"], options=options)
+    assert parsed(text=[]).lines == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, 'no "text"'),
+        ({"text": 1}, '"text" must be a string or a list of strings'),
+        ({"text": ["a", None]}, '"text" must be'),
+        ({"text": "a", "prefix": ["b", "c"]}, "1 lines but 2 prefixes"),
+        ({"text": "a", "prefix": {}}, '"prefix" must be'),
+        ({"text": "a", "beams": 3}, "'beams'; it may have text, prefix, beam,"),
+        ({"text": "a", "beam": 2.0}, "beam is 2.0; it must be of type int"),
+        ({"text": "a", "beam": True}, "beam is true; it must be of type int"),
+        ({"text": "a", "beam": 0}, "beam is 0; it must be a whole number of at least 1"),
+        ({"text": "a", "nbest": 4}, "nbest is 4 and beam 3"),
+        ({"text": "a", "sampling": 1}, "sampling is 1; it must be of type bool"),
+        ({"text": "a", "temperature": float("nan")}, "temperature is nan"),
+        ({"text": "a", "temperature": 10**400}, "temperature is too large"),
+        ({"text": "a", "temperature": "1"}, 'temperature is "1"; it must be of type float'),
+        ({"text": "a", "length_penalty": [1] * 10_000}, r"length_penalty is \[1, 1.* it must be"),
+    ],
+)
+def test_mistakes_are_named(given, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        parsed(**given)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'"text"', b"\xff", b"{" * 10**5, b'{"text": "a"', b"1" * 9999]
+)
+def test_what_is_no_request(body):
+    with pytest.raises(ValueError, match='send e.g. {"text"'):
+        parse(body, DEFAULTS)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Limits)])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_limits_are_above_zero(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        Limits(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam": 4, "max_len_b": 100}, None),
+        ({"beam": 5, "max_len_b": 100}, "beam is 5; this service takes 4 at most"),
+        ({"beam": 4, "max_len_b": 101}, "with this max_len_a of 0, max_len_b may be 100"),
+        ({"beam": 4, "max_len_a": 2.0, "max_len_b": 60}, None),
+        (
+            {"beam": 4, "max_len_a": 2.0, "max_len_b": 61},
+            "with this max_len_a of 2, max_len_b may be 60",
+        ),
+        ({"beam": 4, "max_len_a": 1e308, "max_len_b": 0}, "max_len_b may be 0"),
+    ],
+)
+def test_what_options_may_allow(options, message):
+    limits, options = Limits(beam=4, words=100), SearchOptions(**options)
+    if message is None:
+        limits.check(options, longest_source=20)
+        return
+    with pytest.raises(ValueError, match=message):
+        limits.check(options, longest_source=20)

@@ -1,0 +1,83 @@
+"""Architecture: written and read again, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lsq.config import Rotary
+from lsq.serving.architecture import Architecture
+from lsq.serving.decoding_model import model_of
+from tests.serving.models import small_model
+
+
+def written(**options) -> dict:
+    return json.loads(model_of(small_model(**options)).architecture.to_json())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"encoder_layers": 0, "tied": False}, {"shared": False, "pre_norm": True}]
+)
+def test_what_is_written_is_read(options):
+    found = model_of(small_model(**options)).architecture
+    assert Architecture.from_json(found.to_json()) == found
+
+
+def test_layers_of_before_gates_and_without_bias_are_read():
+    whole, side = written(), written()["decoder"]
+    side["config"] = {
+        name: value for name, value in side["config"].items() if name not in ("gated", "bias")
+    }
+    assert Architecture.from_json(json.dumps(whole | {"decoder": side})) == Architecture.from_json(
+        json.dumps(whole)
+    )
+
+
+def test_how_a_model_goes_on_learning_is_left_out():
+    whole = model_of(small_model(quant={"sparsity": "2:4"})).architecture
+    assert "sparsity" not in whole.to_json() and whole == model_of(small_model()).architecture
+
+
+def test_what_cannot_be_is_refused():
+    whole = written()
+    for change, words in [
+        ({"eos": 99}, "eos is 99; it must be one of 37 words"),
+        ({"eos": "2"}, "architecture.eos is '2'"),
+        ({"extra": 1}, "has unknown extra"),
+        ({"decoder": None}, "architecture.decoder is None"),
+        ({"encoder": None}, "no encoder to share"),
+        ({"encoder": 3}, "must be an object"),
+        ({"encoder": whole["encoder"] | {"layers": 0}}, "layers is 0"),
+        (
+            {"encoder": whole["encoder"] | {"layers": 1025}},
+            "layers is 1025; it must be a whole number from 1 to 1024",
+        ),
+        ({"encoder": whole["encoder"] | {"words": 41}}, "those cannot be"),
+        ({"encoder": whole["encoder"] | {"positions": "round"}}, "positions is 'round'"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Architecture.from_json(json.dumps(whole | change))
+    with pytest.raises(ValueError, match="lacks eos"):
+        Architecture.from_json(
+            json.dumps({name: value for name, value in whole.items() if name != "eos"})
+        )
+    with pytest.raises(ValueError, match="no JSON"):
+        Architecture.from_json("{")
+
+
+@pytest.mark.parametrize(
+    "change", [{"head_width": 32}, {"window": 3}, {"rotary": Rotary(places=8)}]
+)
+def test_attention_that_no_decoder_of_codes_knows_is_refused(change):
+    decoder = model_of(small_model()).architecture.decoder
+    (name,) = change
+    with pytest.raises(
+        ValueError,
+        match=f"{name} is .*; models that are kept as codes decode without: leave it out",
+    ):
+        replace(decoder, config=replace(decoder.config, **change))
+
+
+def test_models_in_float_mode_are_refused():
+    with pytest.raises(ValueError, match="only models in int8"):
+        model_of(small_model(quant={"mode": "float"}))

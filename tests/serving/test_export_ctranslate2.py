@@ -1,0 +1,249 @@
+"""Models for CTranslate2: loaded by the package itself, beside ours with the same weights, in float
+and in int8."""
+
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lsq.serving import export_ctranslate2
+from lsq.serving.decoding_model import DecodingModel, model_of
+from lsq.serving.export_ctranslate2 import rounded_rows
+from tests.sampling import first
+from tests.serving.models import EOS, PADDING, SmallModel, small_model
+
+TRANSLATION = [
+    {},
+    {"pre_norm": True, "activation": "gelu", "tied": False, "shared": False},
+    {"activation": "silu"},
+    {"activation": "gelu_tanh"},
+    {
+        "embedding": {"positions": "learned", "layer_norm": True, "scale": 1.0},
+        "quant": {"weight_format": "int4"},
+    },
+    {
+        "encoder_layers": 1,
+        "decoder_layers": 3,
+        "quant": {"weight_granularity": "tensor", "bits": 7},
+    },
+]
+LANGUAGE = [
+    {"encoder_layers": 0},
+    {"encoder_layers": 0, "pre_norm": True, "tied": False, "words": 45},
+]
+
+
+@pytest.fixture
+def ctranslate2():
+    return pytest.importorskip(
+        "ctranslate2", reason="needs CTranslate2; pip install '.[ctranslate2]'"
+    )
+
+
+def vocabularies(model: DecodingModel) -> dict[str, list[str]]:
+    """The words of each side; special ones are those of tests/serving/decode/models.py."""
+    names = ["<s>", "<pad>", "</s>", "<unk>"]
+    return {
+        side: [*names, *(f"w{n}" for n in range(4, it.words))]
+        for side, it in model.architecture.stacks.items()
+    }
+
+
+def write(folder, model: DecodingModel) -> str:
+    known = vocabularies(model)
+    export_ctranslate2.write(folder, model, known.get("encoder"), known["decoder"])
+    return str(folder)
+
+
+def tables(model: DecodingModel) -> dict[str, torch.Tensor]:
+    """The words' rows of each side as CTranslate2 has them."""
+    found = {side: rounded_rows(model.words(side).numpy()) for side in model.architecture.stacks}
+    return {
+        side: torch.from_numpy(codes / scale[:, None]) for side, (codes, scale) in found.items()
+    }
+
+
+@torch.no_grad()
+def twin(model: DecodingModel, options: dict) -> SmallModel:
+    """In float mode, with the weights that the codes stand for."""
+    twin = small_model(**options | {"quant": {"mode": "float"}, "tied": False})
+    for name, parameter in twin.named_parameters():
+        if name + ".codes" in model.tensors:
+            rows, columns = parameter.shape
+            parameter.copy_(
+                model.codes(name, columns)[:rows] * model.tensors[name + ".scale"][:rows, None]
+            )
+        elif not name.endswith("embed_tokens.weight"):
+            parameter.copy_(model.tensors[name])
+    for side, table in tables(model).items():
+        getattr(twin, side).embed_tokens.weight.copy_(table)
+    return twin
+
+
+def draw(length: int, seed: int) -> torch.Tensor:
+    """A sentence int64 [length + 1] with its end."""
+    chance = torch.Generator().manual_seed(seed)
+    return torch.cat([torch.randint(4, 37, (length,), generator=chance), torch.tensor([EOS])])
+
+
+PAIRS = [
+    (draw(source, 1), draw(target, 2)) for source, target in ((5, 7), (11, 3), (1, 1), (8, 12))
+]
+
+
+def scores(model: SmallModel) -> torch.Tensor:
+    """The log-probabilities of all words of the targets, each after the one before, first after the
+    end of a sentence.
+
+    A language model knows nothing of the sources.
+    """
+    befores = [torch.cat([target[-1:], target[:-1]]) for _, target in PAIRS]
+    sources, targets, befores = (
+        torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True, padding_value=PADDING)
+        for sentences in (*zip(*PAIRS, strict=True), befores)
+    )
+    found = model(sources, befores).log_softmax(dim=2).gather(2, targets[:, :, None])
+    return found.squeeze(2)[targets != PADDING]
+
+
+def translator_scores(
+    ctranslate2, path: str, model: DecodingModel, compute_type: str
+) -> torch.Tensor:
+    """The same by CTranslate2."""
+    known = vocabularies(model)
+    named = [
+        [
+            [known[side][word] for word in words[:-1]]
+            for side, words in zip(("encoder", "decoder"), pair, strict=True)
+        ]
+        for pair in PAIRS
+    ]
+    translator = ctranslate2.Translator(path, compute_type=compute_type)
+    results = translator.score_batch(
+        [source for source, _ in named], [target for _, target in named]
+    )
+    return torch.cat([torch.tensor(result.log_probs) for result in results])
+
+
+def generator_scores(
+    ctranslate2, path: str, model: DecodingModel, compute_type: str
+) -> torch.Tensor:
+    """The same by CTranslate2's language model."""
+    known = vocabularies(model)["decoder"]
+    generator = ctranslate2.Generator(path, compute_type=compute_type)
+    results = generator.score_batch(
+        [[known[word] for word in [EOS, *target]] for _, target in PAIRS]
+    )
+    return torch.cat([torch.tensor(result.log_probs) for result in results])
+
+
+@pytest.mark.parametrize("options", first([*TRANSLATION, *LANGUAGE], 3))
+def test_in_float_it_computes_with_our_weights(tmp_path, ctranslate2, options):
+    model = model_of(small_model(**options))
+    path = write(tmp_path / "model", model)
+    score = translator_scores if "encoder" in model.architecture.stacks else generator_scores
+    assert_close(
+        score(ctranslate2, path, model, "float32"),
+        scores(twin(model, options)),
+        rtol=1e-4,
+        atol=2e-4,
+    )
+
+
+@pytest.mark.parametrize("options", first([*TRANSLATION, *LANGUAGE], 3))
+def test_in_int8_it_is_near_ours(tmp_path, ctranslate2, options):
+    ours = small_model(**options)
+    model = model_of(ours)
+    path = write(tmp_path / "model", model)
+    assert ctranslate2.contains_model(path)
+    score = translator_scores if "encoder" in model.architecture.stacks else generator_scores
+    found, expected = score(ctranslate2, path, model, "default"), scores(ours)
+    assert 0 < (found - expected).abs().mean() < 0.1 * expected.std()
+
+
+def variable(variables: dict, name: str):
+    """One of CTranslate2's specification, where equal ones are there once, and the others by its
+    name."""
+    found = variables[name]
+    return variables[found] if isinstance(found, str) else found
+
+
+def test_codes_and_scales_are_the_learned_ones(ctranslate2):
+    model = model_of(small_model())
+    known = vocabularies(model)
+    variables = export_ctranslate2.specification(
+        model, known["encoder"], known["decoder"]
+    ).variables()
+    for theirs, ours in (
+        ("encoder/layer_1/self_attention/linear_0", "encoder.layers.1.self_attn.qkv_weight"),
+        ("decoder/layer_0/attention/linear_1", "decoder.layers.0.encoder_attn.key_value_weight"),
+        ("decoder/layer_0/ffn/linear_1", "decoder.layers.0.feed_forward.fc2_weight"),
+        ("decoder/projection", "decoder.output_projection.weight"),
+    ):
+        codes, scale = (
+            variable(variables, f"{theirs}/{part}").numpy() for part in ("weight", "weight_scale")
+        )
+        rows = len(codes)
+        assert torch.equal(torch.from_numpy(codes), model.tensors[ours + ".codes"][:rows])
+        assert_close(
+            1 / torch.from_numpy(scale), model.tensors[ours + ".scale"][:rows], rtol=2e-7, atol=0
+        )
+    assert len(variable(variables, "decoder/projection/weight").numpy()) == 37
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, ctranslate2, monkeypatch):
+    model = model_of(small_model(encoder_layers=1, decoder_layers=1))
+    folder = tmp_path / "model"
+    write(folder, model)
+    assert export_ctranslate2.is_model_folder(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "left").write_text("")
+    write(folder, model)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+    def fail(self, path):
+        (tmp_path / path / "model.bin").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr("ctranslate2.specs.TransformerSpec.save", fail)
+        write(folder, model)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_what_it_cannot_compute_is_refused(tmp_path, ctranslate2):
+    model = model_of(small_model(encoder_layers=1, decoder_layers=1, layer_norm_epsilon=1e-3))
+    with pytest.raises(
+        ValueError, match="norm is 'layer' with an epsilon of 0.001; a model for CTranslate2 must"
+    ):
+        write(tmp_path / "model", model)
+    for options, words in (
+        (
+            {"gated": True},
+            "gated is True and bias True; a model for CTranslate2 must have False and True",
+        ),
+        ({"bias": False}, "gated is False and bias False"),
+        ({"activation": "squared_relu"}, "'squared_relu'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            write(
+                tmp_path / "model",
+                model_of(small_model(encoder_layers=1, decoder_layers=1, **options)),
+            )
+    model = model_of(small_model(encoder_layers=1, decoder_layers=1))
+    with pytest.raises(ValueError, match="vocabulary .* has size 2"):
+        export_ctranslate2.write(
+            tmp_path / "model", model, ["a", "b"], vocabularies(model)["decoder"]
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    model = model_of(small_model(encoder_layers=1, decoder_layers=1))
+    with pytest.raises(
+        ModuleNotFoundError, match=r"needs ctranslate2, .*pip install .*\[ctranslate2\]'"
+    ):
+        write(tmp_path / "model", model)

@@ -1,0 +1,86 @@
+"""Models whose weights are rounded to 4 bits: near what they were, stored in half, and computed
+with as they stand."""
+
+import pytest
+import torch
+
+from lsq.quant import Grain
+from lsq.quant.formats import Int4
+from lsq.serving.decoding_model import model_of, tensors_of
+from lsq.serving.engine import Engine
+from lsq.serving.int4 import least_squares, with_int4
+from tests.serving.models import EOS, small_model
+
+FORM = Int4(name="int4", bits=8, grain=Grain.ROW)
+
+
+def decoded(stored, scale, columns):
+    return FORM.unpack(stored, columns) * scale[:, None]
+
+
+def test_no_clip_that_is_tried_is_better():
+    torch.manual_seed(0)
+    values = torch.distributions.Laplace(0.0, 1.0).sample((40, 100)) * (1 + 9 * torch.rand(40, 1))
+    stored, scale = least_squares(values, FORM)
+    error = (decoded(stored, scale, 100) - values).square().sum(1)
+    for part in (1.0, 0.8, 0.64):
+        other = (
+            (decoded(*FORM.encode(values, part * values.abs().amax(1)), 100) - values)
+            .square()
+            .sum(1)
+        )
+        assert (error <= other * 1.0001).all()
+    assert 10 * (values.square().sum() / error.sum()).log10() > 18.5
+
+
+def test_rows_of_zeros_stay_zeros():
+    stored, scale = least_squares(torch.zeros(3, 40), FORM)
+    assert not decoded(stored, scale, 40).any() and scale.isfinite().all()
+
+
+def test_nan_and_infinity_stay_visible():
+    torch.manual_seed(0)
+    values = torch.randn(4, 40)
+    values[1, 3], values[2, 5] = torch.nan, torch.inf
+    _, scale = least_squares(values, FORM)
+    assert scale.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_values_whose_squares_are_no_floats(size):
+    torch.manual_seed(0)
+    values = torch.randn(4, 40)
+    wanted, found = (
+        decoded(*least_squares(values * factor, FORM), 40) / factor for factor in (1.0, size)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"quant": {"weight_granularity": "tensor", "bits": 6}}, {"encoder_layers": 0}]
+)
+def test_a_model(options):
+    before = model_of(small_model(**options))
+    after = with_int4(before)
+    assert after.architecture.decoder.config.quant.weight_format == "int4"
+    assert list(after.tensors) == list(tensors_of(after.architecture))
+    for name, tensor in before.tensors.items():
+        if name.endswith(".codes"):
+            assert after.tensors[name].nbytes == len(tensor) * -(-tensor.shape[1] // 32) * 17
+            weight = name.removesuffix(".codes")
+            old = tensor * before.tensors[weight + ".scale"][:, None]
+            new = decoded(after.tensors[name], after.tensors[weight + ".scale"], tensor.shape[1])
+            assert (new - old).norm() < 0.13 * old.norm()
+        elif not name.endswith(".scale"):
+            assert after.tensors[name] is tensor
+    assert with_int4(after) is after
+
+
+@pytest.mark.thorough
+def test_it_decodes_nearly_as_before():
+    model, scores = model_of(small_model()), []
+    for each in (model, with_int4(model)):
+        engine = Engine(each)
+        engine.begin([torch.tensor([5, 9, 17, EOS])], rows=1, steps=2)
+        scores.append(engine.step_all(torch.tensor([EOS]), torch.tensor([0])))
+    assert 0 < (scores[0] - scores[1]).abs().max() < 0.5

@@ -1,0 +1,266 @@
+"""lsq's own file: what is read is what was written, bit by bit, and nothing else is read."""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lsq.models.sparsity import choose
+from lsq.serving import SearchOptions, model_file
+from lsq.serving.decoding_model import DecodingModel, model_of
+from lsq.serving.model_file import ExportedModel, join_sparse, split_sparse
+from tests.fuzz import trial
+from tests.fuzz.mutations import mutated_bytes, mutated_json
+from tests.serving.models import small_model
+
+CONFIGURATIONS = [
+    {},
+    {"encoder_layers": 0, "words": 21, "tied": False, "pre_norm": True},
+    {
+        "shared": False,
+        "quant": {"weight_format": "int4"},
+        "embedding": {"positions": "learned", "layer_norm": True},
+    },
+    {"quant": {"weight_granularity": "tensor", "bits": 5}, "activation": "gelu"},
+]
+
+
+@functools.cache
+def small(options: str) -> DecodingModel:
+    return model_of(small_model(**eval(options)))
+
+
+def exported(sparse: bool = False, **options) -> ExportedModel:
+    """With tensors of its own; `sparse`: the codes of one feed-forward block are 2:4 sparse."""
+    model = small(repr(options))
+    tensors = {name: tensor.clone() for name, tensor in model.tensors.items()}
+    for name in sparse_names(tensors) if sparse else ():
+        tensors[name] *= choose(tensors[name].int().abs())
+    words = {
+        side: tuple(f"{side}{n}\u2581" for n in range(it.words))
+        for side, it in model.architecture.stacks.items()
+    }
+    return ExportedModel(
+        model=DecodingModel(architecture=model.architecture, tensors=tensors),
+        source=words.get("encoder"),
+        target=words["decoder"],
+        subwords=b"pieces\0\xff",
+        trained_length=30,
+        search=SearchOptions(beam=3, max_len_b=30),
+    )
+
+
+def sparse_names(tensors) -> list[str]:
+    begin, end = "encoder.layers.0.feed_forward", ".codes"
+    return [name for name in tensors if name.startswith(begin) and name.endswith(end)]
+
+
+def same(one: ExportedModel, other: ExportedModel) -> bool:
+    """Bit by bit."""
+    mine, others = one.model.tensors, other.model.tensors
+    names = ("source", "target", "subwords", "trained_length", "search")
+    return (
+        one.model.architecture == other.model.architecture
+        and all(getattr(one, name) == getattr(other, name) for name in names)
+        and mine.keys() == others.keys()
+        and all(
+            torch.equal(mine[name].view(torch.uint8), others[name].view(torch.uint8))
+            for name in mine
+        )
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+def rewrite(path, change) -> None:
+    """Write a file again with other content, under a checksum that fits."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+        metadata = file.metadata()
+    del metadata[model_file.CHECKSUM]
+    change(metadata, tensors)
+    metadata[model_file.CHECKSUM] = model_file.checksum_of_texts(metadata)
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS)
+def test_what_is_read_is_what_was_written(path, options):
+    before = exported(**options)
+    for model in (before, dataclasses.replace(before, subwords=None, trained_length=None)):
+        model_file.write(path, model)
+        assert model_file.is_model_file(path) and same(model, model_file.read(path))
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_sparse_codes_take_less_room(path):
+    model_file.write(path, exported())
+    dense_size, before = path.stat().st_size, exported(sparse=True)
+    model_file.write(path, before)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["format"] == "lsq model 2"
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    names = sparse_names(before.model.tensors)
+    assert names and not set(names) & set(stored)
+    for name in names:
+        parts = stored[name + ".values"].nbytes + stored[name + ".indices"].nbytes
+        assert parts == before.model.tensors[name].nbytes * 5 // 8
+    assert same(before, model_file.read(path)) and path.stat().st_size < dense_size
+
+
+@pytest.mark.parametrize("columns", [4, 10, 12, 16, 20])
+def test_sparse_codes_come_back(columns):
+    """Widths that are no multiple of 4 stay dense."""
+    torch.manual_seed(columns)
+    codes = torch.randint(-127, 128, (5, columns), dtype=torch.int8)
+    before = {
+        "a.codes": codes if columns % 4 else codes * choose(codes.int().abs()),
+        "a.scale": torch.ones(5),
+        "b.codes": torch.ones(5, columns, dtype=torch.int8),
+        "words": torch.zeros(3, 4),
+    }
+    stored = split_sparse(before)
+    parts = {"a.codes"} if columns % 4 else {"a.codes.values", "a.codes.indices"}
+    assert stored.keys() == before.keys() - {"a.codes"} | parts
+    after = join_sparse(stored)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_reading_maps_codes_and_needs_no_fairseq(path):
+    model_file.write(path, exported())
+    code = f"""
+import sys
+from pathlib import Path
+from lsq.serving import model_file
+found = model_file.read(Path({str(path)!r}))
+maps = [line for line in open("/proc/self/maps") if line.rstrip().endswith("model.safetensors")]
+ranges = [line.split()[0].split("-") for line in maps]
+for name, tensor in found.model.tensors.items():
+    mapped = any(int(low, 16) <= tensor.data_ptr() < int(high, 16) for low, high in ranges)
+    assert mapped == name.endswith(".codes"), name
+late = ("fairseq", "omegaconf", "matplotlib")
+assert not [name for name in sys.modules if name.split(".")[0] in late]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@trial.quick_counts
+@pytest.mark.parametrize("part", ["all", "header"])
+def test_no_damage_is_read_in_silence(path, part, count):
+    before = exported(encoder_layers=1, decoder_layers=1, words=21, hidden=16, feed_forward=32)
+    model_file.write(path, before)
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+
+    def attempt(chance):
+        if part == "header":
+            header = mutated_json(content[8:start], chance)
+            path.write_bytes(len(header).to_bytes(8, "little") + header + content[start:])
+        else:
+            path.write_bytes(mutated_bytes(content, chance))
+        found = trial.outcome(lambda: model_file.read(path), path.parent)
+        if found.refusal is None and not found.fault and not same(before, found.result):
+            return trial.Outcome(fault="read another model")
+        return found
+
+    worked, refused = trial.survey(f"model {part}", count, attempt)
+    assert refused > 0.8 * count, (worked, refused)
+
+
+def remove_indices(metadata, tensors):
+    tensors.pop(next(name for name in tensors if name.endswith(".indices")))
+
+
+def clear_indices(metadata, tensors):
+    for name, tensor in tensors.items():
+        if name.endswith(".indices"):
+            tensor.zero_()
+
+
+def cut_values(metadata, tensors):
+    for name in [name for name in tensors if name.endswith(".values")]:
+        tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+def text(**texts):
+    return lambda metadata, tensors: metadata.update(texts)
+
+
+@pytest.mark.parametrize(
+    ("sparse", "change", "reason"),
+    [
+        (False, text(format="lsq model 3"), "its format is 'lsq model 3'"),
+        (False, lambda metadata, tensors: metadata.pop("format"), "its format is ''"),
+        (False, lambda metadata, tensors: metadata.pop("architecture"), "architecture"),
+        (False, text(target='["a"]'), "the decoder has 37 words, and its vocabulary 1"),
+        (False, text(source="null"), "the encoder has 37 words, and its vocabulary 0"),
+        (False, text(tensors="[]"), "tensors"),
+        (False, text(source='{"a": 1}'), "source"),
+        (False, text(trained_length='"x"'), "trained_length"),
+        (False, text(search='{"beem": 2}'), "search has an option that this version"),
+        (False, text(search='{"beam": 0}'), "beam is 0"),
+        (False, lambda metadata, tensors: tensors.popitem(), "lacks tensors"),
+        (
+            False,
+            lambda metadata, tensors: tensors.update(more=torch.zeros(3)),
+            "unknown tensors: more",
+        ),
+        (
+            False,
+            lambda metadata, tensors: next(iter(tensors.values())).neg_(),
+            "the checksum of .* does not fit",
+        ),
+        (True, remove_indices, "alone"),
+        (True, clear_indices, "the checksum of .*indices does not fit"),
+        (True, cut_values, "they must be int8"),
+        (True, text(format="lsq model 1"), "the model (lacks|has unknown) tensors"),
+    ],
+)
+def test_what_does_not_fit_is_named(path, sparse, change, reason):
+    model_file.write(path, exported(sparse))
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged or no model.*{reason}"):
+        model_file.read(path)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [("30", SearchOptions(max_len_b=30)), ("null", SearchOptions())]
+)
+def test_earlier_files_know_the_longest_translation_alone(path, length, expected):
+    def change(metadata, tensors):
+        del metadata["search"]
+        metadata["trained_length"] = length
+
+    model_file.write(path, exported())
+    rewrite(path, change)
+    assert model_file.read(path).search == expected
+
+
+def test_other_files_are_refused(tmp_path, path):
+    with pytest.raises(FileNotFoundError):
+        model_file.read(path)
+    with pytest.raises(IsADirectoryError):
+        model_file.read(tmp_path)
+    for content in (b"", b"text\n", b"PK\3\4" + bytes(100)):
+        path.write_bytes(content)
+        assert not model_file.is_model_file(path)
+        with pytest.raises(ValueError, match="is damaged or no model of `lsq export`"):
+            model_file.read(path)
+
+
+def test_models_that_are_not_written(tmp_path):
+    model = exported()
+    with pytest.raises(ValueError, match="a word is twice in the vocabulary of the decoder"):
+        dataclasses.replace(model, target=("a", *model.target[1:-1], "a"))
+    model.model.tensors["decoder.embed_tokens.weight"][3, 3] = torch.nan
+    with pytest.raises(ValueError, match="decoder.embed_tokens.weight holds NaN or infinity"):
+        model_file.write(tmp_path / "model", model)
+    assert not list(tmp_path.iterdir())

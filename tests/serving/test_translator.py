@@ -1,0 +1,336 @@
+import copy
+import os
+import pickle
+import random
+import threading
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+
+import lsq
+from lsq import Translator
+from lsq.serving import SearchOptions
+from lsq.serving.engine import Engine
+from lsq.serving.translator import (
+    HYPOTHESIS_WORDS,
+    PROBABILITIES,
+    SHORT,
+    BatchLimit,
+    RefusedLine,
+    batches,
+)
+from lsq.text.corpus import read_items
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+BEAM = SearchOptions(beam=2, max_len_b=40)
+
+
+def test_hypotheses_are_those_of_the_run(output, translator):
+    found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
+    hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
+    assert [translations[0].text for translations in found] == hypotheses
+    # its own options are the default
+    assert translator.translate(read_items(output / "data" / "test.src")) == found
+    assert len(set(hypotheses)) > 2
+
+
+def test_order_and_batches_change_nothing(output, translator):
+    lines = read_items(output / "data" / "test.src")[:4]
+    whole = translator.translate(lines, BEAM)
+    small = Translator(output, batch_tokens=1)
+    assert [small.translate([line], BEAM)[0][0].text for line in lines] == [
+        found[0].text for found in whole
+    ]
+    backwards = translator.translate(lines[::-1], BEAM)
+    assert [found[0].text for found in backwards] == [found[0].text for found in whole][::-1]
+
+
+def test_threads_do_not_disturb_each_other(output, translator):
+    lines, found = read_items(output / "data" / "test.src")[:4], {}
+    alone = [translator.translate([line], BEAM) for line in lines]
+
+    def work(number: int) -> None:
+        found[number] = translator.translate([lines[number]], BEAM)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, expected in enumerate(alone):
+        assert found[number][0][0].text == expected[0][0].text
+
+
+def test_empty_lines_stay_empty(translator):
+    found = translator.translate(["", "red cat", " \t \u3000\r\n", "red cat"], BEAM)
+    assert [len(translations) for translations in found] == [1] * 4
+    assert found[0][0].text == found[2][0].text == "" and found[0][0].score == 0.0
+    assert found[1][0].text == found[3][0].text != ""
+    assert translator.translate([]) == []
+
+
+def test_lines_without_a_known_visible_character_are_empty(output, caplog):
+    translator = Translator(output)
+    blank = ["\u200b", "\ufeff", "\u200e", "\x07", "\u00ad \u2060"]
+    found = translator.translate(
+        [*blank, "\u200ered\u200b cat"], BEAM, prefixes=["RED", *blank[1:], "\u200e"]
+    )
+    assert not any(translations[0].text for translations in found[:-1])
+    sources = translator.sources([*blank, "\u200ered\u200b cat"], ["RED", *blank[1:], "\u200e"])
+    (seen,) = (part for source in sources for part in source.parts)
+    assert seen.line == len(blank) and not len(seen.prefix)
+    for line in ("\u4f60\u597d", "\U0001f600", "\u4f60. \u597d. " * 20):
+        assert translator.translate([line], BEAM)[0][0].text == ""
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith(
+        "line 1: '\u4f60\u597d' has no character or word that the model knows; it is transl"
+    )
+
+
+def test_a_sentence_without_a_known_character_is_left_out_of_a_long_line(translator):
+    line = "red cat. " * 8
+    parts, mixed = (
+        translator.source(0, text).parts for text in (line * 2, f"{line}\u4f60\u597d. {line}")
+    )
+    assert [part.words.tolist() for part in mixed] == [part.words.tolist() for part in parts]
+    assert len(parts) == 16
+
+
+def test_spaces_do_not_count(translator):
+    one, other = translator.translate(["red  \u2028cat\t five \r\n", "red cat five"], BEAM)
+    assert one[0].text == other[0].text
+
+
+def test_best_come_first(translator):
+    (found,) = translator.translate(["red cat five"], SearchOptions(beam=4, nbest=3, max_len_b=40))
+    assert len(found) == 3 and len({translation.text for translation in found}) > 1
+    assert [translation.score for translation in found] == sorted(
+        (one.score for one in found), reverse=True
+    )
+
+
+def test_prefixes(translator):
+    lines = ["red cat five", "two dog", ""]
+    found = translator.translate(lines, BEAM, prefixes=["GREEN BLUE", "", "RED"])
+    assert found[0][0].text.startswith("GREEN BLUE")
+    assert found[1][0].text == translator.translate(lines[1:2], BEAM)[0][0].text
+    assert found[2][0].text == ""
+    with pytest.raises(ValueError, match="there are 3 lines but 1 prefixes"):
+        translator.translate(lines, prefixes=[""])
+
+
+def test_long_lines_are_cut_at_ends_of_sentences(translator):
+    sentences = ["red cat." for _ in range(30)]
+    (found,) = translator.translate([" ".join(sentences)], BEAM, prefixes=["FIVE"])
+    first = translator.translate(["red cat."], BEAM, prefixes=["FIVE"])[0][0]
+    (other,) = translator.translate(["red cat."], BEAM)[0]
+    assert found[0].text == " ".join(filter(None, [first.text, *[other.text] * 29]))
+    assert min(first.score, other.score) <= found[0].score <= max(first.score, other.score)
+
+
+def test_score_of_a_line_that_was_cut_is_a_sum_where_scores_are_not_normalised(translator):
+    options = SearchOptions(beam=2, max_len_b=40, normalize_scores=False)
+    (found,) = translator.translate(["red cat. " * 20], options)
+    (one,) = translator.translate(["red cat."], options)[0]
+    assert found[0].score == pytest.approx(20 * one.score, rel=1e-4)
+
+
+def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
+    line = "Two. " + "red cat " * 100
+    (source,) = translator.sources([line], [""])
+    texts = [
+        translator.model.subwords.processor.decode(
+            [
+                translator.model.subwords.processor.piece_to_id(
+                    translator.model.subwords.source.symbols[word]
+                )
+                for word in part.words[:-1].tolist()
+            ]
+        )
+        for part in source.parts
+    ]
+    assert " ".join(texts[1:]).split() == ["red", "cat"] * 100  # no word is cut in two
+    assert len(texts) > 2 and all(len(part.words) <= 41 for part in source.parts)
+    (found,) = translator.translate([line], BEAM)
+    alone = [translator.translate([text], BEAM)[0][0].text for text in texts[1:]]
+    assert found[0].text.endswith(" ".join(alone)) and found[0].too_long
+
+
+@pytest.mark.parametrize(("long_lines", "expected"), [("skip", ""), ("copy", "red cat. red cat.")])
+def test_lines_that_are_too_long_may_be_skipped_or_copied(translator, long_lines, expected):
+    other = copy_of(translator, long_lines=long_lines)
+    short, long = other.translate(
+        ["red cat.", "red  cat. " * 30], SearchOptions(beam=2, nbest=2, max_len_b=40)
+    )
+    assert (
+        short == translator.translate(["red cat."], SearchOptions(beam=2, nbest=2, max_len_b=40))[0]
+    )
+    assert not short[0].too_long and [one.too_long for one in long] == [True]
+    assert long[0].text == (expected and " ".join(["red cat."] * 30)) and long[0].score == 0.0
+
+
+def test_lines_that_are_too_long_are_refused_if_that_is_wanted(translator):
+    other = copy_of(translator, long_lines="refuse")
+    with pytest.raises(
+        RefusedLine, match=r"^line 2: it has \d+ subwords, and the model takes 40 at most"
+    ) as refused:
+        other.translate(["red", "red cat. " * 30])
+    assert refused.value.line == 1
+    with pytest.raises(
+        ValueError, match="long_lines is 'split'; allowed: 'cut', 'skip', 'copy', 'refuse'"
+    ):
+        Translator("missing", long_lines="split")
+
+
+def copy_of(translator: Translator, long_lines: str) -> Translator:
+    """Another one around the same model."""
+    other = Translator.__new__(Translator)
+    vars(other).update(vars(translator), long_lines=long_lines)
+    return other
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800b"])
+def test_what_is_no_text_is_refused(translator, text):
+    with pytest.raises(RefusedLine, match="^line 2: .*remove it"):
+        translator.translate(["red", text])
+    with pytest.raises(RefusedLine, match="^line 1: .*remove it"):
+        translator.translate(["red"], prefixes=[text])
+
+
+def test_unknown_characters_are_translated_somehow(translator):
+    (found,) = translator.translate(["\U0001f600 \u4f60\u597d red"], BEAM)
+    assert isinstance(found[0].text, str)
+
+
+def test_a_line_of_very_many_sentences_is_cut_without_regard_to_them(translator, monkeypatch):
+    line = "red. " * 60
+    assert len(translator.source(0, line).parts) == 60
+    monkeypatch.setattr("lsq.serving.translator.SENTENCES", 59)
+    parts = translator.source(0, line).parts
+    assert 1 < len(parts) < 60 and all(len(part.words) <= 41 for part in parts)
+
+
+def test_progress_counts_parts(translator):
+    seen = []
+    translator.translate(["red", "", "two dog"], BEAM, progress=seen.append)
+    assert sum(seen) == 2
+
+
+def test_it_is_part_of_lsq():
+    assert lsq.Translator is Translator
+    with pytest.raises(AttributeError, match="no attribute 'Translater'"):
+        lsq.Translater  # noqa: B018
+
+
+def test_batch_tokens_are_checked(output):
+    with pytest.raises(ValueError, match="batch_tokens is 0; it must be at least 1"):
+        Translator(output, batch_tokens=0)
+
+
+def test_prefixes_that_cannot_be_are_refused(translator):
+    with pytest.raises(
+        RefusedLine, match=r"^line 2: its prefix has \d+ words or subwords, and a translation 40"
+    ):
+        translator.translate(["red", "red"], BEAM, prefixes=["", "GREEN " * 100])
+
+
+def test_unknown_words_of_prefixes_are_told_of_once(output, caplog):
+    translator = Translator(output)
+    found = translator.translate(
+        ["red", "two dog", "red"], BEAM, prefixes=["GREEN", "\u4f60", "\u597d"]
+    )
+    assert all(isinstance(translations[0].text, str) for translations in found)
+    (record,) = (record for record in caplog.records if "does not know" in record.message)
+    assert record.message.startswith("line 2: its prefix '\u4f60' has")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no system with fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(translator, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    child = os.fork()
+    if not child:
+        try:
+            translator.translate(["red"], BEAM)
+        except RuntimeError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.parametrize("texts", ["a line", b"a line", [b"a line"], ["a line", None]])
+def test_texts_are_a_list_of_strings(texts, translator):
+    with pytest.raises(ValueError, match="lines must be a list of strings"):
+        translator.translate(texts)
+    with pytest.raises(ValueError, match="prefixes must be a list of strings"):
+        translator.translate(["a"] * len(texts), prefixes=texts)
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy, ForkingPickler.dumps])
+def test_it_is_neither_copied_nor_sent_to_a_process(translator, take):
+    """multiprocessing moves the memory of tensors that it sends, which prepared steps point to."""
+    before = translator.translate(["red cat"], BEAM)
+    with pytest.raises(
+        TypeError, match="a Translator is neither copied nor pickled; make one in each process"
+    ):
+        take(translator)
+    assert isinstance(translator.model.steps, Engine)
+    with pytest.raises(
+        TypeError, match="a decoding engine is neither copied nor pickled; make one of its model"
+    ):
+        take(translator.model.steps)
+    assert translator.translate(["red cat"], BEAM) == before
+
+
+GREEDY = SearchOptions(beam=1, max_len_b=SHORT - 1)
+
+
+def limit(tokens, options=GREEDY, **sizes):
+    return BatchLimit(
+        tokens=tokens, options=options, **({"vocabulary": 100, "positions": 1024} | sizes)
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40, 1000])
+def test_every_sentence_once_and_no_batch_too_large(tokens):
+    chance = random.Random(tokens)
+    lengths = [chance.randint(1, 30) for _ in range(101)]
+    found = list(batches(lengths, limit(tokens)))
+    assert sorted(sentence for batch in found for sentence in batch) == list(range(101))
+    for batch in found:
+        assert (
+            len(batch) == 1 or len(batch) * max(lengths[sentence] for sentence in batch) <= tokens
+        )
+    in_order = [lengths[sentence] for batch in found for sentence in batch]
+    assert in_order == sorted(lengths, reverse=True)
+
+
+def test_batches_are_as_large_as_they_may_be():
+    assert list(batches([4, 5, 4, 5, 3], limit(12))) == [[1, 3], [0, 2, 4]]
+    assert list(batches([], limit(12))) == []
+
+
+def test_hypotheses_are_counted_with_their_words():
+    assert limit(1024).holds(256, 1) and not limit(1024).holds(257, 1)
+    assert limit(1024, SearchOptions(beam=16, max_len_b=5)).holds(16, 1)
+    assert not limit(1024, SearchOptions(beam=16, max_len_b=5)).holds(17, 1)
+    long = SearchOptions(beam=4, max_len_a=20.0, max_len_b=23)  # 1024 words of sources of 50 words
+    assert [limit(1024, long).holds(16, words) for words in (2, 50)] == [True, True]
+    assert [limit(1024, long).holds(17, words) for words in (2, 50)] == [True, False]
+    assert [len(batch) for batch in batches([1] * 1024, limit(1024, SearchOptions(beam=16)))] == [
+        16
+    ] * 64
+    assert HYPOTHESIS_WORDS * 1024 == 256 * SHORT
+
+
+def test_probabilities_of_all_words_are_counted():
+    tokens, words = 1024, 200_000
+    drawn = SearchOptions(beam=5, sampling=True)
+    most = PROBABILITIES * tokens // (5 * words)
+    assert most == 8 and limit(tokens, drawn, vocabulary=words).holds(8, 9)
+    assert not limit(tokens, drawn, vocabulary=words).holds(9, 9)
+    few = SearchOptions(beam=5, sampling=True, sampling_topk=10)
+    assert limit(tokens, few, vocabulary=words).holds(51, 9)
+    hot = SearchOptions(beam=5, temperature=0.5)
+    assert not limit(tokens, hot, vocabulary=words).holds(9, 9)

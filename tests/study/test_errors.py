@@ -1,0 +1,284 @@
+"""Figures as text and as JSON."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lsq.quant.numbers import METHODS, scaled_format, signal_to_noise
+from lsq.study import DEFAULT_FORMATS, measure, measure_tensors
+from lsq.study.errors import BOUNDS, COLUMNS, Entry, Error, Errors, gaussian, laplacian, lloyd_max
+
+
+def entry(name: str, *noise: float, kind: str = "weight", **changes) -> Entry:
+    errors = tuple(
+        Error(format=form, bits=bits, signal_to_noise=value, largest=0.1)
+        for (form, bits), value in zip((("int8/row", 8.5), ("int4/row", 4.5)), noise, strict=False)
+    )
+    given = {"shape": (4, 5), "values": 20, "problem": None, "zero_rows": 0, "errors": errors}
+    return Entry(name=name, kind=kind, **{**given, **changes})
+
+
+ERRORS = Errors(
+    clip="mse",
+    percentile=99.9,
+    formats=("int8/row", "int4/row"),
+    entries=(
+        entry("a", 40.0, 20.0),
+        entry("b", 42.0, 18.0),
+        entry("c", math.inf, 19.0),
+        entry("d", problem="it is odd"),
+        entry("a", 30.0, 10.0, kind="gradient"),
+    ),
+)
+
+
+def test_the_table():
+    lines = str(ERRORS).splitlines()
+    assert (
+        lines[0] == "weights: medians of 3, clips by mse" and lines[2].split("  ")[0] == COLUMNS[0]
+    )
+    assert [line.split() for line in lines[4:6]] == [
+        ["int4/row", "4.50", "19.0", "18.0", "8.1", "10.00%"],
+        ["int8/row", "8.50", "42.0", "40.0", "9.2", "10.00%"],
+    ]
+    assert (
+        lines[-1] == "not measured: weight d: it is odd"
+        and "gradients: medians of 1, clips by mse" in lines
+    )
+    assert "| int4/row | 4.50 |" in " ".join(ERRORS.table("github").split()).replace("|   ", "| ")
+
+
+def test_json_holds_everything():
+    found = json.loads(json.dumps(ERRORS.to_json(), allow_nan=False))
+    assert (
+        found["schema"] == "lsq formats 1"
+        and found["clip"] == "mse"
+        and found["percentile"] is None
+    )
+    assert [one["name"] for one in found["tensors"]] == ["a", "b", "c", "d", "a"]
+    assert found["tensors"][2]["errors"][0] == {
+        "format": "int8/row",
+        "bits": 8.5,
+        "signal_to_noise": None,
+        "largest_error": 0.1,
+    }
+    assert found["tensors"][3]["problem"] == "it is odd" and found["tensors"][3]["errors"] == []
+    assert found["medians"]["weight"][0]["where"] == "b"
+    assert list(found["medians"]) == ["weight", "gradient"]
+
+
+def test_weights_without_a_product_are_named():
+    entries = (
+        entry("table", 1.0),
+        entry("a", 1.0),
+        entry("b", 1.0),
+        entry("a", 1.0, kind="activation"),
+        entry("b[4:]", 1.0, kind="activation"),
+    )
+    errors = Errors(
+        clip="mse", percentile=1.0, formats=("int8/row",), entries=entries, of_model=True
+    )
+    assert errors.remarks() == ["no product was seen of: table"]
+    assert replace(errors, of_model=False).remarks() == []
+
+
+def test_nothing_measured():
+    nothing = Errors(
+        clip="kl", percentile=1.0, formats=("nvfp4",), entries=(entry("d", problem="it is odd"),)
+    )
+    assert nothing.kinds == () and nothing.medians("weight") == []
+    assert (
+        str(nothing) == "not measured: weight d: it is odd" and nothing.to_json()["medians"] == {}
+    )
+
+
+@pytest.mark.parametrize("clip", METHODS)
+def test_errors_are_those_of_the_format(clip):
+    x = torch.randn(9, 70)
+    (entry,) = measure_tensors(
+        {"x": x}, formats=("int4/row", "nvfp4"), clip=clip, percentile=99.0
+    ).entries
+    for error, name in zip(entry.errors, ("int4/row", "nvfp4"), strict=True):
+        form = scaled_format(name)
+        found = form.decode(form.encode(x, clip, percentile=99.0))
+        assert error.format == name and error.bits == form.bits_per_value((9, 70))
+        assert error.signal_to_noise == signal_to_noise(x, found)
+        assert error.largest == pytest.approx(
+            float((found - x).abs().max() / x.abs().max()), rel=1e-6
+        )
+    assert not entry.sampled and entry.problem is None
+
+
+def test_all_formats_of_the_default_are_there():
+    errors = measure_tensors({"x": torch.randn(64, 128)})
+    assert tuple(error.format for error in errors.entries[0].errors) == DEFAULT_FORMATS
+    assert all(
+        5 < error.signal_to_noise < 60 for error in errors.entries[0].errors if error.bits > 2.5
+    )
+
+
+def test_bits_are_those_of_the_whole_tensor():
+    (entry,) = measure_tensors({"x": torch.randn(64, 128)}, formats=["nvfp4"], sample=300).entries
+    assert entry.values == 2 * 128 and entry.sampled
+    assert entry.errors[0].bits == scaled_format("nvfp4").bits_per_value((64, 128))
+
+
+def test_extreme_tensors_have_figures():
+    """Also where scales are denormal, or nearly infinite."""
+    x = torch.randn(8, 64).clamp(-3, 3)
+    for scale in (1e-43, 1e-38, 1e-30, 1e37):
+        for entry in measure_tensors({"x": x * scale}).entries:
+            assert entry.problem is None
+            assert not any(
+                math.isnan(error.signal_to_noise) or math.isnan(error.largest)
+                for error in entry.errors
+            )
+
+
+def test_a_model_and_its_medians():
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    x = torch.randn(40, 64)
+    errors = measure(
+        model, lambda: model(x).square().mean(), formats=("int8/row", "int3/row", "int8/row")
+    )
+    assert errors.formats == ("int8/row", "int3/row") and errors.kinds == (
+        "weight",
+        "activation",
+        "gradient",
+    )
+    first, second = errors.medians("weight")
+    assert (first.format, second.format) == ("int3/row", "int8/row")
+    lowest = min(
+        (entry.errors[0].signal_to_noise, entry.name)
+        for entry in errors.entries
+        if entry.kind == "weight"
+    )
+    assert (second.least, second.where) == lowest
+    assert second.signal_to_noise > first.signal_to_noise + 25
+
+
+def test_what_cannot_be_measured_is_said():
+    broken, rows = torch.ones(3, 4), torch.ones(5, 4)
+    broken[1, 1], rows[2] = math.nan, 0
+    errors = measure_tensors(
+        {"broken": broken, "zeros": torch.zeros(2, 2), "rows": rows, "large": torch.randn(99, 64)},
+        formats=["int8/row"],
+        sample=640,
+    )
+    assert errors.remarks() == [
+        "not measured: weight broken: 1 of 12 values are NaN or infinite",
+        "not measured: weight zeros: all its values are zero",
+        "rows of zeros, which were left out: weight rows (1 of 5)",
+        "of 1 large tensors evenly spaced rows were looked at, at most 640 values",
+    ]
+    assert str(errors).endswith("\n".join(errors.remarks()))
+
+
+def test_what_is_refused():
+    tensors = {"x": torch.ones(2, 3)}
+    for options, message in (
+        ({"formats": ["mxfp5"]}, "no number format is called 'mxfp5' .did you mean mxfp4"),
+        ({"formats": []}, "formats are none"),
+        ({"clip": "best"}, "clip is 'best'; allowed: 'absmax', "),
+        ({"percentile": 0}, "percentile is 0; it must be above 0"),
+        ({"sample": 0}, "sample is 0; it must be a whole number above 0"),
+        ({"chosen": ["y"]}, "no tensor is called 'y'; there are x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure_tensors(tensors, **options)
+    with pytest.raises(ValueError, match="there is no float tensor with two or more"):
+        measure_tensors({"bias": torch.ones(3)})
+
+
+def quality(name: str, x: torch.Tensor) -> float:
+    form = scaled_format(name)
+    return signal_to_noise(x, form.decode(form.encode(x)))
+
+
+def test_limits_are_the_published_ones():
+    """Jayant and Noll 1984: the rate-distortion functions at 1, 2 and 3 bits; the Laplacian's is
+    just below Shannon's lower bound on the distortion, which is what is drawn.
+    """
+    assert [gaussian(bits) for bits in (1, 2, 3)] == pytest.approx([6.02, 12.04, 18.06], abs=0.01)
+    published = [6.62, 12.66, 18.68]
+    for bits, limit in enumerate(published, 1):
+        assert limit < laplacian(bits) < limit + 0.04
+
+
+@pytest.mark.parametrize(
+    "source, published",
+    [("gaussian", [4.40, 9.30, 14.62, 20.22]), ("laplacian", [3.01, 7.54, 12.64, 18.13])],
+)
+def test_lloyd_max_in_decibels(source, published):
+    """Max 1960; for the Laplacian Adams and Giesler 1978.
+
+    All stay below the limit of their source.
+    """
+    found = [lloyd_max(source, bits) for bits in range(1, 5)]
+    assert found == pytest.approx(published, abs=0.02)
+    assert all(value < BOUNDS[source](bits) for bits, value in enumerate(found, 1))
+
+
+def test_lloyd_max_refuses():
+    with pytest.raises(
+        ValueError,
+        match="source 'cauchy', 4 bits; allowed: 'gaussian', 'laplacian', and 1 to 6 bits",
+    ):
+        lloyd_max("cauchy", 4)
+    with pytest.raises(ValueError, match="7 bits"):
+        lloyd_max("gaussian", 7)
+
+
+def test_no_format_beats_the_limit_of_its_source():
+    x = torch.randn(128, 1024)
+    for name in (
+        "int8/row",
+        "int4/row",
+        "nvfp4",
+        "vsquant4",
+        "nf4-64",
+        "int2/group16",
+        "lloyd4-gaussian/row",
+    ):
+        form = scaled_format(name)
+        assert signal_to_noise(x, form.decode(form.encode(x, "mse"))) < gaussian(
+            form.bits_per_value(x.shape)
+        )
+
+
+def crested(group: int, factor: float) -> torch.Tensor:
+    """Blocks [B, group] of a Gaussian with one larger value, which is so many times their root mean
+    square."""
+    x = torch.randn(4000, group)
+    rest = x[:, 1:].square().sum(1)
+    x[:, 0] = factor * (rest / (group - factor**2)).sqrt()
+    x = x[(x[:, 1:].abs() <= x[:, :1]).all(1)]
+    return x * 2 ** (4 * torch.rand(len(x), 1))  # wherever powers of two fall
+
+
+@pytest.mark.parametrize("factor", [2.0, 2.6, 3.4, 4.5])
+def test_mx_formats_have_the_published_signal_to_noise(factor):
+    """Chen et al. 2025 (arXiv:2510.25602): integers of b bits have 4.78 + 6.02 b - 20 log10(1.5 k)
+    dB for a crest factor k, floats at most 13.80 + 6.02 M; so MXINT8 beats MXFP8 below k = 7.55,
+    which 32 values never reach.
+    """
+    x = crested(32, factor)
+    integers, floats = quality("mxint8", x), quality("mxfp8-e4m3", x)
+    assert integers == pytest.approx(4.78 + 6.02 * 8 - 20 * math.log10(1.5 * factor), abs=0.5)
+    assert 13.80 + 6.02 * 3 - 0.6 < floats < 13.80 + 6.02 * 3 and floats < integers
+    assert quality("mxfp8-e5m2", x) == pytest.approx(13.80 + 6.02 * 2, abs=0.6)
+
+
+def test_nvint4_beats_nvfp4_below_the_published_crest_factor():
+    """Chen et al. 2025 put it at 2.39, by a model of the error that leaves the rounding of scales
+    out."""
+    gain = [
+        quality("int4/group16/e4m3", x) - quality("nvfp4", x)
+        for x in map(crested, (16, 16), (2.1, 2.6))
+    ]
+    assert gain[0] > 0.5 and gain[1] < -0.5

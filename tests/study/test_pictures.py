@@ -1,0 +1,110 @@
+"""A picture is drawn whole, with a point for each format, or not at all."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from lsq.study import DEFAULT_FORMATS, draw, draw_costs, measure_tensors
+from lsq.study.errors import Errors
+from tests.study.test_costs import COSTS, costs_of
+from tests.study.test_errors import ERRORS, entry
+
+
+def test_points_and_lines(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    draw(ERRORS, tmp_path / "picture.png", "of a test")
+    weights, gradients = drawn[0].axes
+    points, *lines = weights.lines
+    assert points.get_xydata().tolist() == [[4.5, 19.0], [8.5, 42.0]]
+    assert {name.get_text(): name.xy for name in weights.texts} == {
+        "int4/row": (4.5, 19.0),
+        "int8/row": (8.5, 42.0),
+    }
+    labels = [line.get_label() for line in lines]
+    assert "Gaussian: limit" in labels and "Laplacian: Lloyd-Max" in labels
+    assert lines[0].get_xydata()[0].tolist() == pytest.approx([1, 6.02], abs=0.01)
+    assert (weights.get_title(), gradients.get_title()) == ("weights (3)", "gradients (1)")
+
+
+def test_names_do_not_lie_on_each_other(tmp_path, monkeypatch):
+    """However near the points are; all are shown, also of more formats than there are colours."""
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how),
+    )
+    torch.manual_seed(1)
+    errors = measure_tensors({"weight": torch.randn(32, 64)})
+    draw(errors, tmp_path / "picture.png")
+    (axes,) = drawn[0].axes
+    assert sorted(name.get_text() for name in axes.texts) == sorted(DEFAULT_FORMATS)
+    boxes = [Text.get_window_extent(name) for name in axes.texts]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    frame = axes.get_window_extent()
+    assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for box in boxes)
+
+
+def test_a_file_is_written(tmp_path):
+    draw(ERRORS, tmp_path / "picture.svg")
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.svg"]
+    assert b"<svg" in (tmp_path / "picture.svg").read_bytes()
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a picture is a .png, .svg or .pdf; picture.gif is none"):
+        draw(ERRORS, tmp_path / "picture.gif")
+    nothing = Errors(
+        clip="kl", percentile=1.0, formats=("nvfp4",), entries=(entry("d", problem="it is odd"),)
+    )
+    with pytest.raises(ValueError, match="nothing was measured"):
+        draw(nothing, tmp_path / "picture.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_cost_is_drawn(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    draw_costs(
+        costs_of([(0.1, 0.2), (-0.1, 0.3), (None, 1.0), (1e-9, 0.0), (0.0, 0.4)]),
+        tmp_path / "costs.png",
+    )
+    estimate, weights = sorted(drawn[0].axes, key=lambda axes: axes.get_xlabel(), reverse=True)
+    assert weights.lines[0].get_xydata().tolist() == [[0, 0.1], [1, -0.1], [3, 1e-9], [4, 0]]
+    assert estimate.lines[0].get_xydata().tolist() == [[0.1, 0.2], [-0.1, 0.3], [1e-9, 0], [0, 0.4]]
+    assert weights.get_title() == "weights (1 not finite, and not shown)"
+    for axes, scales in ((weights, ["linear", "symlog"]), (estimate, ["symlog", "symlog"])):
+        assert [axes.get_xscale(), axes.get_yscale()] == scales
+        for x, y in axes.lines[0].get_xydata():  # inside the frame
+            assert (
+                axes.get_xlim()[0] < x < axes.get_xlim()[1]
+                and axes.get_ylim()[0] < y < axes.get_ylim()[1]
+            )
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):
+    def fail(figure, file, **_):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "costs.png"
+    path.write_bytes(b"before")
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="costs.png"):
+        draw_costs(COSTS, path)
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="xyz"):
+        draw_costs(COSTS, tmp_path / "costs.xyz")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("costs", [COSTS, dataclasses.replace(COSTS, tensors=())])
+def test_nothing_to_draw_is_no_mistake(tmp_path, costs):
+    draw_costs(costs, tmp_path / "costs.svg")
+    assert (tmp_path / "costs.svg").exists()
