@@ -189,11 +189,7 @@ class WeightState:
             return codes  # `drop_outdated` has looked at them
         codes = codes or WeightCodes(owner)
         stamped, codes.stamp = None if changing else codes.stamp, None
-        writer = codes.writers.get((weight.virtual.values.dtype, weight.names)) if alone else None
-        if writer is None or not codes.holds(weight.tensors):
-            _write_first(codes, weight, values, clip, backend, prepare=alone)
-        else:
-            writer(values, clip)
+        write_codes(codes, weight, values, clip, backend, again=alone)
         if changing and alone and weight.by_optimizers:
             codes.clip = ref(clip)
             state_of(values).codes = codes
@@ -201,6 +197,23 @@ class WeightState:
             codes.fresh |= weight.names
             codes.stamp = stamped or Stamp([*parts, clip])
         return codes
+
+
+def write_codes(
+    codes: WeightCodes,
+    weight: RoundedWeight,
+    values: Tensor,
+    clip: Tensor,
+    backend: Backend,
+    *,
+    again: bool,
+) -> None:
+    """Write the codes of a weight; `again`: the same parameters will be rounded again."""
+    writer = codes.writers.get((weight.virtual.values.dtype, weight.names))
+    if writer is None or not codes.holds(weight.tensors):
+        _write_first(codes, weight, values, clip, backend, prepare=again)
+    else:
+        writer(values, clip)
 
 
 @torch.inference_mode(False)  # what is kept may be needed where gradients are

@@ -163,7 +163,7 @@ def test_passes_make_no_floats_and_no_codes(fused, dtype, monkeypatch):
         raise AssertionError("a weight was decoded, or rounded again")
 
     monkeypatch.setattr(Codes, "decode", refuse)
-    monkeypatch.setattr(weight_state, "_make", refuse)
+    monkeypatch.setattr(weight_state, "write_codes", refuse)
     step(model)
     with torch.no_grad():
         model.eval()(**BATCH)

@@ -178,11 +178,11 @@ def test_codes_of_frozen_weights_are_made_once(monkeypatch):
     kept = {name: one.clone() for name, one in layer.weight_state.kept.items()}
     from lsq.layers import weight_state
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("codes of frozen weights were made again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(weight_state, "_make", refuse)
+        patched.setattr(weight_state, "write_codes", refuse)
         gradients(mine)
     assert {name: one.data_ptr() for name, one in layer.weight_state.kept.items()} == before
     layer.mlp.down_proj.base_layer.weight.data.mul_(2.0)  # so PEFT merges
