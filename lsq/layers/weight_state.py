@@ -72,7 +72,7 @@ class WeightState:
     def __init__(self, sums: dict[str, int | None] | None = None):
         """`sums`: those of another, of the same weights."""
         self._weights: dict[str, WeightCodes] = {}
-        """By the names of the weights."""
+        """By the names of the weights. Never changed in place, since other threads may look."""
         self._sums = dict(sums or {})
         """Checksums of weights when `changed` was asked last."""
 
@@ -99,7 +99,7 @@ class WeightState:
 
     def forget(self, name: str) -> None:
         """Drop the codes of one weight."""
-        self._weights.pop(name, None)
+        self._weights = {other: one for other, one in self._weights.items() if other != name}
 
     def changed(self, name: str, values: Tensor) -> bool:
         """Whether a weight holds other values than when this was asked last; versions miss what
@@ -122,7 +122,7 @@ class WeightState:
             rows: of the pass that asks, see Stamp.changed.
         """
         replaced = []
-        for name, codes in list(self._weights.items()):
+        for name, codes in self._weights.items():
             if codes.stamp is None or not codes.stamp.exact or name not in clips:
                 continue
             parts, clip = module.sources(name), clips[name]
@@ -130,7 +130,7 @@ class WeightState:
                 continue
             changed = codes.stamp.changed([*parts, clip], rows=rows)
             if changed:
-                self._weights.pop(name, None)
+                self.forget(name)
                 values_alone = len(parts) not in changed and not codes.stamp.same_values(parts)
                 trains = any(part.requires_grad for part in parts)
                 if values_alone and (clip.requires_grad or not trains):
@@ -164,7 +164,7 @@ class WeightState:
                 lasting[weight.name] = codes
             for name, *_ in weight.tensors:
                 found[name] = codes.tensors[name]
-        self._weights = self._weights | lasting  # when they are whole: other threads may look
+        self._weights = self._weights | lasting  # when they are whole
         return found
 
     def _now(
@@ -209,7 +209,7 @@ def write_codes(
     again: bool,
 ) -> None:
     """Write the codes of a weight; `again`: the same parameters will be rounded again."""
-    writer = codes.writers.get((weight.virtual.values.dtype, weight.names))
+    writer = codes.writers.get((backend, weight.virtual.values.dtype, weight.names))
     if writer is None or not codes.holds(weight.tensors):
         _write_first(codes, weight, values, clip, backend, prepare=again)
     else:
@@ -246,7 +246,7 @@ def _write_first(
     if weight.by_optimizers and codes.rounded is None:
         codes.rounded, codes.rounded_names = real.bare(), weight.names
     if prepare and real.codes is not None and backend.refillable:
-        key = weight.virtual.values.dtype, weight.names
+        key = backend, weight.virtual.values.dtype, weight.names
         codes.writers[key] = _writer(real, backend)
         codes.writers[key](values, clip)
     else:

@@ -36,7 +36,7 @@ class WeightCodes:
         rounded, rounded_names: where an optimizer writes codes of a new weight, and the names of
             these tensors; None: it cannot.
         clip: the parameter under which it is rounded.
-        writers: what a module has prepared to write the codes, by dtype of the weight and layouts.
+        writers: what a module has prepared to write the codes, by backend, dtype and layouts.
     """
 
     def __init__(self, owner: tuple[int, int]):
