@@ -5,7 +5,7 @@ import torch
 from fairseq import checkpoint_utils
 
 from lsq.fairseq import checkpoint
-from lsq.layers import quantized_tensors, upgrade
+from lsq.layers import clip_format, quantized_tensors
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --task translation"
 
@@ -260,9 +260,9 @@ def aged():
                 state.update((f"{layer}{block}.{name}", value) for name, value in more.items())
         return state
 
-    upgrade._warn.cache_clear()
+    clip_format._warn.cache_clear()
     yield aged
-    upgrade._warn.cache_clear()
+    clip_format._warn.cache_clear()
 
 
 BLOCKS = {"self_attn": "out_clip", "encoder_attn": "out_clip", "feed_forward": "hidden_clip"}
