@@ -38,7 +38,7 @@ class Borrow:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepPlan:
-    """Where every tensor of a step lies."""
+    """The offsets of all tensors of a step."""
 
     passes: tuple[Pass, ...]
     starts: tuple[int, ...]
@@ -57,8 +57,8 @@ def is_placed(tensor: VirtualTensor) -> bool:
 
 
 def signature(program: Program) -> tuple:
-    """What programs of one layer have in common whatever their shapes: operations, and which
-    tensors are placed."""
+    """Return what programs of one layer share whatever their shapes: operations, and which tensors
+    are placed."""
     return program.forward_length, *(
         (operation.name, tuple(map(is_placed, program.written(index))))
         for index, operation in enumerate(program.operations)
