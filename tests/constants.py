@@ -15,7 +15,16 @@ _init = QuantConfig.__init__
 
 @functools.cache
 def _with(constants: tuple[tuple[str, Any], ...]) -> type:
-    return type("QuantConfig", (QuantConfig,), dict(constants))
+    def reduce(self: QuantConfig) -> tuple:
+        return _unpickled, (constants, vars(self))
+
+    return type("QuantConfig", (QuantConfig,), {**dict(constants), "__reduce__": reduce})
+
+
+def _unpickled(constants: tuple[tuple[str, Any], ...], fields: dict[str, Any]) -> QuantConfig:
+    made = object.__new__(_with(constants))
+    vars(made).update(fields)
+    return made
 
 
 def _of_tests(self: QuantConfig, **given) -> None:

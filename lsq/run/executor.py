@@ -166,7 +166,7 @@ def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
     for virtual, tensor in borders.items():
         if tensor.dtype is not virtual.dtype and tensor.dtype in FLOATS:
             tensor = tensor.to(virtual.dtype)
-        values[virtual] = tensor.contiguous()  # itself, if it is; codes are decoded
+        values[virtual] = tensor.contiguous()  # weights that are codes alone decode here
     return values
 
 
