@@ -18,7 +18,7 @@ from lsq.fairseq.checkpoint import options_in, quantization
 from lsq.fairseq.compatibility import checkpoints
 from lsq.fairseq.model import LSQTransformerModel
 
-USER_DIR = Path(lsq.__file__).parent / "user_dir" / "lsq_fairseq"
+USER_DIR = Path(lsq.__file__).parent / "fairseq" / "user_dir" / "lsq_fairseq"
 SIDE = {"embed_dim": 32, "ffn_embed_dim": 48, "attention_heads": 4, "layers": 2}
 NESTED = {"encoder": SIDE, "decoder": SIDE, "dropout": 0.1}
 FLAT = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDE.items()}

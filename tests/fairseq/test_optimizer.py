@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lsq.config import QuantConfig
 from lsq.fairseq.optimizer import LSQAdam
 from lsq.ops.rounding import RoundWeight
 from lsq.run.parameter_state import state_of
@@ -75,7 +76,8 @@ def test_codes_come_from_the_optimizer(train, tmp_path, monkeypatch):
     made, steps, stepped, rounded = [], [], LSQAdam.step, RoundWeight.cpu
     monkeypatch.setattr(RoundWeight, "cpu", lambda one: (made.append(1), rounded(one)))
     monkeypatch.setattr(LSQAdam, "step", lambda one: (stepped(one), steps.append(len(made))))
-    train(tmp_path, f"--max-update 6 {OURS} --lsq-calibration-passes 2")
+    monkeypatch.setattr(QuantConfig, "calibration_passes", 2)
+    train(tmp_path, f"--max-update 6 {OURS} --lsq-clips learned")
     weights = steps[0]
     assert weights > 10
     assert [now - before for before, now in zip(steps, steps[1:], strict=False)] == [
@@ -111,8 +113,6 @@ def test_gradients_are_left_as_they_are():
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", ["--lsq-gradients int8", "--update-freq 2 --clip-norm 0.1"])
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, options):
-    given = command(
-        toy, tmp_path / "save", f"--max-update 4 --lsq-calibration-passes 1 {OURS} {options}"
-    )
+    given = command(toy, tmp_path / "save", f"--max-update 4 --lsq-clips learned {OURS} {options}")
     _, (first, second) = train_by_two(tmp_path, given)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -3,7 +3,6 @@ silently."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -170,10 +169,3 @@ def test_unknown_option_is_refused(parse, capsys):
     with pytest.raises(SystemExit):
         parse("--lsq-bit 8")
     assert "unrecognized arguments: --lsq-bit 8" in capsys.readouterr().err
-
-
-def test_manual_lists_every_option_with_its_default():
-    manual = (Path(__file__).parents[2] / "docs" / "fairseq.md").read_text(encoding="utf-8")
-    for field in fields(QuantConfig):
-        default = f"`{field.default}`" if field.default != "" else "–"
-        assert f"| `{options.option(options.PREFIX + field.name)}` | {default} |" in manual

@@ -14,7 +14,7 @@ from lsq.fairseq.task import LSQTranslationTask
 from tests.fairseq.conftest import SHORT, TINY
 from tests.fairseq.two_workers import train_by_two
 
-USER_DIR = Path(lsq.__file__).parent / "user_dir" / "lsq_fairseq"
+USER_DIR = Path(lsq.__file__).parent / "fairseq" / "user_dir" / "lsq_fairseq"
 
 
 @pytest.fixture
