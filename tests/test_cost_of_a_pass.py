@@ -41,11 +41,10 @@ def test_a_warm_pass_makes_few_calls():
 
 def test_a_first_step_loads_few_modules():
     code = (
-        "import sys, torch, lsq; from torch import nn;"
-        "model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64));"
-        "lsq.convert(model); optimizer = torch.optim.SGD(model.parameters(), lr=0.01);"
-        "model(torch.randn(8, 64)).sum().backward(); optimizer.step();"
-        "print(sum(name.partition('.')[0] == 'lsq' for name in sys.modules))"
+        "import sys, torch, lsq; from torch import nn;model = nn.Sequential(nn.Linear(64, 64),"
+        " nn.ReLU(), nn.Linear(64, 64));lsq.convert(model); optimizer ="
+        " torch.optim.SGD(model.parameters(), lr=0.01);model(torch.randn(8, 64)).sum().backward();"
+        " optimizer.step();print(sum(name.partition('.')[0] == 'lsq' for name in sys.modules))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

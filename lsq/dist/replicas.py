@@ -243,7 +243,7 @@ def _average_shards(mesh) -> None:
     ]
     if not named:
         return
-    news = {module: module.measured.take_news() for module, _, _ in named}
+    news = {module: module.measured.take_news() for module in {one[0] for one in named}}
     news = [news[module].get(name) for module, name, _ in named]
     device = shards.local(named[0][2]).device
     own = torch.cat(

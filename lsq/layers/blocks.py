@@ -173,7 +173,7 @@ def project_heads(
         name + "_weight",
         (columns, hidden),
         Epilogue(
-            name=name + ".plain" if rotates else name, clip=None if rotates else name + "_clip"
+            name=name + ".unrotated" if rotates else name, clip=None if rotates else name + "_clip"
         ),
         bias=name + "_bias" if config.biased_heads else None,
         bound=xavier(hidden, hidden) / math.sqrt(2),

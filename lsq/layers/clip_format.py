@@ -29,7 +29,7 @@ EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
 DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
 
 OUTDATED_CLIPS = ("hidden_clip", "out_clip")
-"""Of products before their bias."""
+"""Clips of products before their bias, which earlier versions rounded."""
 OUTDATED_COUNTS = ("calibrated", "passes")
 """Of inner modules."""
 

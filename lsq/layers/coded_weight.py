@@ -15,10 +15,8 @@ from lsq.quant import WeightFormat
 
 ADVICE = (
     "lsq.freeze keeps this weight as codes alone, without floats in memory, and nothing can write"
-    " to it: "
-    "call lsq.revert(model) to train, load or merge weights; lsq.models.float_state_dict(model)"
-    " has "
-    "floats to save"
+    " to it: call lsq.revert(model) to train, load or merge weights;"
+    " lsq.models.float_state_dict(model) has floats to save"
 )
 _SHARED = (
     torch.ops.aten.detach.default,

@@ -55,8 +55,7 @@ class TransformerDecoderLayer(ProgramModule):
             if x.shape[:2] != (1, encoder_out.shape[1]):
                 raise ValueError(
                     f"incremental decoding takes one step [1, {encoder_out.shape[1]},"
-                    f" {self.config.hidden}] at a time; "
-                    f"given {tuple(x.shape)}"
+                    f" {self.config.hidden}] at a time; given {tuple(x.shape)}"
                 )
             return unpack_time_major(
                 self.step(rows, encoder_out, encoder_padding_mask, state), packing
@@ -71,7 +70,7 @@ class TransformerDecoderLayer(ProgramModule):
     def rows(
         self, x: torch.Tensor, packing: Packing, memory: torch.Tensor, memory_packing: Packing
     ) -> torch.Tensor:
-        """The same on packed rows: x float32 [M, H], memory [S, H] -> [M, H]."""
+        """Run on packed tokens: x float32 [M, H], memory [S, H] -> [M, H]."""
         program = programs.decoder_layer(
             self.config, packing.sentences, memory_packing.sentences, self.mode(x, memory)
         )

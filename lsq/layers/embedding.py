@@ -100,7 +100,7 @@ class Embedding(ProgramModule):
 
     @beside_the_graph
     def rows(self, tokens: torch.Tensor, packing: Packing, offset: int = 0) -> torch.Tensor:
-        """The same as packed rows [M, H], by the packing of the tokens' padding.
+        """Return packed tokens [M, H], by the packing of the padding.
 
         Raises:
             ValueError: a sentence longer than max_positions, an empty batch, or a token outside the
@@ -111,8 +111,7 @@ class Embedding(ProgramModule):
         if time + offset > self.max_positions:
             raise ValueError(
                 f"a sentence of {time + offset} tokens is longer than max_positions ="
-                f" {self.max_positions}; "
-                "shorten it or raise the maximum"
+                f" {self.max_positions}; shorten it or raise the maximum"
             )
         tokens = packing.pack(tokens, fill=self.padding_idx)
         first = self.padding_idx + 1 + offset

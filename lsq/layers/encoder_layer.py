@@ -45,7 +45,7 @@ class TransformerEncoderLayer(ProgramModule):
 
     @beside_the_graph
     def rows(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """The same on packed rows: x float32 [M, H] -> [M, H]."""
+        """Run on packed tokens: x float32 [M, H] -> [M, H]."""
         program = programs.encoder_layer(
             self.config, packing.sentences, self.mode(x), causal=self.causal
         )

@@ -1,4 +1,4 @@
-"""What a module computes when it goes on in floats."""
+"""The float fallback of a module whose quantisation is too noisy."""
 
 from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
@@ -11,7 +11,7 @@ from lsq.program.program import Program
 
 
 def in_floats(program: Program) -> Program:
-    """What `program` computes, in float mode: of the same inputs, but for codes of weights.
+    """Return `program` in float mode: it has the same inputs, except codes of weights.
 
     A vocabulary is not padded there, so that its logits are fewer.
     """

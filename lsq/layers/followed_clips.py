@@ -9,7 +9,7 @@ from lsq.quant import SMALLEST_CLIP
 from lsq.run.parameter_state import steps
 
 KEPT = 63 / 64
-"""What a clip keeps of itself in a step of an optimizer without a larger value."""
+"""Factor of a clip in an optimizer step without a larger value."""
 APART = 4
 """Floats from one number to the next, since kernels want what they read to begin at multiples of 16
 bytes."""
@@ -63,7 +63,7 @@ class FollowedClips:
     def memory(
         self, wanted: Iterable[tuple[str, str]], clips: Mapping[str, torch.Tensor], *, counts: bool
     ) -> dict[str, torch.Tensor]:
-        """Where a pass records the largest magnitude that it rounds under a clip, float32 [1].
+        """Return memory, float32 [1] each, in which a pass records the magnitudes that it rounds.
 
         Args:
             wanted: (name, clip) of what the pass rounds.

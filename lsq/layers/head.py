@@ -17,7 +17,7 @@ from lsq.layers.torch_compile import beside_the_graph
 from lsq.run import rehearsal
 
 IGNORED = -1
-"""In a program, the target that counts for nothing."""
+"""The target that a program ignores."""
 
 
 class Head(InPlace):
@@ -36,7 +36,7 @@ class Head(InPlace):
 
     @property
     def vocabulary(self) -> programs.Vocabulary:
-        """Of the weight that there is now: tokens may have been added."""
+        """Sizes of the current weight: tokens may have been added."""
         words, hidden = self.weight.shape
         multiple = DIMENSION_MULTIPLE if self.quant.coded else 1
         return programs.Vocabulary(

@@ -20,7 +20,7 @@ from lsq.program.program import Program
 ALONE = {"weight": ["weight"]}, {"input": ["input", "weight"]}
 """Names of the weights and activations of one product: see tensor_names."""
 FLOATS = {torch.float32, torch.bfloat16}
-"""What crosses the border of a program as it is, where the backend takes either."""
+"""Dtypes that a program reads and writes unconverted, where the backend takes either."""
 
 
 @functools.lru_cache
@@ -89,7 +89,7 @@ class Projection(InPlace):
         return y.view(*x.shape[:-1], outputs).to(wanted)
 
     def _in_floats(self, x: torch.Tensor) -> torch.Tensor:
-        """What the float layer computes, in the dtype of the result."""
+        """Compute as the float layer does, in the dtype of the result."""
         dtype = result_dtype(x)
         weight = self.values_of("weight").t() if self.in_out else self.values_of("weight")
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -119,7 +119,7 @@ class QuantizedLinear(Projection, nn.Linear):
 
 
 class ByInputs(Projection):
-    """Of a layer with a weight [nx, nf]: the Conv1D of transformers.
+    """A projection with a weight [nx, nf]: the Conv1D of transformers.
 
     Its class is `in_out_of(that class)`.
     """

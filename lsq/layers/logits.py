@@ -24,7 +24,7 @@ from lsq.run.executor import once_differentiable
 
 
 class Head(Protocol):
-    """What makes logits of rows."""
+    """A module that makes logits of rows."""
 
     weight: torch.Tensor
     """[V, H]"""
@@ -51,7 +51,7 @@ LATE = (
 
 @dataclass(kw_only=True)
 class Pass:
-    """What all logits of one pass share."""
+    """State that all logits of one pass share."""
 
     parameters: tuple[torch.Tensor, ...]
     """The head's."""
@@ -155,17 +155,14 @@ class Logits(torch.Tensor):
                 " logits.clone()"
             )
         # which go by the graph in any mode
-        going_back = function in (
-            torch.autograd.backward,
-            torch.Tensor.backward,
-        )
+        going_back = function in (torch.autograd.backward, torch.Tensor.backward)
         with torch.set_grad_enabled(torch.is_grad_enabled() or going_back):
             arguments, options = tree_map_only(Logits, Logits.computed, (arguments, options))
         return function(*arguments, **options)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, arguments=(), options=None):
-        """What reaches them past all of the above, as functions of autograd do."""
+        """Compute logits for callers that bypass __torch_function__, such as autograd functions."""
         arguments, options = tree_map_only(
             Logits, lambda one: one.computed().detach(), (arguments, options or {})
         )
@@ -242,7 +239,7 @@ class _Changed(torch.autograd.Function):
 
 
 class _Used(torch.autograd.Function):
-    """What was computed of logits.
+    """A result computed from logits.
 
     Its gradient goes past them to what they are made of, unless theirs is wanted.
 
@@ -364,7 +361,7 @@ def _item(logits: Logits, index):
 
 
 def _taken(index: torch.Tensor) -> int:
-    """How many dimensions an index takes."""
+    """Count the dimensions that an index consumes."""
     return index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
 
 
@@ -473,7 +470,7 @@ _CHANGES = {
     "__ilshift__",
     "__irshift__",
 }
-"""What changes a tensor in place, beside methods whose names end in _."""
+"""Methods that change a tensor in place, beside those whose names end in _."""
 _VIEWS = {
     getattr(torch.Tensor, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")
 }
@@ -490,7 +487,7 @@ _METADATA: set[Callable] = {
     torch.Tensor.get_device,
     torch.is_tensor,
 }
-"""What a wrapper without memory knows, beside its attributes other than views."""
+"""Functions that a wrapper without memory answers itself."""
 _OF_GRADIENTS: dict[Callable, Callable] = {
     torch.Tensor.register_hook: _hook,
     torch.Tensor.retain_grad: lambda logits: _natively(torch.Tensor.retain_grad, _wanted(logits)),

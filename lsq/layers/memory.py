@@ -58,9 +58,8 @@ def _check_model(model: nn.Module) -> None:
     if any(getattr(module, "gradient_checkpointing", False) for module in modules):
         raise ValueError(
             "gradient checkpointing runs layers again in the backward pass, which cannot be"
-            " planned; call "
-            "model.gradient_checkpointing_disable(), or train without a plan (LsqCallback without"
-            " largest_batch)"
+            " planned; call model.gradient_checkpointing_disable(), or train without a plan"
+            " (LsqCallback without largest_batch)"
         )
 
 

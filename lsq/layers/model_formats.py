@@ -87,7 +87,7 @@ def decoded_tensors(model: nn.Module) -> dict[str, Counter[str]]:
 
 
 def decoded_summary(model: nn.Module) -> str | None:
-    """The same in a line, for the beginning of a training; None: nothing is decoded."""
+    """Summarise `decoded_tensors` in a line; None: nothing is decoded."""
     formats = []
     for form, counts in decoded_tensors(model).items():
         parts = [f"{count} {kind if count > 1 else kind[:-1]}" for kind, count in counts.items()]

@@ -112,14 +112,14 @@ class ProgramModule(ClippedModule):
         return any([one.requires_grad for one in inputs]) or self.trained()
 
     def mode(self, *inputs: Tensor) -> Mode:
-        """How a program of this module runs on these inputs now."""
+        """Return how a program of this module runs on these inputs now."""
         return Mode(
             training=self.training, backward=self.wants_backward(*inputs), backend=self.target
         )
 
     @property
     def target(self) -> Backend:
-        """Where it runs."""
+        """The backend of the next pass."""
         return self.backend or for_device(self.every_parameter()[0].device)
 
     # One pass
@@ -174,8 +174,8 @@ class ProgramModule(ClippedModule):
         return run
 
     def _tensors_of(self, run: Pass, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All that the program reads, by name: parameters, inputs, codes of weights, and where it
-        records magnitudes."""
+        """Gather all that the program reads, by name: parameters, inputs, codes of weights, memory
+        for magnitudes."""
         key = self._random_key(run.program, inputs, run.backend)
         codes = self.weight_state.codes(self, run.program, run.parameters, run.backend)
         tensors = {**run.parameters, **inputs, "random_key": key, **codes}
@@ -189,7 +189,7 @@ class ProgramModule(ClippedModule):
         return tensors
 
     def _execution(self, run: Pass, tensors: dict[str, Tensor]) -> Execution:
-        """What runs the program."""
+        """Make the execution of the program."""
         measures = run.calibrates and self.quant.clip_init != "fixed"
         hooks = NO_HOOKS
         if measures or self._observer is not None:
@@ -330,7 +330,7 @@ class ProgramModule(ClippedModule):
     # State
 
     def __prepare_scriptable__(self):
-        """Where torch.jit.script asks each module what it should compile."""
+        """Refuse torch.jit.script, which asks each module what it should compile."""
         raise RuntimeError(refusal("torch.jit.script"))
 
     def __getstate__(self):

@@ -18,7 +18,7 @@ from lsq.run.backends import Backend, for_device
 
 
 class Packing:
-    """Where the tokens of a padded batch lie among packed rows.
+    """The positions of a padded batch's tokens among packed rows.
 
     It is made on the CPU, since its sizes choose programs, and sent in one piece. So a padding that
     lies on a GPU makes
@@ -54,10 +54,7 @@ class Packing:
         else:
             present = ~padding.cpu()
             # index: of [B, T]
-            lengths, index = (
-                present.sum(dim=1),
-                present.flatten().nonzero().squeeze(1),
-            )
+            lengths, index = (present.sum(dim=1), present.flatten().nonzero().squeeze(1))
             positions = (present.cumsum(dim=1) - 1).flatten()[index]
         self.rows = len(positions)
         sentences = PackedSequences(rows=self.rows, count=batch)
@@ -93,7 +90,7 @@ class Packing:
 
 @beside_the_graph
 def packing_options(model: nn.Module) -> dict:
-    """How to make the Packing (see there) of a batch for the program modules in `model`, or for
+    """Return options of the Packing of a batch for the program modules in `model`, or for
     itself.
 
     Sizes are exact in passes that measure clips and in those that somebody observes: what fills

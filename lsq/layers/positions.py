@@ -107,10 +107,12 @@ def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Ten
 
     Made outside of inference mode, so that training may use it as well.
     """
-    turned = rotary.columns(head_columns)
+    rotated = rotary.columns(head_columns)
     with torch.inference_mode(False), torch.device("cpu"):
         if rotary.frequencies is None:
-            frequencies = rotary.base ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+            frequencies = rotary.base ** (
+                -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+            )
         else:
             frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
         return rotation_table(frequencies, rotary.places, rotary.factor).to(device)

@@ -22,9 +22,9 @@ WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 
 
 FALLEN = "fallen"
-"""What earlier versions call `float_fallback`."""
+"""The name of `float_fallback` in state dicts of earlier versions."""
 ROUNDING = 2**-7
-"""What a mean of zeros or of ones may be off, in bfloat16."""
+"""Largest error of a mean of zeros or ones in bfloat16."""
 NEVER = -1
 """In place of the number of passes: clips hold nothing yet, and the first pass measures all of
 them."""
@@ -59,7 +59,7 @@ class Schedule:
         self.restart()
 
     def _begin_anew(self) -> None:
-        """What state dicts do not hold is as in a new module."""
+        """Reset what state dicts do not hold."""
         self._window = self._measured_at = NEVER
         """The number of passes at which activations began to be measured last, and that when they
         were last."""
@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def begun(self) -> bool:
-        """Whether clips hold anything."""
+        """Whether clips hold values."""
         return self.passes != NEVER
 
     def restart(self) -> None:
@@ -101,10 +101,7 @@ class Schedule:
         if not self._rounds or not self.calibrated:
             return self._rounds
         # of the first step, this one as well
-        start, uses = (
-            self._window_start,
-            self._uses + (not self._quant.learned),
-        )
+        start, uses = (self._window_start, self._uses + (not self._quant.learned))
         width = min(max(WINDOW, uses), WIDEST)
         looks = self._looks if self._measured_at == self.passes else 0
         due = self.passes - start < width and looks < (1 if trained else width)
@@ -145,7 +142,7 @@ class Schedule:
         self.calibrated, self._window, self._measured_at = True, self._window_start, self.passes
 
     def measured_weights(self) -> None:
-        """The same of weights."""
+        """The clips of weights hold what this pass measured."""
         self.passes = max(self.passes, 0)
         self._weights_at = self.passes
 

@@ -1,5 +1,4 @@
-"""How an embedding, layers and a final norm run one after another, on packed rows or one word at a
-time."""
+"""A stack of embedding, layers and final norm, run on packed tokens or one word at a time."""
 
 import torch
 
@@ -57,8 +56,8 @@ class Stack:
         return [*found, self._normalised(found[-1])]
 
     def embedded(self, tokens: torch.Tensor, packing: Packing, offset: int) -> torch.Tensor:
-        """What the first layer reads, [M, H]: tokens int64 [B, T] that stand behind `offset`
-        others."""
+        """Return the input [M, H] of the first layer, of tokens int64 [B, T] at positions from
+        `offset` on."""
         return self.embed_tokens.rows(tokens, packing, offset)
 
     def reorder(self, states: dict[str, State], order: torch.Tensor) -> None:

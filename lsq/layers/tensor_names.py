@@ -1,5 +1,4 @@
-"""What the tensors that a program rounds are called in the state dict of its module, for patterns
-of formats."""
+"""Names in the state dict of the tensors that a program rounds, for patterns of formats."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence

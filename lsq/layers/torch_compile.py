@@ -16,7 +16,7 @@ _MODES = torch._C._TorchDispatchModeKey
 
 
 def looking_in() -> str | None:
-    """What asks each function of PyTorch what it does now; programs have none that it knows."""
+    """Name a transform of PyTorch that is active and cannot look into programs; None: none."""
     if torch._C._are_functorch_transforms_active():
         return "torch.func"
     if torch._C._get_tracing_state():
@@ -49,15 +49,12 @@ def beside_the_graph(method: Callable) -> Callable:
 
     beside = torch._disable_dynamo(checked)
     # what a user is told of the break
-    beside._torchdynamo_disable, beside._torchdynamo_disable_msg = (
-        True,
-        REASON,
-    )
+    beside._torchdynamo_disable, beside._torchdynamo_disable_msg = (True, REASON)
     return beside
 
 
 def refusal(name: str) -> str:
-    """What a user of `name` is told."""
+    """Return the error message for a user of `name`."""
     return (
         f"{name} cannot look into layers of lsq, which run as whole programs: lsq.revert(model)"
         " makes plain PyTorch of "

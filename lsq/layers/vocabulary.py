@@ -97,8 +97,7 @@ class VocabularyProjection(ProgramModule):
         if not elsewhere and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
             raise ValueError(
                 f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary"
-                " has "
-                f"{self.vocabulary} words"
+                f" has {self.vocabulary} words"
             )
         program = programs.vocabulary_loss(
             self.quant,

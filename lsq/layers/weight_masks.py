@@ -1,4 +1,4 @@
-"""Masks of a module's weights: what of them programs read.
+"""Masks of a module's weights: programs read what they keep.
 
 How masks are chosen: lsq.models.sparsity.
 """
@@ -14,14 +14,11 @@ from lsq.quant.pruning import GROUP, KEPT, check_width
 from lsq.run import shards
 
 SUFFIX = "_kept"
-"""What the buffer of a weight's mask is called behind the weight's own name."""
+"""Suffix of a mask's name, after that of its weight."""
 ALONE = (
     "a layer that is to be sparse trains, but its masks stay as they are, and nothing is pruned if"
-    " there are none yet; "
-    "call lsq.models.sparsity.sparsity_of(model).follow(optimizer) before the training, as"
-    " LsqCallback and"
-    " the tasks of "
-    "`lsq train` do, or finish() of what that returns"
+    " there are none yet; call lsq.models.sparsity.sparsity_of(model).follow(optimizer) before the"
+    " training, as LsqCallback and the tasks of `lsq train` do, or finish() of what that returns"
 )
 
 
@@ -65,7 +62,7 @@ def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class WeightMasks:
-    """Those of one module.
+    """The masks of one module.
 
     A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits).
 
@@ -166,7 +163,7 @@ class WeightMasks:
         return found
 
     def apply(self, module: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
-        """What a mask leaves of `values`, a weight of the module; all where it has none.
+        """Return what a mask leaves of `values`, a weight of the module; all where it has none.
 
         NaN stays NaN.
         """
@@ -217,8 +214,7 @@ def check_whole(module: nn.Module, name: str) -> None:
     if any(map(shards.is_shard, module.sources(name))):
         raise ValueError(
             f"{name} of this {type(module).__name__} is a shard of FSDP2, which masks do not know;"
-            " train sparse "
-            "weights with DistributedDataParallel"
+            " train sparse weights with DistributedDataParallel"
         )
 
 

@@ -41,7 +41,7 @@ class RoundedWeight:
 
 
 def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
-    """Those of a program, looked up once."""
+    """List the weights that a program reads rounded, looked up once."""
     found = program.prepared.get("rounded weights")
     if found is None:
         found = program.prepared["rounded weights"] = tuple(
@@ -72,7 +72,7 @@ class WeightState:
     def __init__(self, sums: dict[str, int | None] | None = None):
         """`sums`: those of another, of the same weights."""
         self._weights: dict[str, WeightCodes] = {}
-        """By the names of the weights."""
+        """By the names of the weights. Never changed in place, since other threads may look."""
         self._sums = dict(sums or {})
         """Checksums of weights when `changed` was asked last."""
 
@@ -81,7 +81,7 @@ class WeightState:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """All codes that there are, by the names of the programs' inputs."""
+        """All codes, by the names of the programs' inputs."""
         every = self._weights.values()
         return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
 
@@ -94,12 +94,12 @@ class WeightState:
         return False
 
     def clear(self) -> None:
-        """All codes are of no use any more."""
+        """Drop all codes."""
         self._weights = {}
 
     def forget(self, name: str) -> None:
-        """The codes of one weight are of no use any more."""
-        self._weights.pop(name, None)
+        """Drop the codes of one weight."""
+        self._weights = {other: one for other, one in self._weights.items() if other != name}
 
     def changed(self, name: str, values: Tensor) -> bool:
         """Whether a weight holds other values than when this was asked last; versions miss what
@@ -122,7 +122,7 @@ class WeightState:
             rows: of the pass that asks, see Stamp.changed.
         """
         replaced = []
-        for name, codes in list(self._weights.items()):
+        for name, codes in self._weights.items():
             if codes.stamp is None or not codes.stamp.exact or name not in clips:
                 continue
             parts, clip = module.sources(name), clips[name]
@@ -130,7 +130,7 @@ class WeightState:
                 continue
             changed = codes.stamp.changed([*parts, clip], rows=rows)
             if changed:
-                self._weights.pop(name, None)
+                self.forget(name)
                 values_alone = len(parts) not in changed and not codes.stamp.same_values(parts)
                 trains = any(part.requires_grad for part in parts)
                 if values_alone and (clip.requires_grad or not trains):
@@ -164,7 +164,7 @@ class WeightState:
                 lasting[weight.name] = codes
             for name, *_ in weight.tensors:
                 found[name] = codes.tensors[name]
-        self._weights = self._weights | lasting  # when they are whole: other threads may look
+        self._weights = self._weights | lasting  # when they are whole
         return found
 
     def _now(
@@ -189,11 +189,7 @@ class WeightState:
             return codes  # `drop_outdated` has looked at them
         codes = codes or WeightCodes(owner)
         stamped, codes.stamp = None if changing else codes.stamp, None
-        writer = codes.writers.get((weight.virtual.values.dtype, weight.names)) if alone else None
-        if writer is None or not codes.holds(weight.tensors):
-            _write_first(codes, weight, values, clip, backend, prepare=alone)
-        else:
-            writer(values, clip)
+        write_codes(codes, weight, values, clip, backend, again=alone)
         if changing and alone and weight.by_optimizers:
             codes.clip = ref(clip)
             state_of(values).codes = codes
@@ -201,6 +197,23 @@ class WeightState:
             codes.fresh |= weight.names
             codes.stamp = stamped or Stamp([*parts, clip])
         return codes
+
+
+def write_codes(
+    codes: WeightCodes,
+    weight: RoundedWeight,
+    values: Tensor,
+    clip: Tensor,
+    backend: Backend,
+    *,
+    again: bool,
+) -> None:
+    """Write the codes of a weight; `again`: the same parameters will be rounded again."""
+    writer = codes.writers.get((backend, weight.virtual.values.dtype, weight.names))
+    if writer is None or not codes.holds(weight.tensors):
+        _write_first(codes, weight, values, clip, backend, prepare=again)
+    else:
+        writer(values, clip)
 
 
 @torch.inference_mode(False)  # what is kept may be needed where gradients are
@@ -233,7 +246,7 @@ def _write_first(
     if weight.by_optimizers and codes.rounded is None:
         codes.rounded, codes.rounded_names = real.bare(), weight.names
     if prepare and real.codes is not None and backend.refillable:
-        key = weight.virtual.values.dtype, weight.names
+        key = backend, weight.virtual.values.dtype, weight.names
         codes.writers[key] = _writer(real, backend)
         codes.writers[key](values, clip)
     else:
@@ -241,7 +254,7 @@ def _write_first(
 
 
 def write(weight: Weight, backend: Backend) -> None:
-    """Write what is written of a weight."""
+    """Write codes, decoded values or packed groups of a weight."""
     if weight.codes is not None:
         backend.run(RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None))
     if weight.decoded is not None:
@@ -251,7 +264,7 @@ def write(weight: Weight, backend: Backend) -> None:
 
 
 def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None]:
-    """What writes the codes of a weight and a clip, prepared once."""
+    """Prepare a function that writes the codes of a weight under a clip."""
     dtypes = weight.values.dtype, weight.clip.dtype
     operation = RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None)
     scratch = [backend.allocate(*spec) for spec in backend.scratch(operation)]
@@ -311,7 +324,7 @@ def encoded(
 def rounded_values(
     rows: Tensor, clip: Tensor, form: WeightFormat | ScaledFormat, backend: Backend
 ) -> Tensor:
-    """What products see of a weight: float32 [N, K] of rows float32 [N, K] and clips [N] or [1]."""
+    """Return a weight as products see it: float32 [N, K], of rows [N, K] and clips [N] or [1]."""
     if isinstance(form, WeightFormat):
         stored, scale = form.encode(rows, clip)
         return form.unpack(stored, rows.shape[1]) * scale[:, None]

@@ -53,6 +53,7 @@ def by_start(buffers: Sequence[Buffer]) -> list[int]:
 ORDERS = {
     "greedy_by_load": (by_load,),
     "greedy_by_size": (by_size,),
+    "training": (by_load, by_area),
     "portfolio": (by_load, by_area, by_start, by_size),
 }
 """Greedy method -> the orders that it tries; the best plan wins, at a tie the earlier."""
@@ -72,9 +73,9 @@ def plan(
 
     Args:
         buffers: their names differ.
-        method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load", "portfolio" (the best
-            of four orders) or "exact" (a search after Moffitt 2023, MiniMalloc, that starts from
-            the portfolio).
+        method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load", "training" (the better
+            of two orders, for steps and passes), "portfolio" (the best of four) or "exact" (a
+            search after Moffitt 2023, MiniMalloc, that starts from the portfolio).
         capacity: bytes to keep to; "exact" stops there. Without it, "exact" looks for the smallest
             peak. `capacity_met` says whether the capacity (for "exact" without one, the lower
             bound) was met.

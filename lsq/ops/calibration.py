@@ -153,15 +153,15 @@ class Calibration:
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
         rows = floats.reshape(len(x) if per_row else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
-        turned = (
+        by_columns = (
             not rows.is_contiguous()
             and rows.t().is_contiguous()
             and quant.sample_stride(rows.shape[1]) == 1
         )
         self._target.run(
             LeastErrorClip(
-                x=rows.t() if turned else rows.contiguous(),
-                by_columns=turned,
+                x=rows.t() if by_columns else rows.contiguous(),
+                by_columns=by_columns,
                 bits=bits,
                 before=clip if again else None,
                 clip=clip,

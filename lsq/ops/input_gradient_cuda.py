@@ -83,15 +83,15 @@ def launch_project_input_gradient(op: ProjectInputGradient, *scratch):
 
 
 def _int8_entries(op: ProjectInputGradient, partial, scratch):
-    tile, weight, turned = _tile(op), op.weight.transposed, []
+    tile, weight, transposed = _tile(op), op.weight.transposed, []
     if weight is None:
         weight, *scratch = scratch
-        turned = [transpose_codes(op.weight.codes, weight)]
+        transposed = [transpose_codes(op.weight.codes, weight)]
     if tile is not None:
-        return [*turned, input_gradient_product(op, tile, weight, partial)]
+        return [*transposed, input_gradient_product(op, tile, weight, partial)]
     name = GEMM if op.rounded is None else Product.op  # which no kernel ends
     products = int8_products(op.gradient.codes, weight, *scratch, op=name)
-    return [*turned, *products, _end(op, scratch[-1], partial)]
+    return [*transposed, *products, _epilogue(op, scratch[-1], partial)]
 
 
 def _float_entries(op: ProjectInputGradient, partial, scratch):
@@ -99,11 +99,11 @@ def _float_entries(op: ProjectInputGradient, partial, scratch):
     product = op.dx if _in_place(op) else next(scratch)
     weights, weight = converted(op.weight.matrix, op.weight.scale, _product_dtype(op), scratch)
     gradients, gradient = converted(op.floats, None, _product_dtype(op), scratch)
-    multiply = Product(a=gradient, b=weight, out=product, transpose_b=not op.weight.turned)
-    return [*weights, *gradients, *([multiply] if op.rows else []), _end(op, product, partial)]
+    multiply = Product(a=gradient, b=weight, out=product, transpose_b=not op.weight.operand_in_out)
+    return [*weights, *gradients, *([multiply] if op.rows else []), _epilogue(op, product, partial)]
 
 
-def _end(op: ProjectInputGradient, product, partial):
+def _epilogue(op: ProjectInputGradient, product, partial):
     before = op.nonlinearity and op.nonlinearity.before
     long = op.gradient is not None and product.dtype == torch.float32
     given = [one for one in (op.floats, before, op.accumulated, op.added, op.dx) if one is not None]
@@ -116,7 +116,7 @@ def _end(op: ProjectInputGradient, product, partial):
         grid=len(partial),
         PRODUCT=LONG_SUMS if long else PRODUCTS.get(product.dtype, 2),
         ROUNDED=int(op.rounded is not None),
-        **end_defines(op),
+        **epilogue_defines(op),
         **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}),
         **row_defines(op.columns),
     )
@@ -131,7 +131,7 @@ def _in_place(op: ProjectInputGradient) -> bool:
     return op.dx is not None and op.dx.dtype in (torch.float32, _product_dtype(op))
 
 
-def end_defines(op: ProjectInputGradient) -> dict[str, int]:
+def epilogue_defines(op: ProjectInputGradient) -> dict[str, int]:
     """-D for csrc/cuda/input_gradient_end.cuh, of what few ends have."""
     end = op.nonlinearity
     slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
@@ -183,5 +183,5 @@ def input_gradient_product(
         partial,
         partial.shape[1],
         **float_define(*given),
-        **end_defines(op),
+        **epilogue_defines(op),
     )

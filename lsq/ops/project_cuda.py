@@ -40,15 +40,15 @@ def launch_project(op: Project, *scratch):
         if not scratch:
             return [project_product(op, _tile(op))]
         products = int8_products(op.x.tensor, op.weight.codes, *scratch, op=GEMM)
-        return [*products, _end(op, scratch[-1])]
+        return [*products, _epilogue(op, scratch[-1])]
     if op.rows == 0:
         return []
     conversion, weight = converted(op.weight.matrix, None, op.x.floats.dtype, iter(scratch))
-    product = Product(a=op.x.floats, b=weight, out=op.out, transpose_b=op.weight.turned)
-    return [*conversion, product, *([_end(op, None)] if op.has_epilogue else [])]
+    product = Product(a=op.x.floats, b=weight, out=op.out, transpose_b=op.weight.operand_in_out)
+    return [*conversion, product, *([_epilogue(op, None)] if op.has_epilogue else [])]
 
 
-def _end(op: Project, sums):
+def _epilogue(op: Project, sums):
     check_columns(VECTOR, **{"the width of a product with an end": op.columns})
     end = op.nonlinearity or Nonlinearity()
     floats = [tensor for tensor in (op.x.floats, op.out, end.before) if tensor is not None]

@@ -69,8 +69,8 @@ class Rotation(Value):
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[M, C] -> heads of queries and keys [M, heads, D], and what stays."""
-        turned, stays = x.tensor_split([self.heads * self.width], dim=1)
-        return turned.unflatten(1, (self.heads, self.width)), stays
+        rotated, stays = x.tensor_split([self.heads * self.width], dim=1)
+        return rotated.unflatten(1, (self.heads, self.width)), stays
 
     def rotate(self, heads: torch.Tensor, back: bool = False) -> torch.Tensor:
         """Reference: heads [M, heads, D], rotated, or rotated back."""
@@ -110,11 +110,11 @@ class Rotate(Operation):
         if self.norms is not None:
             rstd = (heads.square().mean(dim=2) + self.norms.epsilon).rsqrt()
             heads = heads * rstd[:, :, None] * self.rotation.weights(self.norms)
-        turned = torch.cat([self.rotation.rotate(heads).flatten(1), stays], dim=1)
+        rotated = torch.cat([self.rotation.rotate(heads).flatten(1), stays], dim=1)
         return {
             "norms": {"rstd": rstd},
-            "out": turned,
-            "rounded": self.rounded and self.rounded.encode(turned),
+            "out": rotated,
+            "rounded": self.rounded and self.rounded.encode(rotated),
         }
 
     def gradient(self, builder) -> None:

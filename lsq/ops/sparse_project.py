@@ -96,8 +96,8 @@ class SparseWeight(Value):
 def _in_order(groups: torch.Tensor) -> torch.Tensor:
     """[tile, half, row, step, 4, 4, ...] -> [tile, half, row, step, 16 groups in another order
     ...]."""
-    turned = groups.transpose(4, 5).contiguous()
-    return turned.view(*turned.shape[:4], -1)
+    in_order = groups.transpose(4, 5).contiguous()
+    return in_order.view(*in_order.shape[:4], -1)
 
 
 MOST_ROWS = 128

@@ -158,13 +158,13 @@ def _int8_entries(op: ProjectWeightGradient, sums, gradient, x, largest, scale, 
         parts = made[0] if made else None
         return [*operands, weight_gradient_product(op, tile, (gradient, x, scale), sums, parts)]
     pair = (x, gradient) if op.weight.in_out else (gradient, x)
-    return [*operands, *int8_products(*pair, *made, op=GEMM), _end(op, made[-1], scale, sums)]
+    return [*operands, *int8_products(*pair, *made, op=GEMM), _epilogue(op, made[-1], scale, sums)]
 
 
-def _end(op: ProjectWeightGradient, product, column_scale, sums):
+def _epilogue(op: ProjectWeightGradient, product, column_scale, sums):
     """The kernel on rows; the gradients of clips for rows are whole there."""
     if op.weight.in_out:
-        return end_in_out(op, product, column_scale, sums)
+        return epilogue_in_out(op, product, column_scale, sums)
     per_channel = op.clips > 1 and op.dclip is not None
     return launch(
         "weight_gradient.cu",
@@ -185,7 +185,7 @@ def _float_entries(op: ProjectWeightGradient, sums, scratch):
     values, x = converted(op.x.tensor, None if op.x.coded is None else op.x.scale, dtype, scratch)
     gradients, gradient = converted(op.floats, None, dtype, scratch)
     products = [*values, *gradients, _floats(op, gradient, x, product)] if op.rows else []
-    return [*products, _end(op, product, None, sums)]
+    return [*products, _epilogue(op, product, None, sums)]
 
 
 def tile_clip_sums(tile: TileConfiguration, rows: int, columns: int, clips: int) -> Spec:
@@ -253,7 +253,7 @@ def clip_sums_in_out(op: ProjectWeightGradient) -> Spec:
     return (blocks, op.weight_rows if op.clips > 1 else 1), torch.float32
 
 
-def end_in_out(
+def epilogue_in_out(
     op: ProjectWeightGradient,
     product: torch.Tensor,
     input_scale: torch.Tensor | None,

@@ -17,7 +17,7 @@ from lsq.run.backends import Backend, for_device
 from lsq.run.parameter_state import take
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
-"""What there is of each parameter that has stepped."""
+"""Names in the state of a parameter."""
 REFUSED = ("amsgrad", "maximize")
 """Options of torch.optim.Adam that this one does not have."""
 
@@ -78,7 +78,7 @@ class Adam(Optimizer):
     def _clear(self) -> None:
         self._updates: dict[torch.device, Updates] = {}
         self.gradient_factor: float | Tensor = 1.0
-        """What the next step multiplies gradients by."""
+        """Factor of gradients in the next step."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -89,8 +89,8 @@ class Adam(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, and of a state dict that is loaded; raises ValueError where it is of another
-        kind of Adam."""
+        """Take the state of a copy or of a state dict; raises ValueError for another kind of
+        Adam."""
         super().__setstate__(state)
         self._clear()
         for group in self.param_groups:
@@ -189,7 +189,7 @@ class Adam(Optimizer):
         return loss
 
     def _prepared(self) -> tuple[list[Updates], Tensor]:
-        """What steps on each device, with the gradients of now; the numbers of all, [rows,
+        """Return the updates of each device with current gradients, and the numbers of all, [rows,
         NUMBERS]."""
         members: dict[torch.device, Members] = defaultdict(Members)
         rows: dict[tuple[int, int], int] = {}
@@ -251,15 +251,13 @@ def _check_group(group: dict[str, Any]) -> None:
     if not group["decoupled_weight_decay"] and group["weight_decay"]:
         raise ValueError(
             f"weight_decay is {group['weight_decay']!r} and not decoupled, as torch.optim.Adam has"
-            " it; lsq's Adam "
-            "decays weights as AdamW does: take torch.optim.Adam, or load a state without"
-            " weight_decay"
+            " it; lsq's Adam decays weights as AdamW does: take torch.optim.Adam, or load a state"
+            " without weight_decay"
         )
     for parameter in group["params"]:
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             raise ValueError(
                 f"a parameter {tuple(parameter.shape)} is {parameter.dtype} with strides"
-                f" {parameter.stride()}; lsq's "
-                "Adam takes contiguous float32: convert it with .float() and .contiguous(), or take"
-                " torch.optim.Adam"
+                f" {parameter.stride()}; lsq's Adam takes contiguous float32: convert it with"
+                " .float() and .contiguous(), or take torch.optim.Adam"
             )

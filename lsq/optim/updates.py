@@ -30,7 +30,7 @@ class Members:
     """First moments, of this process's shard where a parameter is one."""
     seconds: list[Tensor] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """Of numbers."""
+    """The row of numbers of each."""
 
     def add(
         self, parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, row: int
@@ -42,7 +42,7 @@ class Members:
         self.rows.append(row)
 
     def memory(self) -> tuple[list, ...]:
-        """What a prepared step depends on, gradients apart."""
+        """Return what a prepared step depends on, except gradients."""
         states = list(map(state_of, self.parameters))
         codes = [state.codes for state in states]
         clips = [one and one.clip and one.clip() for one in codes]
@@ -89,7 +89,6 @@ class Updates:
             tuple[Tensor, int]
         ] = []  # that were put, and where: copies lie elsewhere
         self.parameters = members.parameters
-        """That step."""
         self._rounded: list[tuple[WeightCodes, Tensor]] = [
             (states[number], members.parameters[number])
             for number in self._order
@@ -172,7 +171,7 @@ class Updates:
         return b"".join(bytes(step.packed) for step in self._steps)
 
     def fits(self, members: Members, rows: int) -> bool:
-        """Whether what is prepared is still right for them."""
+        """Whether the prepared step still fits them."""
         return self._fits == (members.memory(), rows)
 
     def put(self, members: Members) -> None:
@@ -253,6 +252,5 @@ def _check_like(tensor: Tensor, parameter: Tensor, what: str, remedy: str) -> No
     if tensor.shape != parameter.shape or tensor.device != parameter.device:
         raise ValueError(
             f"{what} of a parameter {tuple(parameter.shape)} on {parameter.device} is"
-            f" {tuple(tensor.shape)} on "
-            f"{tensor.device}; {remedy}"
+            f" {tuple(tensor.shape)} on {tensor.device}; {remedy}"
         )

@@ -206,14 +206,14 @@ class Weight(Value):
         return next(one for one in (self.codes, self.decoded, self.values) if one is not None)
 
     @property
-    def turned(self) -> bool:
+    def operand_in_out(self) -> bool:
         """Whether the operand of products is [K, N]."""
         return self.in_out and self.codes is None and self.decoded is None
 
     @property
     def shape(self) -> tuple[int, int]:
         """[P, K] of codes, or [N, K] of floats."""
-        return self.matrix.shape[::-1] if self.turned else self.matrix.shape
+        return self.matrix.shape[::-1] if self.operand_in_out else self.matrix.shape
 
     @property
     def floats_by_rows(self) -> torch.Tensor:

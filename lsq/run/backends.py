@@ -1,4 +1,4 @@
-"""Where operations run: the reference in plain PyTorch, the CPU, a GPU, and the emulator of one."""
+"""Backends: the reference in plain PyTorch, the CPU, a GPU, and the emulator of one."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -116,7 +116,7 @@ def register(device_type: str, make: Maker) -> Maker | None:
 
 
 def for_device(device: torch.device, activations: torch.dtype | None = None) -> Backend:
-    """What runs on tensors of `device`; on the CPU the reference, said once, where there is no C++
+    """Return the backend of a device; on the CPU the reference, said once, where there is no C++
     library.
 
     Args:

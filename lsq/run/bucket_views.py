@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lsq.native.addresses import ALIGNMENT
 from lsq.program.tensor import VirtualTensor
+from lsq.run.parameter_state import known_state, state_of
 
 
 class BucketView:
@@ -32,7 +33,7 @@ class BucketView:
         )
         self.free = True
         """Whether nothing is there that is still wanted, apart from `grad`."""
-        _views[id(parameter)] = self
+        state_of(parameter).bucket_view = weakref.ref(self)
 
     def fits(self, parameter: Tensor, gradient: VirtualTensor) -> bool:
         """Whether a gradient of `parameter` can be written there now."""
@@ -47,10 +48,6 @@ class BucketView:
         """A new tensor there, which is nowhere else held: autograd would clone it."""
         self.free = False
         return self._view.detach()
-
-
-_views: weakref.WeakValueDictionary[int, BucketView] = weakref.WeakValueDictionary()
-"""By the ids of parameters. A registry, since autograd gives parameters and no buckets."""
 
 
 class Bucket:
@@ -83,15 +80,18 @@ def claim(
         gradients: those of a node of autograd, one for each tensor that it was applied to.
         functions: `next_functions` of the node.
     """
-    if not _views:
-        return {}
     found = {}
     for gradient, (function, _) in zip(gradients, functions, strict=True):
         parameter = getattr(function, "variable", None)
-        view = None if parameter is None or gradient is None else _views.get(id(parameter))
+        view = None if parameter is None or gradient is None else _view_of(parameter)
         if view is not None and view.fits(parameter, gradient) and _accumulates(function):
             found[gradient] = view.take()
     return found
+
+
+def _view_of(parameter: Tensor) -> BucketView | None:
+    state = known_state(parameter)
+    return state and state.bucket_view and state.bucket_view()
 
 
 def _accumulates(function) -> bool:

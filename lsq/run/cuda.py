@@ -44,8 +44,7 @@ def require_gpu(index: int = 0) -> tuple[str, Driver]:
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise RuntimeError(
             f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()});"
-            f" {compiler.remedy()}, "
-            "or train on the CPU"
+            f" {compiler.remedy()}, or train on the CPU"
         )
     target = compiler.architecture(torch.cuda.get_device_capability(index))
     driver = Driver("libcuda.so.1", index)

@@ -40,7 +40,7 @@ def profile():
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What a module wants to see of its forward pass; both get the operation as declared, and on
+    """Functions around each operation of a forward pass; both get the operation as declared, and on
     real tensors."""
 
     before: Callable[[Operation, Operation], None] | None = None
@@ -49,7 +49,7 @@ class Hooks:
 
 NO_HOOKS = Hooks()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What is converted at the borders of a program to the floats that it was built for."""
+"""Dtypes that are converted at the borders of a program."""
 
 
 class Execution:
@@ -158,7 +158,7 @@ def _check(virtual: VirtualTensor, tensor: torch.Tensor | None, program: Program
 
 
 def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
-    """What crosses a border, as the program reads it; no new view of what need not be copied.
+    """Convert border tensors to what the program reads, without copies where none is needed.
 
     Autograd is off.
     """
@@ -166,15 +166,14 @@ def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
     for virtual, tensor in borders.items():
         if tensor.dtype is not virtual.dtype and tensor.dtype in FLOATS:
             tensor = tensor.to(virtual.dtype)
-        values[virtual] = tensor if tensor.is_contiguous() else tensor.contiguous()
+        values[virtual] = tensor.contiguous()  # itself, if it is; codes are decoded
     return values
 
 
 SECOND = (
     "layers of lsq round, and have no second derivatives (gradient penalties, Hessians), for which"
-    " create_graph=True "
-    "asks: leave the layers that need them as they are by skip= of lsq.convert, or go back by"
-    " lsq.revert(model)"
+    " create_graph=True asks: leave the layers that need them as they are by skip= of lsq.convert,"
+    " or go back by lsq.revert(model)"
 )
 
 

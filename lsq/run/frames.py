@@ -158,8 +158,8 @@ class Frame:
         return False
 
     def kept(self, program: Program) -> Values:
-        """What lies where the forward pass has left it, for a backward pass; the rest comes through
-        autograd."""
+        """Return tensors that the forward pass left in place for a backward pass; the rest comes
+        through autograd."""
         return {}
 
     def enter(self, backward: bool) -> None:

@@ -20,9 +20,9 @@ from lsq.run.step import Key, is_placed, operations_of
 MARGIN = 256
 """Bytes of red zone behind every tensor."""
 RED = 0xA5
-"""What the red zones hold."""
+"""The byte in red zones."""
 POISON = 0x80
-"""What dead bytes hold; floating-point tensors hold NaN."""
+"""The byte in dead memory; floating-point tensors hold NaN."""
 
 
 class MemoryGuardError(RuntimeError):
@@ -40,7 +40,7 @@ class Alive:
     last: int
     """The last operation of the step that may read it."""
     until: int | None
-    """Of what is borrowed: position of the pass after which its bytes are reused."""
+    """If it is borrowed: position of the pass after which its bytes are reused."""
     tensor: torch.Tensor
 
 

@@ -1,5 +1,4 @@
-"""What modules and optimizers know of a parameter beside its values: codes of a weight, limits of a
-clip.
+"""State of parameters that modules and optimizers share: codes of weights, limits of clips.
 
 A module notes here, in its training passes, where the codes of a weight lie and how far a clip may
 step. lsq.optim.Adam does both in its step. Other optimizers know nothing of it: a hook before their
@@ -37,7 +36,7 @@ class WeightCodes:
         rounded, rounded_names: where an optimizer writes codes of a new weight, and the names of
             these tensors; None: it cannot.
         clip: the parameter under which it is rounded.
-        writers: what a module has prepared to write the codes, by dtype of the weight and layouts.
+        writers: what a module has prepared to write the codes, by backend, dtype and layouts.
     """
 
     def __init__(self, owner: tuple[int, int]):
@@ -51,7 +50,7 @@ class WeightCodes:
         self.writers: dict[tuple, Callable[[Tensor, Tensor], None]] = {}
 
     def for_optimizer(self, parameter: Tensor) -> Weight | None:
-        """Where an optimizer writes the codes of a new weight [N, K], if it can."""
+        """Return where an optimizer writes the codes of a new weight [N, K], if it can."""
         rounded, clip = self.rounded, self.clip and self.clip()
         if rounded is None or clip is None or rounded.format.packed:
             return None
@@ -84,7 +83,7 @@ class WeightCodes:
         stamp = self.stamp
         if stamp is None or stamp.exact or not self.fresh.issuperset(names):
             return False
-        state, of_clip = _states.get(id(weight)), _states.get(id(clip))
+        state, of_clip = known_state(weight), known_state(clip)
         if state is None or state.codes is not self:
             return False
         if of_clip is not None and of_clip.before is not None and not of_clip.limited():
@@ -99,13 +98,15 @@ class ParameterState:
 
     finalizer: weakref.finalize | None = None
     codes: WeightCodes | None = None
-    """Of a weight: the codes that an optimizer writes."""
+    """The codes of a weight that an optimizer writes."""
     limit: float = 0.0
-    """Of a clip: its largest relative change in a step; 0: any."""
+    """Largest relative change of a clip in a step; 0: any."""
     before: Tensor | None = None
-    """Of a clip: its values in the last training pass, unless an optimizer limits its steps."""
+    """Values of a clip in the last training pass, unless an optimizer limits its steps."""
     optimizer: weakref.ref | None = None
-    """Of a clip: the optimizer that limits its steps."""
+    """The optimizer that limits the steps of a clip."""
+    bucket_view: weakref.ref | None = None
+    """The lsq.run.bucket_views.BucketView of its gradient."""
 
     def limited(self) -> bool:
         """Whether an optimizer limits the steps of this clip."""
@@ -127,6 +128,11 @@ def state_of(parameter: Tensor) -> ParameterState:
     return state
 
 
+def known_state(parameter: Tensor) -> ParameterState | None:
+    """The state of a parameter, if there is one."""
+    return _states.get(id(parameter))
+
+
 def take(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """From now on `optimizer` limits the steps of those of `parameters` that are clips."""
     for parameter in parameters:
@@ -142,14 +148,15 @@ def drop(parameter: Tensor) -> None:
 
 def withdraw(parameter: Tensor) -> None:
     """The codes of a weight are not wanted any more."""
-    state = _states.get(id(parameter))
-    if state is not None:
+    state = known_state(parameter)
+    if state is not None and state.codes is not None:
+        state.codes.stamp = state.codes.clip = None  # optimizers hold the codes on
         state.codes = None
 
 
 def forget(clip: Tensor) -> None:
     """`clip` was measured or loaded: where it was before is no limit."""
-    state = _states.get(id(clip))
+    state = known_state(clip)
     if state is not None:
         state.before = None
 
@@ -171,7 +178,7 @@ def limit_steps(clips: Iterable[Tensor], step: float) -> None:
     """Bring clips back to within `step`, relatively, of what the last training pass saw."""
     limited = []
     for clip in clips:
-        state = _states.get(id(clip))
+        state = known_state(clip)
         if state is not None and state.before is not None:
             limited.append((clip.data, state.before))
     if limited:
@@ -216,7 +223,7 @@ class OptimizerSteps:
         self._shards.clear()
         changing = []
         for parameter in parameters:
-            state = _states.get(id(parameter))
+            state = known_state(parameter)
             if state is None:
                 continue
             if state.codes is not None:

@@ -85,7 +85,7 @@ class BorrowedTensor:
 
 
 class BorrowedTensors:
-    """All that is borrowed from an arena now."""
+    """All tensors that are borrowed from an arena now."""
 
     def __init__(self, arena: Arena):
         self._arena = arena
@@ -283,7 +283,8 @@ class StepMemory:
             node: weakref.WeakSet() for node in self._programs
         }
         self.prepared: OrderedDict[tuple, PreparedPass] = OrderedDict()
-        """By program, node, operations and backend. Shapes that come once are not prepared."""
+        """Prepared passes by program, node, operations and backend. Shapes that come once are not
+        prepared."""
         self._busy = threading.Lock()
         self._step_number = 0
         self._position = -1
@@ -292,8 +293,7 @@ class StepMemory:
         plan = self.step.plan
         return (
             f"{len(plan.offsets)} tensors of lsq's layers in {self.arena.size / 2**20:.1f} MiB,"
-            f" {plan.gap:.2%} above "
-            f"the lower bound; outside of it {described(self.outside)}"
+            f" {plan.gap:.2%} above the lower bound; outside of it {described(self.outside)}"
         )
 
     def __repr__(self) -> str:
@@ -346,12 +346,10 @@ class StepMemory:
                 if tensor.size > bound.size:
                     raise ValueError(
                         f"the batch is too large for the planned memory: {self.names[node]} needs"
-                        f" {tensor.size} bytes "
-                        f"for {tensor!r}; planned were {bound.size} bytes for {bound!r}. Plan for"
-                        " larger batches "
-                        "(plan_memory; largest_batch of LsqCallback; in fairseq --max-tokens,"
-                        " --batch-size, "
-                        "--max-source-positions, --max-target-positions), or make smaller ones"
+                        f" {tensor.size} bytes for {tensor!r}; planned were {bound.size} bytes for"
+                        f" {bound!r}. Plan for larger batches (plan_memory; largest_batch of"
+                        " LsqCallback; in fairseq --max-tokens, --batch-size,"
+                        " --max-source-positions, --max-target-positions), or make smaller ones"
                     )
         self._fitting[node].add(program)
 

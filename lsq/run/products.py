@@ -11,7 +11,7 @@ from lsq.program.samples import placed
 
 
 def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
-    """The products of a program on a GPU, each once, in the order of the program.
+    """List the products of a program on a GPU, each once, in the order of the program.
 
     Args:
         program: with or without a backward pass.
@@ -42,7 +42,7 @@ def launched(program: Program, activations: torch.dtype) -> list[Launch | Produc
 def launched_by_operation(
     program: Program, activations: torch.dtype
 ) -> list[list[Launch | Product]]:
-    """The same, apart for each operation.
+    """List launches and products for each operation.
 
     What several of them read or write is one tensor, on "meta".
 
@@ -56,7 +56,7 @@ def launched_by_operation(
 def _entries(
     operation: Operation, activations: torch.dtype, shared: dict
 ) -> list[Launch | Product]:
-    """What an operation launches; `shared` keeps what several have."""
+    """List what an operation launches; `shared` keeps tensors of several."""
     bound = placed(operation, "meta", activations, shared)
     scratch = [
         torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()

@@ -7,10 +7,10 @@ the order is right for any model, however it shares, repeats or wires its layers
 """
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from lsq.program.program import Program
 
 MOST = 5
 """Classes of modules that are named."""
-_local = threading.local()
+_active: ContextVar["Rehearsal | None"] = ContextVar("rehearsal", default=None)
 """Rehearsals are of one thread: others go on computing."""
 
 
@@ -38,11 +38,11 @@ class Pass:
     a result of another program nor one for which autograd gathers a gradient.
     """
     makes: tuple[int, ...]
-    """The same of its results."""
+    """Numbers of its results."""
 
 
 class Rehearsal:
-    """What a rehearsed step did.
+    """The record of a rehearsed step.
 
     Attributes:
         passes: the passes of all programs that have a backward pass, in their order.
@@ -138,17 +138,18 @@ def _zeros(tensors, device: torch.device) -> tuple[torch.Tensor, ...]:
 
 def active() -> Rehearsal | None:
     """The rehearsal that is going on, if any."""
-    return getattr(_local, "rehearsal", None)
+    return _active.get()
 
 
 @contextmanager
 def rehearsing() -> Iterator[Rehearsal]:
     """Inside, modules note their programs in the rehearsal instead of running them."""
-    previous, _local.rehearsal = active(), Rehearsal()
+    rehearsal = Rehearsal()
+    token = _active.set(rehearsal)
     try:
-        yield _local.rehearsal
+        yield rehearsal
     finally:
-        _local.rehearsal = previous
+        _active.reset(token)
 
 
 def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
@@ -231,7 +232,7 @@ def counting_kept(model: nn.Module, found: Counter) -> Iterator[None]:
 
 
 def described(outside: Mapping[str, int]) -> str:
-    """In words."""
+    """Describe the bytes that modules of others keep, by class."""
     if not outside:
         return "nothing is kept"
     parts = [f"{name} {size / 2**20:.1f}" for name, size in Counter(outside).most_common(MOST)]

@@ -36,7 +36,7 @@ class HasClips(Protocol):
     measured: "MeasuredClips"
 
     def clips(self) -> Mapping[str, Tensor]:
-        """All of them by name."""
+        """All clips by name."""
 
     def limit_clip_steps(self) -> None:
         """Let no clip have changed by more than a step may."""
@@ -63,7 +63,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class MeasuredClips:
-    """Those of one module. A copy of a module has none.
+    """The measured clips of one module. A copy of a module has none.
 
     Attributes:
         limit: largest relative change of a clip in a step.
@@ -174,11 +174,10 @@ class MeasuredClips:
         for name, (distance, jump, measured, old) in zip(rows, means, strict=True):
             if jump > LEAST_JUMP * measured and distance < BACK * jump:
                 raise RuntimeError(
-                    f"{owner}: a pass has measured {name} as {measured:.4g}, and the"
-                    f" optimizer's step has put it back to {old:.4g}: the optimizer has a"
-                    " copy of the parameters that was made before (DeepSpeed's ZeRO, for one). Run"
-                    " one batch through the model before deepspeed.initialize, or whatever makes"
-                    " the copy"
+                    f"{owner}: a pass has measured {name} as {measured:.4g}, and the optimizer's"
+                    f" step has put it back to {old:.4g}: the optimizer has a copy of the"
+                    " parameters that was made before (DeepSpeed's ZeRO, for one). Run one batch"
+                    " through the model before deepspeed.initialize, or whatever makes the copy"
                 )
 
 

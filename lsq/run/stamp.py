@@ -20,7 +20,7 @@ SAMPLES = 61
 
 
 class Stamp:
-    """What tensors were when something was made of them.
+    """A record of tensors, to see later whether they changed.
 
     PyTorch counts what writes to a tensor and knows where its memory is. It counts nothing that is
     written through `.data`, through arrays of numpy or by another process: on the CPU values are
@@ -85,7 +85,7 @@ def checksum(tensor: torch.Tensor) -> int | None:
 
 
 def _counted(tensor: torch.Tensor) -> tuple:
-    """What PyTorch counts of a tensor. Inference tensors have no version."""
+    """Return what PyTorch counts of a tensor. Inference tensors have no version."""
     version = 0 if tensor.is_inference() else tensor._version
     return weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), version, tensor.shape
 

@@ -38,7 +38,7 @@ class Borrow:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepPlan:
-    """Where every tensor of a step lies."""
+    """The offsets of all tensors of a step."""
 
     passes: tuple[Pass, ...]
     starts: tuple[int, ...]
@@ -57,8 +57,8 @@ def is_placed(tensor: VirtualTensor) -> bool:
 
 
 def signature(program: Program) -> tuple:
-    """What programs of one layer have in common whatever their shapes: operations, and which
-    tensors are placed."""
+    """Return what programs of one layer share whatever their shapes: operations, and which tensors
+    are placed."""
     return program.forward_length, *(
         (operation.name, tuple(map(is_placed, program.written(index))))
         for index, operation in enumerate(program.operations)
@@ -194,7 +194,7 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
         margin: bytes kept free behind every tensor.
     """
     buffers = buffers_of(passes, names, margin=margin)
-    made = plan(list(buffers.values()))
+    made = plan(buffers.values(), method="training")
     return StepPlan(
         passes=passes,
         starts=_starts(passes),

@@ -138,7 +138,7 @@ def test_no_batch_that_fairseq_may_make_is_larger_than_planned(build, parse, mul
 
     def step_of(batch):
         plan = plan_memory(model, lambda: criterion(model, batch)[0]).step
-        return buffers_of(plan.passes, [str(node) for node in range(len(plan.places))])
+        return buffers_of(plan.passes, [str(node) for node in range(len(plan.offsets))])
 
     longest = (16, 11)
     bound = step_of(

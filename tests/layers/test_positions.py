@@ -81,8 +81,7 @@ def test_a_decoder_layer_one_by_one():
 )
 def test_on_another_backend(kind):
     config = config_of(
-        attention=ATTENTIONS["all"] | {"heads": 2, "kv_heads": 1, "head_width": 16},
-        backward="int8",
+        attention=ATTENTIONS["all"] | {"heads": 2, "kv_heads": 1, "head_width": 16}, backward="int8"
     )
     layer = TransformerEncoderLayer(config, causal=True)
     x = torch.randn(TIME, BATCH, HIDDEN, requires_grad=True)

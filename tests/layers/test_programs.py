@@ -146,7 +146,7 @@ def test_what_is_saved_is_int8_and_bits(name):
         if tensor.dtype.is_floating_point:
             kept = (
                 field == "z"
-                or tensor.name.endswith(".unturned")
+                or tensor.name.endswith(".unrotated")
                 or (field == "error" and "lsq" in name)
             )
             assert field in few or kept, repr(tensor)

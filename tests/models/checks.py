@@ -3,12 +3,15 @@
 import copy
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import lsq
 from lsq.config import QuantConfig
+from lsq.layers import ProgramModule, weight_state
 from lsq.models import float_state_dict
 from lsq.optim import Adam
 from tests.layers.shapes import decibels
@@ -52,6 +55,22 @@ def left_padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {
         name: value.flip(1) for name, value in right_padded(lengths).items() if name != "labels"
     }
+
+
+@contextmanager
+def codes_are_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context, a pass that rounds a weight again raises AssertionError."""
+
+    def refuse(*_, **__):
+        raise AssertionError("codes of a weight were made again")
+
+    for module in model.modules():
+        if isinstance(module, ProgramModule):
+            for codes in module.weight_state._weights.values():
+                codes.writers.clear()  # so that whatever rounds comes to _write_first
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weight_state, "_write_first", refuse)
+        yield
 
 
 def without_dropout(model: torch.nn.Module) -> torch.nn.Module:

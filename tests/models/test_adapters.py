@@ -20,7 +20,7 @@ from tests.models.architectures.test_marian import MAKERS as PAIRS
 from tests.models.architectures.test_pytorch import encoder, sentences
 from tests.models.architectures.test_t5 import MAKERS as BLOCKS
 from tests.models.architectures.test_vit import images, vit
-from tests.models.checks import FLOAT, made, right_padded, without_dropout
+from tests.models.checks import FLOAT, codes_are_kept, made, right_padded, without_dropout
 from tests.sampling import in_turn
 
 peft = pytest.importorskip("peft")
@@ -170,19 +170,13 @@ def test_near_peft_in_integers(case, first, monkeypatch):
         assert decibels(one, found[parameter]) > least, parameter
 
 
-def test_codes_of_frozen_weights_are_made_once(monkeypatch):
+def test_codes_of_frozen_weights_are_made_once():
     _, mine = converted(ALL, "peft")
     gradients(mine)
     layer = next(one for one in mine.modules() if isinstance(one, FusedLayer))
     before = {name: one.data_ptr() for name, one in layer.weight_state.kept.items()}
     kept = {name: one.clone() for name, one in layer.weight_state.kept.items()}
-    from lsq.layers import weight_state
-
-    def refuse(*_):
-        raise AssertionError("codes of frozen weights were made again")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(weight_state, "_make", refuse)
+    with codes_are_kept(mine):
         gradients(mine)
     assert {name: one.data_ptr() for name, one in layer.weight_state.kept.items()} == before
     layer.mlp.down_proj.base_layer.weight.data.mul_(2.0)  # so PEFT merges

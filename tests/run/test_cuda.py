@@ -1,12 +1,32 @@
-"""GPUs and their emulator: one list for many operations, named after them."""
+"""GPUs and their emulator: lists of launches, what they read, and why a GPU cannot be used."""
+
+import dataclasses
+import shutil
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import programs
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.programs import Mode
+from lsq.native import compiler
+from lsq.native.launch import launch
 from lsq.native.launch_list import LaunchList
-from lsq.run.cuda import CUDA
+from lsq.ops import prediction
+from lsq.ops.gradient_layout import MessageLayout
+from lsq.ops.gradient_messages import Messages, UnpackGradients
+from lsq.ops.rounding import Add
+from lsq.run import cuda as run_cuda
+from lsq.run.backends import backend
+from lsq.run.cuda import CUDA, AbsentGPU, emulated_device, gpu_fault, part_of
+from lsq.run.frames import Slot
 from tests.ops import cuda
-from tests.run.chains import chain
+from tests.ops.compare import allocated, on_reference, rubbish
+from tests.ops.gradient_checks import pack
+from tests.run.chains import WORDS, chain
 
 
 @pytest.fixture
@@ -32,3 +52,210 @@ def test_what_a_kernel_cannot_take_is_refused_with_its_name(where):
     norm.out = torch.empty(3 * 48 + 1, device=where.place)[1:].view(3, 48)
     with pytest.raises(ValueError, match="^ResidualNorm.out: a tensor begins 4 bytes after"):
         where.prepare([(embed, ()), (norm, ())])
+
+
+def slot(operation, name: str) -> Slot:
+    """That of the tensor with this dotted name."""
+    (leaf,) = (leaf for leaf in operation.leaves() if leaf.name == name)
+    return Slot(operation, leaf)
+
+
+def test_tensors_that_were_the_same_at_first_may_part(where):
+    x, y = torch.randn(2, 41, 48).to(where.place)
+    add = Add(a=x, b=x, out=torch.empty(41, 48, device=where.place))
+    run = where.prepare([(add, ())])
+    run()
+    assert torch.equal(add.out, x + x)
+    slot(add, "b").put(y)
+    run()
+    assert torch.equal(add.out, x + y)
+
+
+def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
+    # several products, each of a part of the rows
+    monkeypatch.setattr(prediction, "CUDA_BLOCK_ROWS", 8)
+    _, _, loss = chain(where.place)
+    loss.prediction.x.floats, loss.prediction.target = (
+        torch.randn(21, 48).to(where.place),
+        torch.randint(0, WORDS, (21,)).to(where.place),
+    )
+    run = where.prepare([(loss, [where.allocate(*wanted) for wanted in where.scratch(loss)])])
+    for _ in range(2):
+        run()
+        torch.testing.assert_close(
+            loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()[0].reshape(1)
+        )
+        slot(loss, "prediction.x.floats").put(torch.randn(21, 48).to(where.place))
+
+
+def test_memory_that_is_no_field_is_refused(where, monkeypatch):
+    x = torch.randn(41, 48).to(where.place)
+    other = torch.zeros(48).to(where.place)
+    monkeypatch.setattr(
+        Add,
+        "cuda",
+        lambda self: [launch("elementwise.cu", "lsq_add", self, other, grid=1, FLOAT=0)],
+    )
+    with pytest.raises(
+        ValueError, match="Add: lsq_add .*neither a field of the operation nor its scratch memory"
+    ):
+        where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
+
+
+def test_another_operation_is_refused(where, monkeypatch):
+    x, launches = torch.randn(41, 48).to(where.place), Add.cuda
+    monkeypatch.setattr(Add, "cuda", lambda self: launches(dataclasses.replace(self, a=self.b)))
+    with pytest.raises(ValueError, match="Add: lsq_add .*another operation than its own"):
+        where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
+
+
+def test_what_is_not_held_may_go(where):
+    x = torch.randn(41, 48).to(where.place)
+    add = Add(a=x, b=x, out=torch.empty_like(x))
+    assert not list(part_of(add, (), where.place, hold=False).places.held())
+    assert [id(tensor) for tensor in part_of(add, (), where.place).places.held()] == list(
+        map(id, (x, x, add.out))
+    )
+
+
+LAYOUT = MessageLayout.for_values(1000, 3)
+
+
+@pytest.fixture
+def emulated() -> CUDA:
+    """The emulator; it keeps two lists."""
+    return CUDA(emulated_device(), kept=2)
+
+
+@pytest.fixture
+def made(emulated, monkeypatch) -> list:
+    """Grows with each list that is made."""
+    lists = []
+    monkeypatch.setattr(
+        run_cuda, "LaunchList", lambda *given: lists.append(1) or LaunchList(*given)
+    )
+    return lists
+
+
+def test_launches_are_kept_for_the_same_memory(emulated, made):
+    packing = allocated(pack(torch.randn(1, 1000), LAYOUT), rubbish)
+    for _ in range(3):
+        packing.x.normal_()
+        emulated.run(packing.bind(lambda tensor: tensor))
+        wanted = on_reference(packing).messages.data
+        assert torch.equal(packing.messages.data, wanted) and len(made) == 1
+    messages, back = Messages(layout=LAYOUT, data=packing.messages.data[None]), torch.empty(1000)
+    emulated.run(UnpackGradients(messages=messages, x=back))
+    emulated.run(UnpackGradients(messages=messages, x=back, factor=2.0))
+    assert len(made) == 3
+    emulated.run(packing)  # dropped meanwhile
+    assert len(made) == 4 and torch.equal(packing.messages.data, wanted)
+
+
+def test_kept_launches_keep_no_tensor(emulated):
+    packing = allocated(pack(torch.randn(1, 1000), LAYOUT), rubbish)
+    emulated.run(packing)
+    alive = weakref.ref(packing.x)
+    del packing
+    assert alive() is None
+
+
+def test_memory_that_is_not_aligned_is_refused(emulated):
+    packing = allocated(pack(torch.zeros(1, 1001)[:, 1:].view(-1)[None], LAYOUT), rubbish)
+    with pytest.raises(
+        ValueError, match="PackGradients.*a tensor begins 4 bytes after a multiple of 16"
+    ):
+        emulated.run(packing)
+
+
+def test_threads_share_the_launches(emulated):
+    x = torch.randn(1, 1000)
+    wanted = on_reference(pack(x, LAYOUT)).messages.data
+
+    def work(_):
+        packing = allocated(pack(x, LAYOUT), rubbish)
+        for _ in range(5):
+            emulated.run(packing)
+        return torch.equal(packing.messages.data, wanted)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """capability(major, minor): PyTorch sees one such GPU, with a driver that supports CUDA 13.0,
+    and libraries."""
+
+    class Driver:
+        version = (13, 0)
+
+        def __init__(self, path, ordinal):
+            assert (path, ordinal) == ("libcuda.so.1", 0)
+
+    def capability(*found: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: found)
+        monkeypatch.setattr(run_cuda, "Driver", Driver)
+        monkeypatch.setattr(run_cuda, "find_cublaslt", lambda: "libcublasLt.so")
+        monkeypatch.setattr(run_cuda, "ProductLibrary", lambda path: None)
+        monkeypatch.setattr(compiler, "version", lambda: "13.0")
+
+    return capability
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_fault().startswith("there is no GPU 0 that PyTorch can use (it sees 0)")
+
+
+def test_a_gpu_with_everything(capability):
+    capability(8, 0)
+    assert gpu_fault() is None
+    assert "no GPU 1" in gpu_fault(1)
+
+
+def test_an_old_gpu(capability):
+    capability(7, 5)
+    assert "compute capability 7.5; lsq's CUDA kernels need 8.0" in gpu_fault()
+
+
+def test_an_old_driver(capability, monkeypatch):
+    capability(9, 0)
+    monkeypatch.setattr(compiler, "version", lambda: "14.1")
+    assert "supports CUDA 13.0, but kernels are compiled by NVRTC 14.1" in gpu_fault()
+
+
+def missing(*arguments):
+    raise RuntimeError(
+        "no libcublasLt was found: install CUDA's libraries with `pip install '.[cuda13]'`"
+    )
+
+
+@pytest.mark.parametrize("library", ["find_cublaslt", "ProductLibrary"])
+def test_missing_products(capability, monkeypatch, library):
+    capability(9, 0)
+    monkeypatch.setattr(run_cuda, library, missing)
+    assert "pip install '.[cuda13]'" in gpu_fault()
+
+
+def test_no_compiler(capability, monkeypatch):
+    capability(9, 0)
+    monkeypatch.setattr(compiler, "version", missing)
+    assert gpu_fault() is not None
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
+def test_programs_are_those_of_a_gpu(activations):
+    config = LayerConfig(hidden=32, heads=2, feed_forward=64, quant=QuantConfig(backward="int8"))
+    absent, present = AbsentGPU(activations), backend("emulated", activations)
+    modes = [Mode(training=True, backward=True, backend=one) for one in (absent, present)]
+    found, wanted = (
+        str(programs.encoder_layer(config, PackedSequences(rows=16, count=2), mode))
+        for mode in modes
+    )
+    assert found == wanted and "StartScales" in found and "FinishSums" in found
+    assert absent.few_sizes == present.few_sizes

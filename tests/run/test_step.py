@@ -117,11 +117,7 @@ def test_what_is_lent_lives_to_the_end_of_a_pass():
         for key, border, source in crossing(one) if one.backward else ():
             together.setdefault(source, []).append((position, border, lent[key]))
     # alone, of the layer run twice, the table
-    assert sorted({len(group) for group in together.values()}) == [
-        1,
-        2,
-        3,
-    ]
+    assert sorted({len(group) for group in together.values()}) == [1, 2, 3]
     for group in together.values():
         own, borders, lendings = zip(*group, strict=True)
         assert [lending.keep for lending in lendings] == [False] + [True] * (len(group) - 1)

@@ -1,7 +1,7 @@
 // The end of the product for the gradient of an input, 8 neighbouring columns of a row at a time: the straight-through
 // mask, dropout, the slope of the activation, another gradient. lsq/ops/input_gradient.py is the reference.
 //
-// -DACTIVATION is an Activation where its slope is made of what stands before it; -DJOINED=1: another product has accumulated a gradient.
+// -DACTIVATION is an Activation where its slope is made of what stands before it; -DACCUMULATED=1: another product has accumulated a gradient.
 #pragma once
 
 #include "rounding.cuh"
