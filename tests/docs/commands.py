@@ -226,12 +226,14 @@ class Rule:
 
 COMMANDS, RECIPES = "tests/commands/test_", "tests/recipes/test_recipes.py"
 HOURS = "hours of training"
+FORKS = "a process that loads data is forked off threads of other pages, and may crash"
+ALONE = "--num-workers 0"
 RAN = re.compile(r"# .*last run 20\d\d-\d\d-\d\d")
 RULES = [
     Rule("lsq train-text", run_lsq, HOURS, TEXT),
     Rule("lsq train", run_lsq, HOURS, SHORT + ENCODER + DECODER),
     Rule("lsq train runs/lm", run_lsq, HOURS, SHORT + DECODER),
-    Rule("lsq generate", run_lsq),
+    Rule("lsq generate", run_lsq, FORKS, ALONE),
     Rule("lsq translate", run_lsq),
     Rule("lsq export", run_lsq),
     Rule("lsq formats", run_lsq),
@@ -253,8 +255,8 @@ RULES = [
     Rule("curl", leave_it, "the service does not run here", test="tests/serving/http"),
     Rule("fairseq-train", run_fairseq, HOURS, SHORT + ENCODER + DECODER),
     Rule("fairseq-preprocess", run_fairseq),
-    Rule("fairseq-eval-lm", run_fairseq),
-    Rule("fairseq-generate", run_fairseq),
+    Rule("fairseq-eval-lm", run_fairseq, FORKS, ALONE),
+    Rule("fairseq-generate", run_fairseq, FORKS, ALONE),
     Rule("torchrun", parse_torchrun, "many processes", test=COMMANDS + "workers.py"),
     Rule(
         "python benchmarks/",

@@ -152,8 +152,7 @@ def assert_printed(expected: str, printed: str) -> None:
 
 @contextlib.contextmanager
 def page_left_behind(reader: Reader) -> Iterator[None]:
-    """Within this context a page may make process groups. They are gone afterwards: a forked
-    process, such as one that loads data, would wait for their threads when it collects them."""
+    """Within this context a page may make process groups; they are gone afterwards."""
     try:
         yield
     finally:
