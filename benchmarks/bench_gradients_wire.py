@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, distributed
 from torch.futures import Future
 
-from lsq.dist import GradientConfig
-from lsq.dist.codec import Codec
+from lsq.dist.collectives import Scratch
+from lsq.dist.config import BLOCK, ROW
 from lsq.dist.gcq import GCQ
 from lsq.dist.hooks import PYTORCH_HOOKS
-from lsq.dist.scratch import Scratch
 from lsq.dist.topology import Topology
 from lsq.dist.two_hop import TwoHop
 
@@ -148,9 +147,8 @@ def run(workers: int, work: Callable[[int], object]) -> list:
 CLUSTERS = ((4, 8), (2, 2))
 """(nodes, workers of a node)."""
 BUCKET, QUICK_BUCKET = 2**20, 4096
-BLOCK, ROW, QUANTILE = GradientConfig.block, GradientConfig.row, GradientConfig.quantile
 SCALE_BYTES = torch.bfloat16.itemsize
-MODES = ("float", "bf16", "gcq", "int8", "int8_hier", "int4_hier")
+MODES = ("float", "bf16", "gcq", "int8", "int8_hier")
 BASELINE = "bf16"
 
 
@@ -174,16 +172,9 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
     if mode in PYTORCH_HOOKS:
         PYTORCH_HOOKS[mode](group(everyone), Bucket(values)).wait()
         return
-    codec = Codec(
-        block=BLOCK,
-        first_bits=4 if mode == "int4_hier" else 8,
-        stochastic=mode == "int4_hier",
-        device=values.device,
-        seed=topology.rank,
-    )
     exchanges = {
-        "gcq": lambda: GCQ(group(everyone), ROW, QUANTILE, scratch),
-        "int8": lambda: TwoHop(group(everyone), codec, scratch),
+        "gcq": lambda: GCQ(group(everyone), scratch),
+        "int8": lambda: TwoHop(group(everyone), scratch),
     }
     if mode in exchanges:
         exchanges[mode]().average(values)
@@ -192,7 +183,7 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
         group(next(part for part in parts if topology.rank in part))
         for parts in (topology.all_neighbours, topology.all_counterparts)
     )
-    TwoHop(counterparts, codec, scratch, neighbours).average(values)
+    TwoHop(counterparts, scratch, neighbours).average(values)
 
 
 def count(
@@ -228,7 +219,6 @@ def formula(mode: str, nodes: int, node_size: int) -> float:
         "gcq": 2 * once * (1 + 4 / ROW),
         "int8": (node_size * between + once) * codes,
         "int8_hier": 2 * between * codes,
-        "int4_hier": between * (0.5 + SCALE_BYTES / BLOCK + codes),
     }[mode]
 
 

@@ -84,10 +84,7 @@ def layer_sides(shapes: tuple[tuple[int, int], ...], rows: int) -> dict[str, Cal
     """Forward and backward passes of layers of these inputs and outputs, by side."""
     linears = torch.nn.ModuleList(torch.nn.Linear(*shape) for shape in shapes)
     conv1d = torch.nn.ModuleList(Conv1D(*shape) for shape in shapes)
-    floats, halves = (
-        QuantConfig(backward="float"),
-        QuantConfig(backward="float", backward_dtype="bfloat16"),
-    )
+    floats = QuantConfig(backward="float")
     wanted = {
         "float32": (linears, None),
         "autocast": (linears, None),
@@ -98,7 +95,6 @@ def layer_sides(shapes: tuple[tuple[int, int], ...], rows: int) -> dict[str, Cal
         "SDNQ int8 bfloat16": (linears, sdnq),
         "lsq": (linears, lsq.convert),
         "lsq, backward float32": (linears, partial(lsq.convert, quant=floats)),
-        "lsq, backward in halves": (linears, partial(lsq.convert, quant=halves)),
         "lsq bfloat16": (linears, lsq.convert),
         "lsq Conv1D": (conv1d, lsq.convert),
         "lsq Conv1D bfloat16": (conv1d, lsq.convert),

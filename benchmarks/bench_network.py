@@ -1,11 +1,11 @@
 """Step time of every way to average gradients, on two pretended nodes of two processes each, over a
 slow network.
 
-The nodes are network namespaces on this machine, joined by a cable of a limited rate; this needs
-root, `ip` and `tc`. Before and after each measurement the bytes that the network cards have sent
-are read. The model computes next to
-nothing on purpose: `no exchange` is a step without communication. All processes share this
-    machine's cores.
+The nodes are network namespaces on this machine, joined by a cable of a limited rate: each end is a
+veth interface whose outgoing packets pass a token bucket (tc-tbf). Linux, root, `ip` and `tc`
+(iproute2) are needed. Before and after each measurement the bytes that the network cards have sent
+are read. The model computes next to nothing on purpose: `no exchange` is a step without
+communication. All processes share this machine's cores.
 """
 
 import json
@@ -160,7 +160,7 @@ EXACT = "exact"
 """DistributedDataParallel without a hook: an all-reduce in float32."""
 BASELINE = "bf16"
 PROCESSES_PER_NODE = 2
-SIDES = (NO_EXCHANGE, EXACT, "bf16", "gcq", "int8", "int8_hier", "int4_hier")
+SIDES = (NO_EXCHANGE, EXACT, "bf16", "gcq", "int8", "int8_hier")
 TIMEOUT = timedelta(minutes=5)
 """A process that waits longer for another gives up."""
 WORKER_SECONDS = 1800

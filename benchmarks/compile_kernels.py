@@ -44,14 +44,13 @@ from lsq.native.launch import Kernel, Launch
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.gradient_layout import BITS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
-from lsq.ops.grouped_product import FEW_ROWS as FEW_ROWS_OF_GROUPS
 from lsq.ops.grouped_product import GroupedCodes, GroupedProduct
+from lsq.ops.grouped_product_cuda import FEW_ROWS as FEW_ROWS_OF_GROUPS
 from lsq.ops.next_words import NextWords
 from lsq.ops.project import Project
 from lsq.ops.representatives import OPERATIONS
 from lsq.ops.rounding import RoundWeight
-from lsq.ops.sparse_project import MOST_ROWS, SparseProject
-from lsq.ops.sparse_weight import INPUTS, OUTPUTS, SparseWeight
+from lsq.ops.sparse_project import INPUTS, MOST_ROWS, OUTPUTS, SparseProject, SparseWeight
 from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program

@@ -113,7 +113,7 @@ stage_step() {
 # A test that hangs ends its process and is named; the others go on in a new one.
 stage_tests() {
     local options=(-q -p no:cacheprovider --timeout-method thread --session-timeout "$(measuring "$1")")
-    local tests=(tests/{ops,native,emulator,quant,optim,program,run,gemm,layers,dist} tests/serving/decode)
+    local tests=(tests/{ops,native,emulator,quant,optim,program,run,gemm,layers,dist} tests/serving/test_engine_cuda.py)
     options+=(--timeout "$hangs" -m "gpu and not thorough and not slow")
     if [[ -n $rehearse ]]; then
         plant_tests && tests=("$work/planted") options+=(--timeout 10 -n 2)

@@ -28,7 +28,7 @@ from tqdm import tqdm
 import lsq
 from lsq.config import QuantConfig
 from lsq.files import write_folder, write_text
-from lsq.layers.statistics import quantized_tensors
+from lsq.observe import quantized_tensors
 from lsq.text.corpus import read_items
 from lsq.text.numbers import write_numbers
 

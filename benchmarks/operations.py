@@ -244,11 +244,10 @@ def counted(operation: Operation) -> dict[int, tuple[torch.Tensor, int]]:
     limits = operation.limits()
     found = {}
     for leaf in operation.leaves():
-        tensor, holder = leaf.of(operation), operation
+        tensor = leaf.of(operation)
         if tensor is None:
             continue
-        for part in leaf.path[:-1]:
-            holder = getattr(holder, part)
+        holder = leaf.owner(operation)
         if isinstance(holder, Weight) and holder.codes is not None and tensor is holder.values:
             continue
         size = tensor.numel() * tensor.element_size()

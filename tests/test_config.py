@@ -14,7 +14,7 @@ from lsq.config import (
     check_dimension,
     documentation,
 )
-from lsq.config.quantization import CONSTANT, of_this_version
+from lsq.config.earlier import CONSTANT, of_this_version
 
 LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 

@@ -7,8 +7,8 @@ import lsq
 from lsq import dist
 from lsq import models as conversion
 from lsq.layers.memory import release_memory
-from lsq.layers.statistics import quantized_tensors
 from lsq.models import huggingface, sparsity
+from lsq.observe import quantized_tensors
 from lsq.study import measure, sensitivity
 
 

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import lsq
 from lsq.native import sources
@@ -171,22 +173,110 @@ def test_levels_round_alike(build):
     assert not any("fast-math" in flag for flags in build.LEVELS.values() for flag in flags)
 
 
-@needs_compiler
-def test_a_wheel_fits_every_python_and_has_all_libraries_and_sources(build, tmp_path):
-    """Of the libraries that lie in the checkout, which are current; nothing is compiled."""
-    libraries = [f"lsq/native/{name}.so" for name in build.LIBRARIES]
-    (tmp_path / "lib/lsq/native").mkdir(parents=True)
-    for library in libraries:
-        shutil.copy(library, tmp_path / "lib" / library)
-    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", tmp_path]
-    command += ["build", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
-    command += ["bdist_wheel", "--bdist-dir", tmp_path / "wheel", "--dist-dir", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel with the libraries of the checkout, which are current; nothing is compiled."""
+    folder = tmp_path_factory.mktemp("wheel")
+    (folder / "lib/lsq/native").mkdir(parents=True)
+    for library in ROOT.glob("lsq/native/*.so"):
+        shutil.copy(library, folder / "lib/lsq/native")
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", folder]
+    command += ["build", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
+    command += ["bdist_wheel", "--bdist-dir", folder / "wheel", "--dist-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "compiling" not in done.stdout, done.stderr
-    [path] = tmp_path.glob("*.whl")
-    assert path.name.startswith(f"lsq_int8-{lsq.__version__}-py3-none-linux_")
+    [path] = folder.glob("*.whl")
+    return path
+
+
+@needs_compiler
+def test_a_wheel_fits_every_python_and_has_all_libraries_and_sources(build, wheel):
+    assert wheel.name.startswith(f"lsq_int8-{lsq.__version__}-py3-none-linux_")
     kinds = (".py", ".h", ".cu", ".cuh", ".cpp", ".json", ".html")
-    sources = [str(path) for path in Path("lsq").rglob("*") if path.suffix in kinds]
-    with zipfile.ZipFile(path) as wheel:
-        assert set(wheel.namelist()) >= {*libraries, *sources}
-        assert all(wheel.read(library) == Path(library).read_bytes() for library in libraries)
+    wanted = {str(path) for path in Path("lsq").rglob("*") if path.suffix in kinds}
+    libraries = [f"lsq/native/{name}.so" for name in build.LIBRARIES]
+    with zipfile.ZipFile(wheel) as content:
+        assert set(content.namelist()) >= {*libraries, *wanted}
+        assert all(content.read(library) == Path(library).read_bytes() for library in libraries)
+
+
+REQUIRED = (
+    *("torch", "torchgen", "functorch", "numpy", "numpy.libs", "safetensors", "filelock", "tqdm"),
+    *("sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "typing_extensions.py"),
+    *("setuptools", "_distutils_hack"),
+)
+"""lsq's required packages, and what PyTorch requires, in a folder of packages."""
+STEP = """
+import sys, torch, lsq
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+assert str(lsq.convert(model)).startswith("2 of 2 linear layers run in int8"), lsq.__file__
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+before = model[0].weight.detach().clone()
+model(torch.randn(32, 64)).square().mean().backward()
+optimizer.step()
+assert not torch.equal(model[0].weight, before)
+lsq.monitor(model)
+lsq.revert(model)
+from lsq import dist, models, optim
+from lsq.native import loader
+print(loader.description())
+print(lsq.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Callable[..., subprocess.CompletedProcess]:
+    """installed(*arguments): runs Python in an empty environment, which has the wheel and what lsq
+    requires, in an empty folder."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    [packages] = folder.glob("venv/lib/python*/site-packages")
+    here = Path(torch.__file__).parents[1]
+    for name in REQUIRED:
+        (packages / name).symlink_to(here / name)
+    with zipfile.ZipFile(wheel) as content:
+        content.extractall(packages)
+    (folder / "empty").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [folder / "venv/bin/python", *arguments],
+            cwd=folder / "empty",
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+@needs_compiler
+def test_a_wheel_alone_converts_and_trains(installed):
+    done = installed("-c", STEP)
+    assert done.returncode == 0, done.stderr
+    library, file = done.stdout.splitlines()[-2:]
+    assert "C++" in library and "site-packages" in file
+    for command in (["-m", "lsq", "user-dir"], ["-m", "lsq", "plan", "--help"]):
+        assert installed(*command).returncode == 0
+    done = installed("-m", "lsq", "numbers")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "lsq numbers: error: this command needs fairseq-fixed, sacrebleu, sentencepiece, num2words,"
+        " matplotlib, tabulate, tensorboard, which are not installed: pip install "
+    )
+    done = installed("-c", "import lsq; lsq.Translator('x.safetensors')")
+    assert "FileNotFoundError" in done.stderr
+    draw = "from lsq.commands.losses import draw_losses; draw_losses({}, 'x.png', '')"
+    assert "needs matplotlib" in installed("-c", draw).stderr
+    callback = "from lsq.models.huggingface import LsqCallback"
+    assert "LsqCallback needs transformers, accelerate" in installed("-c", callback).stderr
+
+
+@pytest.mark.thorough
+@needs_compiler
+def test_a_wheel_alone_emulates_kernels(installed):
+    """Headers and kernels are inside."""
+    code = "from lsq.run.backends import backend; print(backend('emulated').name)"
+    done = installed("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from lsq.commands import stages, text_run, train_text
-from lsq.commands.child import run_lsq
+from lsq.commands.interruption import run_lsq
 from lsq.commands.losses import LOSSES, LossCurve, read_losses
-from lsq.commands.options import HelpFormatter, is_given, one_line_errors, positive
+from lsq.commands.options import command_parser, is_given, positive
 from lsq.commands.prepare import say
 from lsq.commands.stages import Stage
 from lsq.commands.train import ARCHITECTURE
@@ -55,23 +55,18 @@ class Side:
 
 def parser() -> ArgumentParser:
     """The command line of `lsq compare`, without what it shares with `lsq train-text`."""
-    made = ArgumentParser(
-        prog="lsq compare",
-        description=(
-            "Train the same model in float32 and in int8 from the same initial weights, on the same"
-            " batches and dropout"
-            " masks, and print the differences of their losses beside those of float32 against"
-            " itself. The options of"
-            " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same"
-            " command again to"
-            " continue after an interruption, or with old and new seeds together: only the new ones"
-            " are trained."
-        ),
+    made = command_parser(
+        "compare",
+        "Train the same model in float32 and in int8 from the same initial weights, on the same"
+        " batches and dropout"
+        " masks, and print the differences of their losses beside those of float32 against"
+        " itself. The options of"
+        " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same"
+        " command again to"
+        " continue after an interruption, or with old and new seeds together: only the new ones"
+        " are trained.",
         epilog="`lsq train-text --help` lists the options of a training.",
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
     )
-    one_line_errors(made)
     made.add_argument(
         "--seeds",
         type=seed,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import check_writable, one_line_errors
+from lsq.commands.options import check_writable, command_parser, one_line_errors
 from lsq.commands.tune import gpu_trials
 from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
@@ -23,13 +23,10 @@ TEXTS = ("op", "layout", "types", "date", "run as")
 
 def parser() -> ArgumentParser:
     """The command line of `lsq configs`."""
-    result = ArgumentParser(
-        prog="lsq configs",
-        description="Files that say how each matrix product runs fastest on one device; `lsq tune`"
-        " makes them.",
-        allow_abbrev=False,
+    result = command_parser(
+        "configs",
+        "Files that say how each matrix product runs fastest on one device; `lsq tune` makes them.",
     )
-    one_line_errors(result)
     actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="all files, and whether they are used here")
     showing = actions.add_parser("show", help="the content of a file")

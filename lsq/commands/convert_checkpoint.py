@@ -1,23 +1,20 @@
 """`lsq convert-checkpoint`: a checkpoint of one number format as one of another."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lsq import files
 from lsq.commands import interruption
-from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
+from lsq.commands.options import command_parser, is_part_of, replaces
 from lsq.config import QuantConfig, documentation
 from lsq.files.lock import locked_file
 from lsq.layers.clip_format import FIELDS, option
 
 CHANGEABLE = (*FIELDS, "gradient_format", "clip_init")
-"""Fields of QuantConfig.
-
-Some say nothing about what clips mean: what gradients are rounded to, which must go with the other
-    formats, and how clips are measured, which they are not where they were fixed.
-"""
+"""Fields of QuantConfig: what clips mean, what gradients are rounded to, which must fit the other
+formats, and how clips are measured that were fixed."""
 DESCRIPTION = """
 Make a checkpoint that was trained in one number format into one of another, to train on with or to
 translate with. Clips of weights are measured anew for it. Those of activations stay; where their
@@ -27,14 +24,8 @@ format changes, the next pass measures them. The checkpoint itself is not change
 
 def parser() -> ArgumentParser:
     """The command line of `lsq convert-checkpoint`."""
-    made = ArgumentParser(
-        prog="lsq convert-checkpoint",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
-    one_line_errors(made)
-    made.add_argument(
+    parser = command_parser("convert-checkpoint", DESCRIPTION)
+    parser.add_argument(
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
@@ -42,17 +33,17 @@ def parser() -> ArgumentParser:
         " transformers with"
         " lsq.safetensors in it",
     )
-    made.add_argument(
+    parser.add_argument(
         "--output", type=Path, required=True, metavar="PATH", help="the file or folder to write"
     )
-    made.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     texts = documentation(QuantConfig)
     for field in fields(QuantConfig):
         if field.name in CHANGEABLE:
-            made.add_argument(
+            parser.add_argument(
                 option(field.name), type=field.type, help=texts[field.name].replace("%", "%%")
             )
-    return made
+    return parser
 
 
 def run(arguments: list[str]) -> int:
@@ -63,82 +54,56 @@ def run(arguments: list[str]) -> int:
         OSError: it cannot be written.
         Interrupted: SIGTERM or SIGHUP.
     """
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     changes = {
-        name: getattr(given, name) for name in CHANGEABLE if getattr(given, name) is not None
+        name: getattr(options, name) for name in CHANGEABLE if getattr(options, name) is not None
     }
     if not changes:
         raise ValueError(f"say what shall be another: {', '.join(map(option, CHANGEABLE))}")
     QuantConfig(**changes)  # refuses what is not allowed before anything is read
-    check_output(given)
-    with interruption.raised(), locked_file(given.output, "choose another --output"):
-        said = (
-            convert_folder(given, changes)
-            if given.checkpoint.is_dir()
-            else convert_file(given, changes)
-        )
-    print(f"{given.output}: {said}")
+    check_output(options.checkpoint, options.output, options.overwrite)
+    with interruption.raised(), locked_file(options.output, "choose another --output"):
+        convert = convert_folder if options.checkpoint.is_dir() else convert_file
+        outcome = convert(options.checkpoint, options.output, changes)
+    print(f"{options.output}: {outcome}")
     return 0
 
 
-def check_output(given: Namespace) -> None:
+def check_output(checkpoint: Path, output: Path, overwrite: bool) -> None:
     """Make sure that --output may be written.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it may not, or what is converted is a folder around a checkpoint; with what to
-            do.
+        ValueError: it may not, or the checkpoint is a folder around one; says what to do.
     """
-    output = given.output
-    if not given.checkpoint.exists():
-        raise FileNotFoundError(2, "is not there", str(given.checkpoint))
-    trained = given.checkpoint / "model" / "checkpoint_best.pt"
+    if not checkpoint.exists():
+        raise FileNotFoundError(2, "is not there", str(checkpoint))
+    trained = checkpoint / "model" / "checkpoint_best.pt"
     if trained.is_file():
         raise ValueError(
-            f"{given.checkpoint} is the folder of a training; give its checkpoint, {trained}"
+            f"{checkpoint} is the folder of a training; give its checkpoint, {trained}"
         )
-    if is_part_of(given.checkpoint, [output]) or is_part_of(output, [given.checkpoint]):
+    if is_part_of(checkpoint, [output]) or is_part_of(output, [checkpoint]):
         raise ValueError(f"--output {output} is what is converted, or part of it; choose another")
-    if replaces(output, given.overwrite) and output.is_dir() != given.checkpoint.is_dir():
+    if replaces(output, overwrite) and output.is_dir() != checkpoint.is_dir():
         raise ValueError(
-            f"--output {output} is there, and of another kind than {given.checkpoint}; choose"
-            " another"
+            f"--output {output} is there, and of another kind than {checkpoint}; choose another"
         )
 
 
-def convert_file(given: Namespace, changes: dict[str, Any]) -> str:
-    """Convert a checkpoint of fairseq.
-
-    Returns:
-        What was done, to be shown.
-    """
+def convert_file(checkpoint: Path, output: Path, changes: dict[str, Any]) -> str:
+    """Convert a checkpoint of fairseq, and say what was done."""
     import torch
 
     from lsq.fairseq.other_format import converted
 
-    found = converted(given.checkpoint, changes)
-    files.write(given.output, lambda file: torch.save(found.state, file))
-    return f"{told(found.weights, found.activations_due)}; {found.optimizer}"
+    result = converted(checkpoint, changes)
+    files.write(output, lambda file: torch.save(result.state, file))
+    return f"{result.measured}; {result.optimizer}"
 
 
-def convert_folder(given: Namespace, changes: dict[str, Any]) -> str:
-    """Convert a folder of transformers.
+def convert_folder(folder: Path, output: Path, changes: dict[str, Any]) -> str:
+    """Convert a folder of transformers, and say what was done."""
+    from lsq.models import huggingface
 
-    Returns:
-        What was done, to be shown.
-    """
-    from lsq.models.huggingface.other_format import convert_folder
-
-    return told(*convert_folder(given.checkpoint, given.output, changes))
-
-
-def told(weights: int, activations_due: bool) -> str:
-    """What became of clips."""
-    due = "are measured in the next pass, a training's: nothing is translated before"
-    activations = due if activations_due else "are kept"
-    measured = (
-        f"clips of {weights} weights are measured anew"
-        if weights
-        else "no weight has a clip in this format"
-    )
-    return f"{measured}, those of activations {activations}"
+    return str(huggingface.convert_folder(folder, output, changes))

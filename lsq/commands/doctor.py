@@ -75,7 +75,7 @@ class ProductCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `lsq doctor` found."""
+    """What this machine has and can do."""
 
     version: str
     python: str
@@ -117,8 +117,7 @@ class Report:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What the user can do about what was found, most important first; empty when there is
-        nothing to do."""
+        """Recommendations to the user, most important first."""
         advice = []
         if not self.product.exact:
             advice.append(
@@ -150,9 +149,8 @@ class Report:
         elif self.product.speedup < 1 and not self.on_gpu:
             advice.append(
                 f"int8 products take {1 / self.product.speedup:.1f} times as long as those of"
-                " float32 here: `lsq tune` "
-                "may find faster ones. Run this again when nothing else runs; if it stays so, train"
-                " in floats here."
+                " float32 here. Run this again when nothing else runs; if it stays so, train in"
+                " floats here."
             )
         return tuple(advice)
 
@@ -257,7 +255,7 @@ def report() -> Report:
 
 
 def kernel_name() -> str:
-    """What multiplies int8 on this CPU where nothing is tuned, for people."""
+    """Name of the int8 product on this CPU where nothing is tuned."""
     try:
         fastest, *_ = (*tiles.usable(), None)
     except (LibraryError, OSError):
@@ -439,8 +437,7 @@ def trained() -> list[Program]:
 
 
 def turning(config: LayerConfig) -> LayerConfig:
-    """The same with grouped queries, norms of heads, rotary embeddings, a window and biases by
-    distance."""
+    """Add grouped queries, norms of heads, rotary embeddings, a window and biases by distance."""
     return replace(
         config,
         kv_heads=1,
@@ -467,7 +464,7 @@ def checks() -> Iterator[OperationCheck]:
         finishing = [
             operation for operation in program.operations if isinstance(operation, FinishSums)
         ]
-        sums = {one.parts: one for operation in finishing for one in operation.found}
+        sums = {one.parts: one for operation in finishing for one in operation.sums}
         for operation in (*weights, *program.operations):
             expected, found = (_run(name, operation, values) for name in ("reference", "emulated"))
             values.update(zip(operation.outputs, expected, strict=True))

@@ -12,7 +12,7 @@ from lsq.dist import attempts
 from lsq.fairseq import architectures
 
 ARCHITECTURE = "lsq_transformer"
-"""What is trained unless something else is said."""
+"""Default architecture."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ONE_MACHINE = (
     "--rdzv-backend",

@@ -138,7 +138,7 @@ def check_training(args: Namespace) -> None:
 
 
 def _literal(text: object) -> object:
-    """What an option says that fairseq evaluates as Python, or None."""
+    """Value of an option that fairseq evaluates as Python, or None."""
     try:
         return ast.literal_eval(text) if isinstance(text, str) else text
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -1,5 +1,5 @@
-"""What reaches the screen: fairseq's log without the noise of its imports and its use of other
-libraries."""
+"""Choose what reaches the screen: fairseq's log without the noise of its imports and its use of
+other libraries."""
 
 import contextlib
 import logging

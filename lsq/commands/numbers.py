@@ -14,9 +14,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lsq.commands import device, stages, text_run, train_text, training_options
-from lsq.commands.child import run_lsq
+from lsq.commands.interruption import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
-from lsq.commands.options import HelpFormatter, check_writable, one_line_errors, positive
+from lsq.commands.options import check_writable, command_parser, positive
 from lsq.commands.prepare import Prepared, say, text_option
 from lsq.commands.stages import Stage
 from lsq.commands.step_memory import step_memory
@@ -55,20 +55,15 @@ MOST_THREADS = 8
 
 def parser() -> ArgumentParser:
     """The command line of `lsq numbers`."""
-    made = ArgumentParser(
-        prog="lsq numbers",
-        description=(
-            "Train two small translators of English number names into German, one in float32 and"
-            " then one in int8, with"
-            " the same data, options, seed and threads; compare their speed, their memory and their"
-            " translations of"
-            " numbers that neither has seen. Run the same command again to continue after an"
-            " interruption."
-        ),
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
+    made = command_parser(
+        "numbers",
+        "Train two small translators of English number names into German, one in float32 and"
+        " then one in int8, with"
+        " the same data, options, seed and threads; compare their speed, their memory and their"
+        " translations of"
+        " numbers that neither has seen. Run the same command again to continue after an"
+        " interruption.",
     )
-    one_line_errors(made)
     made.add_argument(
         "--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write"
     )

@@ -1,4 +1,4 @@
-"""What the command lines of several subcommands share."""
+"""Parts of command lines that several subcommands share."""
 
 import argparse
 import difflib

@@ -1,5 +1,4 @@
-"""`lsq plan`: place the buffers of a file, or of a training step, so that they need as little
-memory as possible."""
+"""`lsq plan`: choose offsets for the buffers of a file or of a training step, with a small peak."""
 
 import contextlib
 from argparse import ArgumentParser, Namespace
@@ -9,8 +8,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lsq.commands.options import (
-    HelpFormatter,
     check_writable,
+    command_parser,
     count,
     one_line_errors,
     positive,
@@ -31,67 +30,61 @@ TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".s
 
 def parser(of_file: bool = True) -> ArgumentParser:
     """The command line of `lsq plan` for a file, or for a training step."""
-    made = ArgumentParser(
-        prog="lsq plan",
-        description=(
-            "Choose offsets for buffers, so that those that are alive at the same time do not"
-            " overlap, and say how"
-            " much memory they need and why. The plan is checked before it is shown. The buffers"
-            " come from a file, or"
-            " from a training step: lsq plan --arch lsq_transformer_wmt_en_de --max-tokens 4096"
-            " --max-source-positions 256 --max-target-positions 256, with any options of lsq train:"
-            " --lsq-device cuda plans for a GPU, without one."
-        ),
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
+    result = command_parser(
+        "plan",
+        "Choose offsets for buffers, so that those that are alive at the same time do not overlap,"
+        " and say how much memory they need and why. The plan is checked before it is shown. The"
+        " buffers come from a file, or from a training step: lsq plan --arch"
+        " lsq_transformer_wmt_en_de --max-tokens 4096 --max-source-positions 256"
+        " --max-target-positions 256, with any options of lsq train: --lsq-device cuda plans for a"
+        " GPU, without one.",
     )
-    one_line_errors(made)
     columns = "id,lower,upper,size[,alignment][,offset]; alive on [lower, upper)"
     if of_file:
-        made.add_argument(
+        result.add_argument(
             "file", type=Path, metavar="FILE.csv", help=f"{columns}; or give --arch NAME instead"
         )
-        made.add_argument(
+        result.add_argument(
             "--align",
             type=positive,
             default=1,
             metavar="N",
             help="alignment where the file gives none",
         )
-    made.add_argument("--arch", metavar="NAME", help="plan a training step of this architecture")
-    made.add_argument(
+    result.add_argument("--arch", metavar="NAME", help="plan a training step of this architecture")
+    result.add_argument(
         "--vocabulary-size",
         type=count,
         default=32000,
         metavar="N",
         help="joined vocabulary, with --arch",
     )
-    made.add_argument(
+    result.add_argument(
         "--output",
         type=Path,
         metavar="PLAN",
         help="write id,offset,segment; or all of the plan, if it ends in .json",
     )
-    made.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
-    made.add_argument(
+    result.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
+    result.add_argument(
         "--capacity", type=positive, metavar="BYTES", help="what one segment should keep to"
     )
-    made.add_argument(
+    result.add_argument(
         "--time-limit", type=seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact"
     )
-    made.add_argument(
+    result.add_argument(
         "--cap", type=positive, metavar="BYTES", help="plan segments of at most this size"
     )
-    made.add_argument(
+    result.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)"
     )
-    made.add_argument("--quiet", action="store_true", help="no progress bar")
-    return made
+    result.add_argument("--quiet", action="store_true", help="no progress bar")
+    return result
 
 
 @contextlib.contextmanager
 def _progress(given: Namespace) -> Iterator[Callable[[int], None]]:
-    """Within this context, what to call with the number of positions that the search has tried."""
+    """Within this context, the `progress` of `plan`."""
     hidden = given.quiet or given.method != "exact"
     with tqdm(
         desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden or None
@@ -99,25 +92,25 @@ def _progress(given: Namespace) -> Iterator[Callable[[int], None]]:
         yield lambda tried: bar.update(tried - bar.n)
 
 
-def report(buffers: list[Buffer], made: Plan) -> str:
-    """What the plan needs, and why, for people."""
+def report(buffers: list[Buffer], plan: Plan) -> str:
+    """The memory of a plan and its reasons, for people."""
     lines = [
         f"buffers      {len(buffers)}",
-        f"peak         {made.peak} bytes ({made.peak / 2**20:.1f} MiB)",
-        f"lower bound  {made.lower_bound} bytes",
-        f"gap          {made.gap:.4%}",
-        f"method       {made.method}",
-        f"time         {made.seconds * 1000:.1f} ms",
+        f"peak         {plan.peak} bytes ({plan.peak / 2**20:.1f} MiB)",
+        f"lower bound  {plan.lower_bound} bytes",
+        f"gap          {plan.gap:.4%}",
+        f"method       {plan.method}",
+        f"time         {plan.seconds * 1000:.1f} ms",
     ]
-    if made.capacity_met is not None:
-        lines.append(f"capacity     {'met' if made.capacity_met else 'not met'}")
-    lines.append(f"segments     {len(made.used)}, together {sum(made.capacities)} bytes")
+    if plan.capacity_met is not None:
+        lines.append(f"capacity     {'met' if plan.capacity_met else 'not met'}")
+    lines.append(f"segments     {len(plan.used)}, together {sum(plan.capacities)} bytes")
     for segment, (used, capacity) in enumerate(
-        zip(made.used[:SHOWN], made.capacities, strict=False)
+        zip(plan.used[:SHOWN], plan.capacities, strict=False)
     ):
         lines.append(f"  {segment:3}  {used} bytes used of {capacity}")
-    lines += _more(len(made.used))
-    time, alive = alive_at_peak(buffers, made)
+    lines += _more(len(plan.used))
+    time, alive = alive_at_peak(buffers, plan)
     lines.append(f"alive at operation {time}, where most bytes are: {len(alive)} buffers")
     lines += [
         f"  {buffer.size:14}  {buffer.name}  ({buffer.first} to {buffer.last})"
@@ -137,7 +130,7 @@ def _check_outputs(given: Namespace) -> None:
 
 
 def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
-    """The options, and what is to be planned."""
+    """The options, and the buffers to plan."""
     if not any(argument.partition("=")[0] == "--arch" for argument in arguments):
         given = parser().parse_args(arguments)
         _check_outputs(given)
@@ -190,7 +183,7 @@ def run(arguments: list[str]) -> int:
     """
     given, buffers = _buffers(arguments)
     with _progress(given) as progress:
-        made = plan(
+        result = plan(
             buffers,
             method=given.method,
             capacity=given.capacity,
@@ -198,10 +191,10 @@ def run(arguments: list[str]) -> int:
             cap=given.cap,
             progress=progress,
         )
-    print(report(buffers, made))
+    print(report(buffers, result))
     if given.output is not None:
         write = save_plan if given.output.suffix == ".json" else write_plan
-        write(made, given.output)
+        write(result, given.output)
     if given.plot is not None:
-        draw(buffers, made, given.plot)
+        draw(buffers, result, given.plot)
     return 0

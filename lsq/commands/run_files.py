@@ -18,7 +18,7 @@ TRANSLATION = "translation"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a trained model lies.
+    """Files of a trained model.
 
     Raises:
         FileNotFoundError: a file or folder is not there.
@@ -43,7 +43,7 @@ class Source:
 
 
 def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> Source:
-    """Where the model that `path` names lies.
+    """Find the files of the model that `path` names.
 
     Args:
         path: a checkpoint, whose `data` are needed; a run of `lsq train-text`, output/name; or

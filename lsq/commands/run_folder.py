@@ -11,14 +11,15 @@ from lsq.commands.prepare import Prepared
 from lsq.commands.run_files import TRANSLATION
 from lsq.commands.stages import Stage
 from lsq.commands.train import CHECKPOINT
-from lsq.fairseq import gradient_state
 from lsq.fairseq.checkpoint import LAST
-from lsq.fairseq.compatibility.loading import updates_of
+from lsq.fairseq.compatibility.checkpoints import updates_of
 
 NAME = re.compile(r"\w[\w.+=@,-]*")
 RESERVED = ("text", "vocabulary", "data", "numbers")
 """Folders of an output folder that are not runs."""
 STAGE = "run"
+RESIDUALS = re.compile(r"checkpoint_last\.gradients-rank-(\d+)-of-(\d+)\.safetensors")
+"""Files that error feedback of version 0.1 wrote."""
 UPDATES = "--max-update"
 """In the key of a model: how many updates are wanted, to which it is not bound."""
 SOURCES = ("--lsq-from", "--finetune-from-model", "--restore-file")
@@ -68,7 +69,7 @@ class RunFolder:
     @property
     def model(self) -> Stage:
         """The training."""
-        makes = (CHECKPOINT, gradient_state.OF_ANY, LOSSES, "train.log", "crash.pt")
+        makes = (CHECKPOINT, RESIDUALS, LOSSES, "train.log", "crash.pt")
         return Stage(name="model", folder=self.path / "model", makes=makes)
 
     @property

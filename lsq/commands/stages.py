@@ -21,7 +21,7 @@ MARKER = "lsq-stage.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """What a stage leaves in its folder.
+    """Marker that a stage leaves in its folder.
 
     Raises:
         ValueError: a field is of another type.
@@ -42,7 +42,7 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """What a stage left in a folder, or None.
+    """Read the marker of a stage, or None.
 
     Raises:
         ValueError: it is damaged.
@@ -191,7 +191,7 @@ def run_stage(
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """What differs between two keys, one readable entry each: "--lr: 0.1 before, 0.2 now".
+    """List the differences of two keys, one readable entry each: "--lr: 0.1 before, 0.2 now".
 
     Of a text, {"file": where it was read from, "sha256": of its content}, only the content counts.
     """

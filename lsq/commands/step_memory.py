@@ -18,7 +18,7 @@ from lsq.memory.kept import nothing_kept
 def saved_tensors(
     forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]
 ) -> Counter:
-    """What autograd keeps when `forward` runs: every storage once, parameters left out.
+    """Bytes that autograd keeps when `forward` runs: every storage once, without parameters.
 
     Args:
         forward: returns the tensor on which backward() would be called.
@@ -62,7 +62,7 @@ def traced_peak(run: Callable[[], object]) -> int:
 
 
 def peak_on_gpu(run: Callable[[], object]) -> int:
-    """The same of PyTorch's allocator on the current GPU."""
+    """Peak of PyTorch's allocator on the current GPU, in bytes."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()

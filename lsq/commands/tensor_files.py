@@ -79,9 +79,9 @@ def _of_torch(path: Path) -> object:
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise _damaged(path, error) from None
     try:
-        from lsq.fairseq.compatibility import loading  # takes seconds
+        from lsq.fairseq.compatibility import checkpoints  # takes seconds
 
-        loading.register_types()
+        checkpoints.register_types()
         return torch.load(path, **options)
     except ModuleNotFoundError:
         raise ValueError(

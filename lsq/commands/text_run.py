@@ -27,7 +27,7 @@ from lsq.commands.run_files import BEST
 from lsq.commands.run_folder import UPDATES, RunFolder
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.fairseq.checkpoint import LAST
-from lsq.fairseq.compatibility.loading import updates_of
+from lsq.fairseq.compatibility.checkpoints import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.fairseq.memory import made_up_dictionary
 from lsq.files.lock import locked_folder
@@ -43,7 +43,7 @@ them."""
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What to train and how to translate."""
+    """Options of a training and its translation."""
 
     given: Namespace
     """The options of `lsq train-text`, a name of the run among them."""
@@ -110,7 +110,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
 
 
 def key_of(prepared: Prepared, options: RunOptions) -> dict:
-    """What the run is bound to."""
+    """Key of the run: options that its results depend on."""
     return {**prepared.settings, **training_options.bound(options.training, options.extra)}
 
 

@@ -26,9 +26,9 @@ from lsq.commands.options import HELP, HelpFormatter, check_writable, one_line_e
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
-from lsq.fairseq import architectures, save_folder
+from lsq.fairseq import architectures
 from lsq.fairseq.checkpoint import LAST
-from lsq.fairseq.compatibility import replaced
+from lsq.fairseq.compatibility import checkpoints, replaced
 from lsq.fairseq.language_model import TASK as LANGUAGE_MODELING
 from lsq.files import check_name
 
@@ -210,7 +210,7 @@ def writing_alone(cfg: DictConfig) -> Iterator[None]:
         try:
             yield
         finally:
-            save_folder.release()
+            checkpoints.release_folder()
 
 
 @contextlib.contextmanager

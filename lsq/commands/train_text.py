@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lsq.commands import device, small_text, training_options
-from lsq.commands.options import HelpFormatter, check_writable, one_line_errors, positive
+from lsq.commands.options import check_writable, command_parser, positive
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.run_folder import check_data, check_name
 from lsq.commands.text_run import RunOptions
@@ -35,14 +35,7 @@ once.
 
 def parser() -> ArgumentParser:
     """The command line of `lsq train-text`."""
-    made = ArgumentParser(
-        prog="lsq train-text",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
-    )
-    one_line_errors(made)
+    made = command_parser("train-text", DESCRIPTION, epilog=EPILOG)
     files = made.add_argument_group("text")
     files.add_argument(
         "--src", type=Path, required=True, metavar="FILE", help="source sentences, one a line"

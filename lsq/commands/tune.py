@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors, seconds
+from lsq.commands.options import check_writable, command_parser, count, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, device
@@ -37,19 +37,14 @@ NOT_ON_CPUS = (
 
 def parser() -> ArgumentParser:
     """The command line of `lsq tune`, up to fairseq's options."""
-    result = ArgumentParser(
-        prog="lsq tune",
-        description=(
-            "Try the ways to run each matrix product on this GPU, and write the fastest into a file"
-            " that trainings and translations here use by themselves. Every way is checked against"
-            " exact arithmetic first. Stop it whenever you like: the file has all finished"
-            " products, and the same command goes on with the rest. Products of CPUs are not tuned:"
-            " they run by a rule."
-        ),
-        allow_abbrev=False,
-        formatter_class=HelpFormatter,
+    result = command_parser(
+        "tune",
+        "Try the ways to run each matrix product on this GPU, and write the fastest into a file"
+        " that trainings and translations here use by themselves. Every way is checked against"
+        " exact arithmetic first. Stop it whenever you like: the file has all finished"
+        " products, and the same command goes on with the rest. Products of CPUs are not tuned:"
+        " they run by a rule.",
     )
-    one_line_errors(result)
     what = result.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
     what.add_argument(
         "--arch",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lsq import extras
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.product_key import MATMUL, REQUESTS
+from lsq.gemm.product_key import MATMUL, OPERATIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def draw(file: ConfigurationFile, path: Path) -> None:
 def _panel(
     axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
 ) -> None:
-    for number, op in enumerate((*REQUESTS, MATMUL)):
+    for number, op in enumerate((*OPERATIONS, MATMUL)):
         chosen = [entry for entry in entries if entry.key.op == op]
         if not chosen:
             continue

@@ -18,19 +18,18 @@ NORMS = ("layer", "rms")
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """How queries and keys turn by their places (RoFormer, Su et al. 2021), in halves as Llama's:
-    lsq.ops.rotation."""
+    """Rotary position embeddings (RoFormer, Su et al. 2021), in halves as Llama's."""
 
     places: int
-    """Words of the longest sentence."""
+    """Tokens of the longest sequence."""
     base: float = 10000.0
     """Column i of R / 2 turns by place * base ** (-2 i / R)."""
     width: int | None = None
-    """R, columns of a head that turn, the first ones; None: all."""
+    """R, the first columns of a head, which are rotated; None: all."""
     frequencies: tuple[float, ...] | None = None
-    """In the place of base ** (-2 i / R), as models have them whose sentences were lengthened."""
+    """Replace base ** (-2 i / R), in models for longer sequences; None: they do not."""
     factor: float = 1.0
-    """Of all cosines and sines (YaRN, Peng et al. 2023)."""
+    """Factor of all cosines and sines (YaRN, Peng et al. 2023)."""
 
     def __post_init__(self) -> None:
         require_whole("places", self.places)
@@ -95,9 +94,9 @@ class Adapter:
     weight: str
     """The name of the weight in the layer."""
     rank: int
-    """Of all of them together, where the weight stands for several."""
+    """Rank, summed over the projections that the weight joins."""
     dropout: float = 0.0
-    """Of what they read."""
+    """Dropout of their inputs."""
 
     def __post_init__(self):
         require_share("dropout", self.dropout)
@@ -119,16 +118,16 @@ class LayerConfig:
     head_width: int | None = None
     """Columns of a head; None: hidden / heads."""
     softmax_scale: float | None = None
-    """What a product of query and key counts in a score; None: head_width ** -0.5."""
+    """Softmax scale. Default: head_width ** -0.5."""
     window: int | None = None
-    """Of the words up to its own, how many a word sees in causal self-attention; None: all."""
+    """Tokens, its own included, that a token sees in causal self-attention; None: all before."""
     rotary: Rotary | None = None
-    """How queries and keys of self-attention turn; None: they do not."""
+    """Rotary embeddings of queries and keys of self-attention; None: none."""
     qk_norm: float | None = None
     """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it;
     None: there is none."""
     relative_bias: RelativeBias | None = None
-    """What scores of self-attention get for the distance of key and query; None: nothing."""
+    """Bias of self-attention scores by the distance of key and query; None: none."""
     feed_forward: int
     """Inner width of the feed-forward block, F."""
     dropout: float = 0.0
@@ -154,9 +153,9 @@ class LayerConfig:
     norm: str = "layer"
     """"layer" (LayerNorm, as fairseq has it) or "rms" (RMSNorm, which has no bias)."""
     layer_norm_epsilon: float = 1e-5
-    """Of either norm."""
+    """Epsilon of either norm."""
     adapters: tuple[Adapter, ...] = ()
-    """Of its weights, if they have any."""
+    """LoRA adapters of its weights."""
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:
@@ -209,15 +208,15 @@ class LayerConfig:
 
     @property
     def head_columns(self) -> int:
-        """Of a head."""
+        """Columns of a head."""
         return self.hidden // self.heads if self.head_width is None else self.head_width
 
     @property
     def query_columns(self) -> int:
-        """Of all heads of queries."""
+        """Columns of all heads of queries."""
         return self.heads * self.head_columns
 
     @property
     def key_columns(self) -> int:
-        """Of all heads of keys, and of all heads of values."""
+        """Columns of all heads of keys, and of all heads of values."""
         return self.of_keys * self.head_columns

@@ -1,15 +1,15 @@
 """How tensors become integers, or values of other formats."""
 
 import re
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cached_property, partial, wraps
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import ClassVar
 
 from lsq.config.checks import require_choice
+from lsq.config.earlier import CONSTANT, accept, of_this_version
 from lsq.quant import (
     CALIBRATIONS,
     CLIP_GRADIENTS,
@@ -29,19 +29,8 @@ GRANULARITIES = ("tensor", "channel")
 CLIPS = ("auto", "absmax", "learned")
 ONLY_LEARNED = {"clip_init": "mse", "weight_granularity": "channel", "clip_gradient": "pact"}
 """Fields that say how clips are measured and learn, and their defaults."""
-CONSTANT = {
-    "calibration_passes": 4096,
-    "clip_step": 0.002,
-    "percentile": 99.99,
-    "weight_clip": 1.0,
-    "activation_clip": 16.0,
-    "backward_dtype": "float32",
-}
-"""Fields of version 0.1 that cannot be chosen any more, and their values."""
-RENAMED = {"weight_init": "clip_init", "activation_init": "clip_init"}
-"""Fields of version 0.1 -> what they are now."""
 Names = Mapping[str, Sequence[str]]
-"""What a part of a model calls a tensor -> its names in the state dict of the part."""
+"""Name of a tensor within a part of a model -> its names in the state dict of the part."""
 Fitted = dict[str, dict[str, set[str]]]
 """Names of fields of QuantConfig -> patterns that fit a tensor -> formats of all that they fit."""
 FAST_FORMATS = {
@@ -51,7 +40,7 @@ FAST_FORMATS = {
 }
 """Field of QuantConfig -> formats that products read as they are."""
 UNROUNDED = "float32"
-"""What is not rounded."""
+"""Name of the format of tensors that are not rounded."""
 
 
 def check_format(fast: Collection[str], name: str) -> None:
@@ -72,66 +61,7 @@ def check_format(fast: Collection[str], name: str) -> None:
         ) from None
 
 
-def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of QuantConfig, some of them by their names of version 0.1, with a warning for each.
-
-    Raises:
-        ValueError: a field that is constant now has another value, or two that are one now differ.
-    """
-    fields = {name: value for name, value in given.items() if name not in {*CONSTANT, *RENAMED}}
-    for name in CONSTANT.keys() & given.keys():
-        if given[name] != CONSTANT[name]:
-            raise ValueError(
-                f"{name} is {given[name]!r}, but it is always {CONSTANT[name]!r} now: leave it out"
-            )
-        _warn(f"{name} is always {CONSTANT[name]!r} now: leave it out")
-    for name in RENAMED.keys() & given.keys():
-        now = RENAMED[name]
-        if fields.setdefault(now, given[name]) != given[name]:
-            raise ValueError(
-                f"{' and '.join(sorted(RENAMED.keys() & given.keys()))} are {now} now, which is"
-                f" one for weights and activations: give {now} alone"
-            )
-        _warn(f"{name} is {now} now, for weights and activations")
-    return fields
-
-
-def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of QuantConfig of a training by version 0.1, which may have any value of fields that
-    are constant now: they are left out, and clips that learned go on learning."""
-    fields = {name: value for name, value in given.items() if name not in {*CONSTANT, *RENAMED}}
-    before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
-    inits = [before[name] for name in RENAMED if name in before]
-    if inits and "clip_init" not in fields:
-        fields["clip_init"] = inits[0] if len(set(inits)) == 1 else ONLY_LEARNED["clip_init"]
-    defaults = {**CONSTANT, **dict.fromkeys(RENAMED, ONLY_LEARNED["clip_init"])}
-    changed = [name for name in before if name in defaults and before[name] != defaults[name]]
-    # before there was a choice, all clips learned
-    earliest, other = "clips" not in given and before, set(changed) - {"backward_dtype"}
-    if earliest or (fields.get("clips") == "auto" and other):
-        fields["clips"] = "learned"
-    for name in CONSTANT.keys() & set(changed):
-        _warn(f"{name} was {before[name]!r} in this training; it is always {CONSTANT[name]!r} now")
-    return fields
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, FutureWarning, stacklevel=4)
-
-
-def _takes_earlier_fields(config: type) -> type:
-    """Let a dataclass be made with fields of version 0.1, too."""
-    init = config.__init__
-
-    @wraps(init)
-    def of_any_version(self, **given):
-        init(self, **of_this_version(given))
-
-    config.__init__ = of_any_version
-    return config
-
-
-@_takes_earlier_fields
+@accept(of_this_version)
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
     """How tensors become integers. Formulas: docs/numbers.md."""
@@ -168,12 +98,12 @@ class QuantConfig:
     may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32".
     """
     activation_format: str = "int8"
-    """The same of activations: "int8" has fast products.
+    """Formats of activations, as of weights: "int8" has fast products.
 
     Patterns fit names of the weights that read them, too.
     """
     gradient_format: str = "int8"
-    """The same of the gradients of products: "int8" rounds at random, all others to the nearest."""
+    """Formats of the gradients of products: "int8" rounds at random, all others to the nearest."""
     clip_gradient: str = "pact"
     """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in
     range)."""
@@ -289,12 +219,12 @@ class QuantConfig:
 
     @property
     def activations(self) -> Format | ScaledFormat | None:
-        """What activations are rounded to that no pattern names; see activation_form."""
+        """Format of activations that no pattern names; see activation_form."""
         return self.activation_form("")
 
     @property
     def weights(self) -> WeightFormat | ScaledFormat | None:
-        """What weights are rounded to that no pattern names; see weight_form."""
+        """Format of weights that no pattern names; see weight_form."""
         return self.weight_form("")
 
     @property
@@ -348,7 +278,7 @@ class QuantConfig:
 
     @property
     def summary(self) -> str:
-        """What layers run in, in words."""
+        """Number formats of layers, in words."""
         formats = {name.removesuffix("_format"): getattr(self, name) for name in FAST_FORMATS}
         if self.bits < 8:  # gradients have 8
             narrow = partial(re.sub, r"(^|=)int8(?=,|$)", rf"\1int8 of {self.bits} bits")
@@ -364,7 +294,7 @@ class QuantConfig:
     def at(
         self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None
     ) -> "QuantConfig":
-        """What concerns a part of a model: the same where patterns say nothing else.
+        """Return the configuration of a part of a model, where patterns may choose other formats.
 
         Args:
             path: of the part in the model.

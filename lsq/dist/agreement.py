@@ -1,4 +1,4 @@
-"""What all processes of a training must take alike: decisions and configurations."""
+"""Decisions and configurations that must be the same in all processes of a training."""
 
 import contextlib
 import json

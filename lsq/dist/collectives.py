@@ -1,5 +1,6 @@
-"""The collectives that exchanges are made of, under the name that the PyTorch at hand has for
-them."""
+"""Collectives, under the names that the installed PyTorch has for them, and memory for messages."""
+
+import math
 
 import torch
 from torch import Tensor, distributed
@@ -53,3 +54,25 @@ def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
     torch._foreach_copy_(
         tensors, [mean.view_as(tensor) for mean, tensor in zip(means, tensors, strict=True)]
     )
+
+
+class Scratch:
+    """Named pieces of memory that grow to the largest size asked for.
+
+    Exchanges run one after another, so all buckets share them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._pieces: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A contiguous tensor of this shape and dtype with any content; the last one of that name
+        becomes invalid."""
+        size = math.prod(shape) * dtype.itemsize
+        piece = self._pieces.get(name)
+        if piece is None or piece.numel() < size:
+            piece = self._pieces[name] = torch.empty(
+                max(size, 16), dtype=torch.uint8, device=self.device
+            )
+        return piece[:size].view(dtype).view(shape)

@@ -1,21 +1,43 @@
 """How gradients travel between workers."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from lsq.config import require_choice, require_positive
-from lsq.ops.gradient_layout import BLOCKS
+from lsq.config import require_choice, require_positive, require_whole
+from lsq.config.earlier import accept, without_constants
 from lsq.quant import GRADIENT
 
-COMPRESSED = ("gcq", "int8", "int8_hier", "int4_hier")
+COMPRESSED = ("gcq", "int8", "int8_hier")
 """Modes whose codes lsq makes itself."""
 MODES = ("auto", *COMPRESSED, "bf16", "fp16")
-ROUNDINGS = ("nearest", "stochastic")
 GCQ_ADVISED_WORKERS = 16
 """More of them leave gcq fewer than 7 codes on each side of zero: a warning."""
-LARGEST_SEED = 2**32 - 1
+BLOCK = 128
+"""Neighbouring values that share a scale, a bfloat16; 64 would send 1.5 % more."""
+ROW = 1024
+"""gcq: neighbouring values that share a clip."""
+QUANTILE = 0.99
+"""gcq: share of a row's magnitudes that lie within its clip."""
+CONSTANT = {"block": BLOCK, "error_feedback": False, "row": ROW, "quantile": QUANTILE}
+"""Fields of version 0.1 that cannot be chosen any more, and their values."""
 
 
+def _of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of GradientConfig from those of version 0.1."""
+    fields = {name: value for name, value in given.items() if name != "seed"}
+    if fields.get("rounding", "nearest") in (None, "nearest"):
+        fields.pop("rounding", None)
+    if fields.get("mode") == "int4_hier":
+        raise ValueError(
+            "mode 'int4_hier' is gone, as four bits lose too much: take 'int8_hier', which sends"
+            " codes between nodes as well"
+        )
+    return without_constants(fields, {**CONSTANT, "rounding": "nearest"})
+
+
+@accept(_of_this_version)
 @dataclass(frozen=True, kw_only=True)
 class GradientConfig:
     """How the workers of a training average their gradients.
@@ -25,71 +47,20 @@ class GradientConfig:
 
     mode: str = "auto"
     """"int8" (two hops, for one GPU a node), "int8_hier" (floats inside a node, int8 between
-    nodes), "int4_hier" (the same with 4 bits on the first hop; experimental), "gcq" (LightSeq's
-    scheme, for few workers), "bf16" or "fp16" (PyTorch's own hooks), or "auto": bf16 on one node,
-    int8_hier on several.
-    """
-    block: int = 128
-    """Neighbouring values that share a scale, a bfloat16: 64 or 32 round more exactly and send 1.5
-    or 4.6 % more."""
-    rounding: str | None = None
-    """"nearest" or "stochastic"; None: stochastic for int4_hier, nearest for the others. "gcq"
-    knows nearest alone."""
-    error_feedback: bool = False
-    """Whether what rounding took from a gradient is added to the next one (Seide et al. 2014).
-
-    It takes 4 bytes a parameter and is meant for SGD with momentum.
+    nodes), "gcq" (LightSeq's scheme, for few workers), "bf16" or "fp16" (PyTorch's own hooks), or
+    "auto": bf16 on one node, int8_hier on several.
     """
     node_size: int | None = None
     """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE), or else those on one
     host."""
-    row: int = 1024
-    """gcq: neighbouring values that share a clip."""
-    quantile: float = 0.99
-    """gcq: share of a row's magnitudes that lie within its clip."""
     timeout_s: float = 600.0
     """Seconds after which an exchange that some worker does not take part in fails."""
-    seed: int = 0
-    """Of stochastic rounding."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
-        require_choice("block", self.block, BLOCKS)
-        require_choice("rounding", self.rounding, (None, *ROUNDINGS))
-        if self.mode == "gcq" and self.rounding == "stochastic":
-            raise ValueError(
-                "rounding is 'stochastic', but mode gcq rounds to nearest; leave rounding out"
-            )
-        if self.error_feedback and self.mode in ("bf16", "fp16"):
-            raise ValueError(
-                f"error_feedback is on, but mode {self.mode} is PyTorch's own and has none; choose"
-                " one of "
-                f"{', '.join(COMPRESSED)}, or leave error_feedback off"
-            )
-        if self.rounding is not None and self.mode in ("bf16", "fp16"):
-            raise ValueError(
-                f"rounding is {self.rounding!r}, but mode {self.mode} is PyTorch's own and rounds"
-                " to "
-                f"nearest; choose one of {', '.join(COMPRESSED)}, or leave rounding out"
-            )
-        for name in ("node_size", "row"):
-            value = getattr(self, name)
-            if not (name == "node_size" and value is None) and not (_whole(value) and value > 0):
-                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
-        if not (isinstance(self.quantile, (int, float)) and 0 < self.quantile <= 1):
-            raise ValueError(f"quantile is {self.quantile!r}; it must be above 0 and at most 1")
+        if self.node_size is not None:
+            require_whole("node_size", self.node_size)
         require_positive("timeout_s", self.timeout_s)
-        if not (_whole(self.seed) and 0 <= self.seed <= LARGEST_SEED):
-            raise ValueError(
-                f"seed is {self.seed!r}; it must be a whole number from 0 to {LARGEST_SEED}"
-            )
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether codes are rounded at random."""
-        return (
-            self.rounding or ("stochastic" if self.mode == "int4_hier" else "nearest")
-        ) == "stochastic"
 
 
 def kept_largest(values: int, quantile: float) -> int:
@@ -115,7 +86,3 @@ def gcq_levels(workers: int) -> int:
             "with the number of workers"
         )
     return levels
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

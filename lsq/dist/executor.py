@@ -1,4 +1,4 @@
-"""Where exchanges run while the backward pass goes on: in order, one after another.
+"""Run exchanges during the backward pass: in order, one after another.
 
 A worker must not start the collectives of two buckets in another order than its peers. Callbacks
 that issue further collectives do not keep an order and hang; one queue does.

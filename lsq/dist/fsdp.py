@@ -16,12 +16,11 @@ from torch.nn import functional
 
 from lsq.config import require_model
 from lsq.dist.collectives import all_to_all
-from lsq.dist.config import GradientConfig
+from lsq.dist.config import BLOCK, GradientConfig
 from lsq.dist.hooks import DTYPES
 from lsq.dist.small import small_places, take_out
 from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
-from lsq.quant.random import draw_key
 from lsq.run import backends
 
 
@@ -35,18 +34,15 @@ def compress_reduce_scatter(
 
     Args:
         model: holds at least one module that `fully_shard` was called on.
-        config: mode "int8"; None: that, with its defaults. Of its fields, `block` and `rounding`
-            count.
+        config: mode "int8"; None: that.
 
     Raises:
-        ValueError: another mode or error feedback is asked for, or there is no such module.
+        ValueError: another mode is asked for, or there is no such module.
     """
     config = config or GradientConfig(mode="int8")
-    if config.mode != "int8" or config.error_feedback:
-        asked = "error_feedback" if config.mode == "int8" else f"mode {config.mode}"
+    if config.mode != "int8":
         raise ValueError(
-            f"FSDP2 was to use {asked}; it takes mode int8 without error feedback, or its own"
-            " reduce_dtype"
+            f"FSDP2 was to use mode {config.mode}; it takes mode int8, or its own reduce_dtype"
         )
     require_model(model)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -54,23 +50,14 @@ def compress_reduce_scatter(
         raise ValueError(
             "the model holds no FSDP2 module; call torch.distributed.fsdp.fully_shard on it first"
         )
-    reduce_scatter = Int8ReduceScatter(block=config.block, stochastic=config.stochastic)
+    reduce_scatter = Int8ReduceScatter()
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)
     return reduce_scatter
 
 
 class Int8ReduceScatter:
-    """What FSDP2 calls in place of reduce_scatter_tensor; see FSDPModule.set_custom_reduce_scatter.
-
-    Args:
-        block: values that share a scale.
-        stochastic: whether to round at random; keys come from the default generator of their
-            device.
-    """
-
-    def __init__(self, *, block: int = 128, stochastic: bool = False):
-        self.block, self.stochastic = block, stochastic
+    """A reduce-scatter in int8 for FSDPModule.set_custom_reduce_scatter."""
 
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
@@ -111,22 +98,17 @@ class Int8ReduceScatter:
             )
         values = output_tensor.numel()
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
-        layout = MessageLayout(
-            values=workers * length, shards=workers, length=length, block=self.block
-        )
+        layout = MessageLayout(values=workers * length, shards=workers, length=length, block=BLOCK)
         x = input_tensor.view(workers, values)
         small = _small_around(workers, x.device)
         floats = None if small is None else take_out(x, small)
         if length > values:
             x = functional.pad(x, (0, length - values))
-        key = draw_key(x.device) if self.stochastic else None  # there: the host waits for nothing
         sent = torch.empty(workers, layout.message_bytes, dtype=torch.uint8, device=x.device)
-        backends.run(
-            PackGradients(x=x.view(1, -1), key=key, messages=Messages(layout=layout, data=sent))
-        )
+        backends.run(PackGradients(x=x.view(1, -1), messages=Messages(layout=layout, data=sent)))
         received = torch.empty_like(sent)
         all_to_all(received, sent, group).wait()
-        own = MessageLayout(values=values, shards=1, length=length, block=self.block)
+        own = MessageLayout(values=values, shards=1, length=length, block=BLOCK)
         messages = Messages(layout=own, data=received[:, None])
         backends.run(
             UnpackGradients(messages=messages, factor=factors[op], x=output_tensor.view(-1))

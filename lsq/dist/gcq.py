@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 
-from lsq.dist.config import gcq_levels, kept_largest
-from lsq.dist.scratch import Scratch
+from lsq.dist.collectives import Scratch
+from lsq.dist.config import QUANTILE, ROW, gcq_levels, kept_largest
 from lsq.quant import GRADIENT
 
 
@@ -24,34 +24,27 @@ class GCQ:
 
     Args:
         group: the workers.
+        scratch: holds codes.
         row: values that share a clip.
         quantile: share of a row's magnitudes that lie within its clip.
-        scratch: holds codes.
 
     Raises:
         ValueError: so many workers leave no code but 0.
     """
 
-    def __init__(self, group: ProcessGroup, row: int, quantile: float, scratch: Scratch):
+    def __init__(
+        self, group: ProcessGroup, scratch: Scratch, row: int = ROW, quantile: float = QUANTILE
+    ):
         self.group, self.row, self.quantile, self.scratch = group, row, quantile, scratch
         self.levels = gcq_levels(group.size())
 
-    def average(self, buffer: Tensor, error: Tensor | None = None) -> None:
-        """Replace `buffer`, float [n], by its mean over the group.
-
-        Args:
-            error: float32 [n], gets what clipping and rounding took from this worker's values;
-                None: not wanted.
-        """
-        workers = self.group.size()
+    def average(self, buffer: Tensor) -> None:
+        """Replace `buffer`, float [n], by its mean over the group."""
         rows = self.rows(buffer)
         scale = row_scales(rows, buffer.numel(), self.quantile)
         distributed.all_reduce(scale, op=ReduceOp.MAX, group=self.group)
         codes = self.scratch.take("codes", tuple(rows.shape), torch.int8)
-        encode(rows, scale, workers, self.levels, codes)
-        if error is not None:
-            taken = rows - decode(codes, scale) * workers
-            error.copy_(taken.view(-1)[: buffer.numel()])
+        encode(rows, scale, self.group.size(), self.levels, codes)
         distributed.all_reduce(codes, op=ReduceOp.SUM, group=self.group)
         buffer.copy_(decode(codes, scale).view(-1)[: buffer.numel()])
 
@@ -82,8 +75,8 @@ def row_scales(rows: Tensor, values: int, quantile: float) -> Tensor:
 
 
 def _scales(rows: Tensor, place: int) -> Tensor:
-    """The same where the clip is the magnitude at `place` of each row, counted from the largest,
-    1."""
+    """`row_scales` where the clip is the magnitude at `place` of each row, counted from the
+    largest, 1."""
     largest = rows.abs().topk(place, dim=1, sorted=False).values
     scale = largest.amin(1, keepdim=True) / GRADIENT.largest
     return torch.where(largest.isfinite().all(1, keepdim=True), scale, math.inf)

@@ -19,13 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lsq.config import require_model
 from lsq.dist import roll_call
 from lsq.dist.agreement import gather_text, require_same
-from lsq.dist.codec import Codec
-from lsq.dist.collectives import average
+from lsq.dist.collectives import Scratch, average
 from lsq.dist.config import COMPRESSED, GCQ_ADVISED_WORKERS, GradientConfig, gcq_levels
 from lsq.dist.executor import SideStream, WorkerThread
-from lsq.dist.feedback import ErrorFeedback
 from lsq.dist.gcq import GCQ
-from lsq.dist.scratch import Scratch
 from lsq.dist.small import small_places, take_out
 from lsq.dist.topology import Topology, find_topology
 from lsq.dist.two_hop import TwoHop
@@ -34,23 +31,22 @@ from lsq.run import bucket_views
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of gradients that can be compressed."""
+"""dtypes of gradients that can be compressed."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""What carries codes on each type of device; on others, whatever carries their tensors."""
+"""Type of device -> the backend that must carry codes; other devices may use any."""
 PYTORCH_HOOKS = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "float": default_hooks.allreduce_hook,
 }
 """Modes that are PyTorch's own; "float" stands for modes that have nothing to compress."""
-NODE_MODES = ("auto", "int8_hier", "int4_hier")
+NODE_MODES = ("auto", "int8_hier")
 """Modes that go by which workers share a node."""
 _compressed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class GradientCompression:
-    """What `compress_gradients` returns: which mode came of a configuration, and the state of error
-    feedback."""
+    """A communication hook with its mode, which "auto" chooses and one worker makes "float"."""
 
     mode: str
     """One of COMPRESSED, "bf16", "fp16", or "float": nothing to compress, gradients travel as they
@@ -61,34 +57,11 @@ class GradientCompression:
         self.mode, self.topology, self.group = mode, topology, group
         self._average: GCQ | TwoHop | None = None
         self._executor: WorkerThread | SideStream | None = None
-        self._feedback: ErrorFeedback | None = None
         self._buckets: defaultdict[int, bucket_views.Bucket] | None = None
         self._groups: list[ProcessGroup] = []
-        """Whose means, one after another, are the mean of all workers."""
+        """The mean over these groups, one after another, is the mean of all workers."""
         self._small: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}
         """By the number of a bucket: its memory, and the places of small tensors there."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What error feedback remembers on this worker: name -> float32; empty without error
-        feedback.
-
-        It belongs to this rank of a training of this many workers. Call it between steps.
-        """
-        return self._feedback.state() if self._feedback is not None else {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a `state_dict` of the same rank in a training of as many workers.
-
-        Raises:
-            ValueError: it names parameters that the model does not have, or there is no error
-                feedback.
-        """
-        if self._feedback is not None:
-            self._feedback.load(state)
-        elif state:
-            raise ValueError(
-                "residuals were given, but error_feedback is off; turn it on, or leave them out"
-            )
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """The future of a bucket's mean, in the bucket's own buffer."""
@@ -96,7 +69,7 @@ class GradientCompression:
             self._buckets[bucket.index()].exchanged(bucket.buffer(), _gradients(bucket))
         if self._average is None:
             return PYTORCH_HOOKS[self.mode](self.group, bucket)
-        buffer, index = bucket.buffer(), bucket.index()
+        buffer = bucket.buffer()
         if buffer.dtype not in DTYPES or buffer.is_sparse:
             raise _unfit(
                 f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode
@@ -105,9 +78,8 @@ class GradientCompression:
             done: Future = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
             done.set_result(buffer)
             return done
-        parameters = bucket.parameters() if self._feedback is not None else []
         small = self._small_in(bucket)
-        return self._executor.submit(lambda: self._mean(index, parameters, buffer, small))
+        return self._executor.submit(lambda: self._mean(buffer, small))
 
     def _small_in(self, bucket: GradBucket) -> Tensor | None:
         """The places of small tensors in a bucket; DDP gives a bucket of other tensors other
@@ -122,28 +94,20 @@ class GradientCompression:
             )
         return self._small[index][1]
 
-    def _mean(
-        self, index: int, parameters: list[Tensor], buffer: Tensor, small: Tensor | None
-    ) -> Tensor:
-        feedback = self._feedback
-        error = feedback and feedback.begin(index, parameters, buffer)
+    def _mean(self, buffer: Tensor, small: Tensor | None) -> Tensor:
         values = None if small is None else take_out(buffer, small)
-        self._average.average(buffer, error)
+        self._average.average(buffer)
         if values is not None:
             for group in self._groups:
                 average([values], group)
             buffer.index_copy_(0, small, values.to(buffer.dtype))
-        if feedback is not None:
-            feedback.end(buffer)
         return buffer
 
     def write_into_buckets(self) -> None:
         """From the next exchange on, gradients of lsq's layers are written into their buckets."""
         self._buckets = defaultdict(bucket_views.Bucket)
 
-    def _prepare(
-        self, config: GradientConfig, model: DistributedDataParallel, device: torch.device
-    ) -> None:
+    def _prepare(self, config: GradientConfig, device: torch.device) -> None:
         """Make groups and memory; every worker must call it, with the same configuration."""
         topology, scratch = self.topology, Scratch(device)
 
@@ -155,24 +119,17 @@ class GradientCompression:
                 backend_of(self.group, device),
             )
 
-        codec = Codec(
-            block=config.block,
-            first_bits=4 if self.mode == "int4_hier" else 8,
-            stochastic=config.stochastic,
-            device=device,
-            seed=config.seed * topology.world_size + topology.rank,
-        )
         everyone = [list(range(topology.world_size))]
         if self.mode == "gcq":
             self._groups = [group(everyone)]
-            self._average = GCQ(*self._groups, config.row, config.quantile, scratch)
+            self._average = GCQ(*self._groups, scratch)
         elif topology.node_size == 1 or self.mode == "int8":
             self._groups = [group(everyone)]
-            self._average = TwoHop(*self._groups, codec, scratch)
+            self._average = TwoHop(*self._groups, scratch)
         else:
             self._groups = [group(topology.all_neighbours), group(topology.all_counterparts)]
             neighbours, counterparts = self._groups
-            self._average = TwoHop(counterparts, codec, scratch, neighbours)
+            self._average = TwoHop(counterparts, scratch, neighbours)
         if device.type == "cpu":
             # else some processes may never register
             if topology.world_size == distributed.get_world_size():
@@ -180,8 +137,6 @@ class GradientCompression:
             self._executor = WorkerThread(explain=roll_call.name_the_lost)
         else:
             self._executor = SideStream(device)
-        if config.error_feedback:
-            self._feedback = ErrorFeedback(model.module.named_parameters())
 
 
 def compress_gradients(
@@ -247,7 +202,7 @@ def compress_gradients(
     if model.gradient_as_bucket_view:
         compression.write_into_buckets()
     if mode in COMPRESSED:
-        compression._prepare(config, model, device)
+        compression._prepare(config, device)
     return compression
 
 
@@ -311,10 +266,6 @@ def _mode(config: GradientConfig, topology: Topology) -> str:
             "bf16 may hide behind the backward pass as well: measure it"
         )
         _say(topology, logging.INFO, f"gradients: auto chose {mode}: {why}")
-        if config.error_feedback and mode not in COMPRESSED:
-            _say(
-                topology, logging.WARNING, f"error_feedback has nothing to do: mode {mode} has none"
-            )
     if mode == "gcq":
         levels = gcq_levels(workers)
         if workers > GCQ_ADVISED_WORKERS:
@@ -324,19 +275,13 @@ def _mode(config: GradientConfig, topology: Topology) -> str:
                 f"mode gcq leaves each of {workers} workers codes of -{levels} to {levels}; above "
                 f"{GCQ_ADVISED_WORKERS} workers, int8 and int8_hier are far more exact",
             )
-    elif mode.endswith("_hier") and nodes == 1:
+    elif mode == "int8_hier" and nodes == 1:
         _say(
             topology,
             logging.WARNING,
             f"mode {mode} compresses between nodes, and there is one: floats are averaged",
         )
         return "float"
-    if mode == "int4_hier":
-        _say(
-            topology,
-            logging.WARNING,
-            "mode int4_hier is experimental: see docs/distributed.md for its error",
-        )
     return mode
 
 

@@ -107,7 +107,7 @@ def _agree(optimizer: Optimizer) -> None:
 
 
 class _Trained:
-    """What an optimizer trains in several processes.
+    """Models and meshes that an optimizer trains in several processes.
 
     Args:
         optimizer: whose parameters are looked at.
@@ -232,9 +232,8 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
 
 @torch.no_grad()
 def _average_shards(mesh) -> None:
-    """The same of clips that are shards on a mesh of processes: what was measured is put in the
-    place of what each process has measured, which is written to the shards then.
-    """
+    """Average clips that are shards on a mesh: the mean replaces what each process has measured,
+    and is written to the shards later."""
     named = [
         (module, name, clip)
         for module in shards.known()

@@ -35,13 +35,13 @@ FAILURES = re.compile(
     r"|watchdog caught collective|socket timeout|connection (closed|reset) by peer|broken pipe",
     re.IGNORECASE,
 )
-"""What the messages of failed exchanges contain."""
+"""Found in the messages of failed exchanges."""
 NOISE = (
     (re.compile(r"Got the following error when running the callback: \w+: "), ""),
     (re.compile(r"\[\S*/gloo/\S*\] "), "gloo: "),
     (re.compile(r"\. This is typically caused by.*"), ""),
 )
-"""What DDP and gloo put around the reason: (pattern, replacement)."""
+"""Text that DDP and gloo put around the reason: (pattern, replacement)."""
 
 
 class ExchangeFailed(RuntimeError):
@@ -101,7 +101,7 @@ class RollCall:
         self._thread.join(max(10.0, 2 * PATIENCE_S))
 
     def _watch(self) -> None:
-        """What the thread does. Errors of the store mean that it is gone."""
+        """Run in the thread. Errors of the store mean that it is gone."""
         try:
             store = self._store
             store.set(f"place/{self.rank}", self.place)

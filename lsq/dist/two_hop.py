@@ -1,5 +1,5 @@
-"""int8, int8_hier and int4_hier: the mean of all workers' gradients in two hops of codes, between
-workers or nodes.
+"""int8 and int8_hier: the mean of all workers' gradients in two hops of codes, between workers or
+nodes.
 
 Each worker owns a shard of the bucket. First hop: every worker sends each owner its codes of the
 owner's shard (all-to-all); the owner adds up the values in float32, in the order of ranks. Second
@@ -7,7 +7,7 @@ hop: the owner rounds the mean once more and sends its codes to all (all-gather)
 twice whatever the number of workers, and all end with the same codes. Scales lie in the messages,
 beside the codes (Wang et al. 2023, ZeRO++, section 3.3; there only the first hop is rounded).
 
-Inside a node links are fast: under int8_hier and int4_hier each of its workers gets a piece of
+Inside a node links are fast: under int8_hier each of its workers gets a piece of
 every neighbour's bucket as it is and adds them up (a reduce-scatter by all-to-all: sums in float32
 in the order of ranks, fused with the rounding that follows). Workers with the same place on every
 node then average their pieces as above, so that each piece crosses a node's network card once in
@@ -18,15 +18,17 @@ and summed.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lsq.dist.codec import Codec
-from lsq.dist.collectives import all_gather, all_to_all
-from lsq.dist.scratch import Scratch
-from lsq.ops.gradient_layout import SHARD_MULTIPLE
+from lsq.dist.collectives import Scratch, all_gather, all_to_all
+from lsq.dist.config import BLOCK
+from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
+from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.run import backends
 
 PART = 2**20
 """Values of a bucket that travel together."""
@@ -38,33 +40,20 @@ class TwoHop:
     Args:
         group: the workers that exchange codes, in order of ranks: all of them, or the one with this
             one's place on every node.
-        codec: rounds and packs.
         scratch: holds pieces and messages.
         neighbours: the workers of this node, in order of ranks; None: none but this one.
     """
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        codec: Codec,
-        scratch: Scratch,
-        neighbours: ProcessGroup | None = None,
+        self, group: ProcessGroup, scratch: Scratch, neighbours: ProcessGroup | None = None
     ):
-        self.group, self.codec, self.scratch, self.neighbours = group, codec, scratch, neighbours
+        self.group, self.scratch, self.neighbours = group, scratch, neighbours
 
-    def average(self, buffer: Tensor, error: Tensor | None = None) -> None:
-        """Replace `buffer`, float [n], by its mean over all workers.
-
-        Args:
-            error: float32 [n], zero where neighbours own the piece; the own piece gets what
-                rounding took from the node's sum. None: not wanted.
-        """
+    def average(self, buffer: Tensor) -> None:
+        """Replace `buffer`, float [n], by its mean over all workers."""
         parts = cut(buffer.numel(), -(-buffer.numel() // PART))
         steps = (
-            self._steps(
-                number,
-                *(None if one is None else one[first : first + length] for one in (buffer, error)),
-            )
+            self._steps(number, buffer[first : first + length])
             for number, (first, length) in enumerate(parts)
         )
         # Each part goes a step, then each the next one: all workers begin collectives in the same
@@ -72,19 +61,17 @@ class TwoHop:
         for _ in zip_longest(*steps):
             pass
 
-    def _steps(self, number: int, buffer: Tensor, error: Tensor | None) -> Iterator[None]:
-        """The same of one part; it stops wherever it would wait."""
+    def _steps(self, number: int, buffer: Tensor) -> Iterator[None]:
+        """`average` of one part; it yields wherever it would wait."""
 
         def scratch(name: str, shape: tuple[int, ...], *dtype) -> Tensor:
             return self.scratch.take(f"{name} {number}", shape, *dtype)
 
-        size, place = (
-            (self.neighbours.size(), self.neighbours.rank())
-            if self.neighbours is not None
-            else (1, 0)
-        )
+        size, position = 1, 0
+        if self.neighbours is not None:
+            size, position = self.neighbours.size(), self.neighbours.rank()
         pieces = cut(buffer.numel(), size)
-        first, own = pieces[place]
+        _, own = pieces[position]
         summands = buffer.view(1, -1)
         if self.neighbours is not None:
             summands = scratch("summands", (size, own), buffer.dtype)
@@ -93,19 +80,16 @@ class TwoHop:
             )
             yield
             work.wait()
-        layout = self.codec.first_layout(pieces[0][1], self.group.size())
+        layout = MessageLayout.for_values(pieces[0][1], self.group.size(), block=BLOCK)
         sent = scratch("sent", (self.group.size(), layout.message_bytes))
-        self.codec.pack(
-            summands, layout, sent, None if error is None else error[first : first + own]
-        )
+        pack(summands, layout, sent)
         received = scratch("received", tuple(sent.shape))
         work = all_to_all(received, sent, self.group)
         yield
         work.wait()
-        shape = (layout.shards, self.codec.second_layout(layout).message_bytes)
-        own_sum = scratch("own", shape[1:])
-        self.codec.sum(received, layout, own_sum, 1 / (size * self.group.size()))
-        result = scratch("result", shape)
+        own_sum = scratch("own", (layout.message_bytes,))
+        add(received, layout, own_sum, 1 / (size * self.group.size()))
+        result = scratch("result", (layout.shards, layout.message_bytes))
         work = all_gather(result, own_sum, self.group)
         yield
         work.wait()
@@ -116,7 +100,30 @@ class TwoHop:
             yield
             work.wait()
         for messages, (start, length) in zip(result, pieces, strict=True):
-            self.codec.unpack(messages, layout, buffer[start : start + length])
+            unpack(messages, layout, buffer[start : start + length])
+
+
+def pack(x: Tensor, layout: MessageLayout, messages: Tensor) -> None:
+    """Write the messages uint8 [S, M] of the sum over R of x, float [R, v]; v may be less than
+    `layout` holds."""
+    if x.shape[1] == 0:
+        messages.zero_()
+        return
+    packed = Messages(layout=replace(layout, values=x.shape[1]), data=messages)
+    backends.run(PackGradients(x=x, messages=packed))
+
+
+def add(messages: Tensor, layout: MessageLayout, out: Tensor, factor: float) -> None:
+    """Write the message uint8 [M] of the sum of `messages` uint8 [N, M], times `factor`."""
+    given, total = (Messages(layout=layout, data=data) for data in (messages, out))
+    backends.run(SumMessages(messages=given, factor=factor, sum=total))
+
+
+def unpack(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
+    """Write the values of messages uint8 [S, M] to `out`, float [v]; v may be less."""
+    if out.numel():
+        layout = replace(layout, values=out.numel())
+        backends.run(UnpackGradients(messages=Messages(layout=layout, data=messages[None]), x=out))
 
 
 def cut(values: int, pieces: int) -> list[tuple[int, int]]:

@@ -10,7 +10,6 @@ from lsq.fairseq import (  # isort: skip
     language_model,
     model,
     optimizer,
-    save_folder,
     task,
 )
 
@@ -21,6 +20,5 @@ __all__ = [
     "language_model",
     "model",
     "optimizer",
-    "save_folder",
     "task",
 ]

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from lsq import quant
 from lsq.config import QuantConfig
-from lsq.config.quantization import CONSTANT, RENAMED, of_trained
+from lsq.config.earlier import CONSTANT, RENAMED, of_trained
 from lsq.fairseq import calibration
 from lsq.fairseq.parameter_names import rename
-from lsq.layers import clip_format, quantized_tensors, weight_masks
+from lsq.layers import clip_format, weight_masks
 from lsq.models.sparsity import wants_sparsity
+from lsq.observe import quantized_tensors
 
 _SAME = (
     "activation_fn",
@@ -174,7 +175,7 @@ def say_formats(state: dict[str, Tensor], path: str) -> None:
 
 
 def quantization(given: Mapping[str, Any]) -> QuantConfig:
-    """What the options of a checkpoint say; those that are younger have their defaults.
+    """Read QuantConfig from the options of a checkpoint; fields that it lacks have their defaults.
 
     Raises:
         ValueError: one has a value that is not allowed.

@@ -1,4 +1,4 @@
-"""Where a model computes: --lsq-device and --lsq-activations, for any task."""
+"""The device of a model: --lsq-device and --lsq-activations, for any task."""
 
 import logging
 from dataclasses import dataclass, field

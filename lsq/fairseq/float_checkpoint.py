@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from lsq import files
 from lsq.fairseq import checkpoint
 from lsq.fairseq.parameter_names import restore
-from lsq.layers import ProgramModule, quantized_tensors
+from lsq.layers import ProgramModule
+from lsq.observe import quantized_tensors
 from lsq.serving.decoding_model import model_of
 
 VERSION = 3.0
@@ -136,7 +137,7 @@ def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_language_model(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of transformer_lm."""
+    """Options of transformer_lm."""
     names = [field.name for field in fields(TransformerLanguageModelConfig)]
     given = {name: options[name] for name in names if name in options and not name.startswith("_")}
     return {"_name": "transformer_lm", **_plain(given)}

@@ -153,7 +153,7 @@ def steps_of(models: Sequence[nn.Module], place: Backend | None = None) -> Steps
 
 
 class LSQGenerator:
-    """Takes the place of fairseq's SequenceGenerator.
+    """Replace fairseq's SequenceGenerator.
 
     Args:
         models: an ensemble; they are put into eval mode, as fairseq does.

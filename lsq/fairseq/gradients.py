@@ -9,10 +9,9 @@ fairseq's class:
 """
 
 import logging
-import os
+from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Optional
 
 from fairseq import checkpoint_utils
@@ -22,46 +21,42 @@ from omegaconf import II
 from torch import distributed, nn
 
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients, roll_call
-from lsq.dist.config import BLOCKS, COMPRESSED, MODES, ROUNDINGS
-from lsq.fairseq import gradient_state
+from lsq.dist.config import MODES
 from lsq.fairseq.compatibility import CPUSafeDataParallel
 
 logger = logging.getLogger(__name__)
 
 NONE = "none"
+GONE = ("int4_hier",)
+"""Modes of version 0.1, whose error says what to take instead."""
 DDP_BACKENDS = ("pytorch_ddp", "c10d")
 """fairseq's names of PyTorch's DistributedDataParallel."""
 _fairseq_load = checkpoint_utils.load_checkpoint
-_fairseq_save = checkpoint_utils.save_checkpoint
+
+
+def _earlier(default: Any) -> Any:
+    return field(default=default, metadata={"help": SUPPRESS})
 
 
 @dataclass
-class GradientOptions:
+class EarlierOptions:
+    """Options of version 0.1 that are constant now; see lsq.config.earlier."""
+
+    lsq_gradients_block: Optional[int] = _earlier(None)  # noqa: UP045  fairseq cannot read X | None
+    lsq_gradients_rounding: Optional[str] = _earlier(None)  # noqa: UP045
+    lsq_gradients_error_feedback: bool = _earlier(False)
+
+
+@dataclass
+class GradientOptions(EarlierOptions):
     """Options of the exchange between workers; the last ones are fairseq's own."""
 
-    lsq_gradients: ChoiceEnum((NONE, *MODES)) = field(
+    lsq_gradients: ChoiceEnum((NONE, *MODES, *GONE)) = field(
         default=NONE,
         metadata={
             "help": "how workers average gradients: as DDP does by itself (none), in int8 (int8: in"
-            " two hops; "
-            "int8_hier: between nodes only; int4_hier: 4 bits on its first hop; gcq: LightSeq's"
-            " scheme, for few "
-            "workers), in bf16 or fp16, or as fits the launch (auto)"
-        },
-    )
-    lsq_gradients_block: int = field(
-        default=GradientConfig.block,
-        metadata={
-            "help": f"neighbouring gradients that share a scale: {', '.join(map(str, BLOCKS))}"
-        },
-    )
-    lsq_gradients_rounding: Optional[ChoiceEnum(ROUNDINGS)] = field(  # noqa: UP045  fairseq cannot read X | None
-        default=None, metadata={"help": "how gradients are rounded; default: the mode's own"}
-    )
-    lsq_gradients_error_feedback: bool = field(
-        default=False,
-        metadata={
-            "help": "add what rounding took from a gradient to the next one; for SGD with momentum"
+            " two hops; int8_hier: between nodes only; gcq: LightSeq's scheme, for few workers), in"
+            " bf16 or fp16, or as fits the launch (auto)"
         },
     )
     lsq_gradients_node_size: Optional[int] = field(  # noqa: UP045
@@ -78,14 +73,11 @@ class GradientOptions:
     )
     ddp_backend: str = II("distributed_training.ddp_backend")
     ddp_comm_hook: str = II("distributed_training.ddp_comm_hook")
-    seed: int = II("common.seed")
-    save_dir: str = II("checkpoint.save_dir")
-    restore_file: str = II("checkpoint.restore_file")
 
 
 class GradientTask:
-    """What a task needs, beside GradientOptions in its `cfg`, to exchange gradients as
-    `--lsq-gradients` says."""
+    """Mixin of tasks that exchange gradients as `--lsq-gradients` says, with GradientOptions in
+    `cfg`."""
 
     compression: GradientCompression | None = None
     """Once the hook is installed; None under "none" and with one worker."""
@@ -100,8 +92,7 @@ class GradientTask:
         Here, not in the first `train_step`: fairseq answers a mistake there by writing crash.pt.
 
         Raises:
-            ValueError: the options do not fit each other or the launch, or the residuals of a
-                worker are damaged.
+            ValueError: the options do not fit each other or the launch.
         """
         super().begin_epoch(epoch, model)
         if not self._prepared:
@@ -110,8 +101,6 @@ class GradientTask:
             roll_call.register()
             if str(self.cfg.lsq_gradients) != NONE:
                 self.compression = install(self.cfg, model)
-            if self.keeps_residuals and self.updates_done > 0:
-                self._read_residuals(model)
 
     def train_step(
         self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options
@@ -127,35 +116,6 @@ class GradientTask:
             )
         except RuntimeError as error:
             roll_call.raise_named(error)
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """Whether there is error feedback, whose state goes with the checkpoints."""
-        wanted = self.compression is not None and self.cfg.lsq_gradients_error_feedback
-        return wanted and self.compression.mode in COMPRESSED
-
-    def write_residuals(self, folder: Path, updates: int) -> None:
-        """Write what error feedback remembers after so many updates, beside the last checkpoint.
-
-        Raises:
-            CheckpointNotWritten: the file system refused.
-        """
-        if self.keeps_residuals:
-            gradient_state.write(
-                folder, self.compression.topology, updates, self.compression.state_dict()
-            )
-
-    def _read_residuals(self, model: nn.Module) -> None:
-        restored = self.cfg.restore_file
-        folder = Path(
-            self.cfg.save_dir if restored == "checkpoint_last.pt" else os.path.dirname(restored)
-        )
-        topology, device = self.compression.topology, next(model.parameters()).device
-        residuals, reason = gradient_state.read(folder, topology, self.updates_done, model, device)
-        if reason is None:
-            self.compression.load_state_dict(residuals)
-        elif topology.rank == 0:
-            logger.warning("error feedback starts from zero: %s", reason)
 
 
 def install(options: GradientOptions, model: nn.Module) -> GradientCompression | None:
@@ -207,16 +167,17 @@ def configuration(options: GradientOptions) -> GradientConfig:
     Raises:
         ValueError: a value is not allowed, or two do not fit together.
     """
-    rounding = options.lsq_gradients_rounding
+    earlier = {
+        name: value
+        for name, default in vars(EarlierOptions()).items()
+        if (value := getattr(options, name, default)) != default
+    }
     try:
         return GradientConfig(
             mode=str(options.lsq_gradients),
-            block=options.lsq_gradients_block,
-            rounding=None if rounding is None else str(rounding),
-            error_feedback=options.lsq_gradients_error_feedback,
             node_size=options.lsq_gradients_node_size,
             timeout_s=options.lsq_timeout,
-            seed=options.seed,
+            **{name.removeprefix("lsq_gradients_"): value for name, value in earlier.items()},
         )
     except ValueError as error:
         raise ValueError(
@@ -238,18 +199,8 @@ def limit_waiting(seconds: float) -> None:
             group.set_timeout(timedelta(seconds=seconds))
 
 
-def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
-    """Takes the place of fairseq's save_checkpoint, which every process calls; residuals follow the
-    last checkpoint."""
-    path = _fairseq_save(cfg, trainer, epoch_itr, val_loss)
-    if isinstance(trainer.task, GradientTask) and not cfg.no_save and not cfg.no_last_checkpoints:
-        trainer.task.write_residuals(Path(cfg.save_dir), trainer.get_num_updates())
-    return path
-
-
 def load_checkpoint(cfg, trainer, **options):
-    """Takes the place of fairseq's load_checkpoint: the task knows which update the training goes
-    on from."""
+    """Replace fairseq's load_checkpoint: the task learns at which update the training goes on."""
     loaded = _fairseq_load(cfg, trainer, **options)
     if isinstance(trainer.task, GradientTask):
         trainer.task.updates_done = trainer.get_num_updates()
@@ -257,4 +208,3 @@ def load_checkpoint(cfg, trainer, **options):
 
 
 checkpoint_utils.load_checkpoint = load_checkpoint
-checkpoint_utils.save_checkpoint = save_checkpoint

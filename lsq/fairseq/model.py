@@ -21,7 +21,7 @@ MODEL = "lsq_transformer"
 
 
 class LSQModel:
-    """What models of lsq share, before fairseq's class."""
+    """Base of lsq's models, before fairseq's class."""
 
     computes_loss = True
     """`forward` takes a target and returns the loss, for lsq_label_smoothed_cross_entropy."""

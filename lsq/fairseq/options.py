@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lsq.config import LayerConfig, QuantConfig, documentation
-from lsq.config.quantization import CONSTANT, RENAMED, of_this_version, of_trained
+from lsq.config.earlier import CONSTANT, RENAMED, of_this_version, of_trained
 from lsq.fairseq import checkpoint
 from lsq.fairseq.checkpoint import PREFIX
 
@@ -92,7 +92,7 @@ GROUPS = ("common", "checkpoint")
 
 @contextlib.contextmanager
 def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
-    """Within this context, the options of a model as fairseq-train has them: flat, of all groups.
+    """Give the options of a model as fairseq-train has them: flat, of all groups.
 
     fairseq-hydra-train has the model's in a DictConfig, which holds all of them afterwards, so that
     checkpoints do as well; what else is `given` stays as it is.
@@ -154,7 +154,7 @@ def quantization(args: Any) -> QuantConfig:
 
 
 ACTIVATIONS = {"gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-"""What fairseq calls otherwise than LayerConfig."""
+"""fairseq's name of an activation -> LayerConfig's, where they differ."""
 
 
 def layer_config(args: Any, side: str) -> LayerConfig:

@@ -1,8 +1,8 @@
-"""Checkpoints of one number format as those of another, to go on training from or to translate
-with."""
+"""Checkpoints of fairseq of one number format as those of another, to go on training from or to
+translate with."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +14,7 @@ from fairseq.data import Dictionary
 from torch import Tensor, nn
 
 from lsq.fairseq import architectures, checkpoint, options
-from lsq.layers import ProgramModule
-from lsq.models.other_format import load_other_format
-from lsq.program.parameters import Kind
+from lsq.models.other_format import Measured, load_other_format, refuse_same
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,10 +23,7 @@ class Converted:
 
     state: dict[str, Any]
     """As fairseq keeps it in a file."""
-    weights: int
-    """Clips of so many weights were measured anew."""
-    activations_due: bool
-    """Whether the next pass measures the clips of activations; else they are what they were."""
+    measured: Measured
     optimizer: str
     """What became of the optimizer's state; where it is kept, moments of the clips that were
     measured begin at zero."""
@@ -42,8 +37,8 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
         ValueError: it is damaged, of another model than lsq's, or of a float one; or has these
             values already; or a value is not allowed.
     """
-    tensors = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]  # after a look for damage
-    state = torch.load(path, map_location="cpu")  # as it is in the file
+    tensors = checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]  # checks for damage
+    state = torch.load(path, map_location="cpu")  # unchanged by fairseq
     stored = checkpoint.options_of(state, "model")
     before = {**(stored if isinstance(stored, Mapping) else vars(stored))}
     name = str(before.get("arch") or before.get("_name") or "")
@@ -55,35 +50,30 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
     if not old.quantized:
         raise ValueError(
             f"{path} is of a float model, which has no clips; train from its weights with"
-            " --lsq-from, or `lsq export "
-            "--to fairseq` it"
+            " --lsq-from, or `lsq export --to fairseq` it"
         )
     if all(getattr(old, field) == value for field, value in changes.items()):
-        asked = ", ".join(f"{field}={value!r}" for field, value in changes.items())
-        raise ValueError(f"{path} has {asked} already; nothing is written")
-    after = {**before, **{options.PREFIX + field: value for field, value in changes.items()}}
+        refuse_same(path, changes)
+    changed = {options.PREFIX + field: value for field, value in changes.items()}
+    after = {**before, **changed}
     model = _build(Namespace(**after), tensors)
-    due = load_other_format(model, tensors, model.state_dict().keys())
+    measured = load_other_format(model, tensors, model.state_dict().keys())
     shapes = {key: value.shape for key, value in tensors.items()}
     state["model"] = type(state["model"])(model.state_dict())
-    for field in changes:
-        _set(stored, options.PREFIX + field, after[options.PREFIX + field])
-    learned = checkpoint.quantization(after).learned
-    optimizer = _convert_optimizer(state, model, shapes, same_parameters=old.learned == learned)
-    return Converted(
-        state=state, weights=len(_clips(model)), activations_due=due, optimizer=optimizer
-    )
-
-
-def _set(stored: Any, name: str, value: Any) -> None:
-    if isinstance(stored, Namespace):
-        setattr(stored, name, value)
-    else:
-        stored[name] = value
+    for option, value in changed.items():
+        if isinstance(stored, Namespace):
+            setattr(stored, option, value)
+        else:
+            stored[option] = value
+    obstacle = None
+    if old.learned != checkpoint.quantization(after).learned:
+        obstacle = "clips learn in one of the formats alone"
+    optimizer = _convert_optimizer(state, model, shapes, measured.weights, obstacle)
+    return Converted(state=state, measured=measured, optimizer=optimizer)
 
 
 def _build(args: Namespace, state: Mapping[str, Tensor]) -> nn.Module:
-    """The model of a checkpoint, whose words do not matter."""
+    """The model of a checkpoint, with dictionaries of the right sizes."""
     tables = {side: state.get(f"{side}.embed_tokens.weight") for side in ("encoder", "decoder")}
     source, target = (_words(table) for table in (tables["encoder"], tables["decoder"]))
     task = SimpleNamespace(source_dictionary=source or target, target_dictionary=target)
@@ -101,28 +91,17 @@ def _words(table: Tensor | None) -> Dictionary | None:
     return words
 
 
-def _clips(model: nn.Module) -> set[str]:
-    """Names of the clips of weights."""
-    return {
-        f"{prefix}.{module.state_name(name)}"
-        for prefix, module in model.named_modules()
-        if isinstance(module, ProgramModule)
-        for name in module.clips()
-        if module.declared[name].kind is Kind.WEIGHT_CLIP
-    }
-
-
 def _convert_optimizer(
     state: dict[str, Any],
     model: nn.Module,
     shapes: Mapping[str, torch.Size],
-    *,
-    same_parameters: bool,
+    measured: Collection[str],
+    obstacle: str | None,
 ) -> str:
     """Let moments of clips that were measured anew begin at zero, or leave all of the optimizer's
     state out.
 
-    `same_parameters`: clips learn in both formats, or in neither.
+    `shapes`: of the former parameters. `obstacle`: why the state cannot be kept, if that is known.
 
     Returns:
         What was done.
@@ -133,21 +112,19 @@ def _convert_optimizer(
     parameters = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     moments = kept.get("state", {})
     changed = [name for name, one in parameters if shapes.get(name) != one.shape]
-    if not same_parameters:
-        reason = "clips learn in one of the formats alone"
-    elif changed:
-        reason = f"{changed[0]} has another shape"
-    elif moments.keys() - set(range(len(parameters))):
-        reason = f"it is of {len(moments)} parameters, and the model has {len(parameters)}"
-    else:
-        fresh = _clips(model)
-        for number, (name, _) in enumerate(parameters):
-            if name in fresh:
-                for value in moments.get(number, {}).values():
-                    if isinstance(value, Tensor) and value.dim():
-                        value.zero_()
-        return "the optimizer's state is kept"
-    state["last_optimizer_state"] = None
-    return (
-        f"the optimizer's state is left out ({reason}): a training goes on with --reset-optimizer"
-    )
+    if obstacle is None and changed:
+        obstacle = f"{changed[0]} has another shape"
+    elif obstacle is None and moments.keys() - set(range(len(parameters))):
+        obstacle = f"it is of {len(moments)} parameters, and the model has {len(parameters)}"
+    if obstacle is not None:
+        state["last_optimizer_state"] = None
+        return (
+            f"the optimizer's state is left out ({obstacle}): a training goes on with"
+            " --reset-optimizer"
+        )
+    for number, (name, _) in enumerate(parameters):
+        if name in measured:
+            for value in moments.get(number, {}).values():
+                if isinstance(value, Tensor) and value.dim():
+                    value.zero_()
+    return "the optimizer's state is kept"

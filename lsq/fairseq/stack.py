@@ -1,5 +1,5 @@
-"""What encoders and decoders behind fairseq's interface are made of: embedding, final norm, and a
-run through both."""
+"""Parts of encoders and decoders behind fairseq's interface: embedding, layers' configurations and
+final norm."""
 
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ def final_norm(args: Any, side: str) -> nn.LayerNorm | None:
 def configs_of(
     config: LayerConfig, layers: int, side: str, *, memory: bool = False
 ) -> list[LayerConfig]:
-    """Those of so many layers of one side, each at its place; `memory`: they attend to one, too."""
+    """Configurations of all layers of one side; `memory`: layers attend to encoder_out, too."""
     one = PackedSequences(rows=1, count=1)
     layer, sizes = (
         (programs.decoder_layer, (one, one)) if memory else (programs.encoder_layer, (one,))

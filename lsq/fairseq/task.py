@@ -24,12 +24,11 @@ from lsq.fairseq.device import DeviceOptions
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.paddings import Collater
-from lsq.fairseq.signals import TrainingSignals
-from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
-from lsq.layers.signals import interval_of
 from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
+from lsq.observe import Signals, quantized_tensors
+from lsq.observe.signals import interval_of
 from lsq.serving.subwords import Words
 
 logger = logging.getLogger(__name__)
@@ -40,8 +39,7 @@ DICTIONARIES = "lsq_dictionaries"
 
 @dataclass
 class TaskOptions(GradientOptions, DeviceOptions):
-    """What LSQTask needs beside fairseq's options of a task: those of gradients, place and memory,
-    and of signals."""
+    """Options of LSQTask: gradients, device, memory, tuned products; the last are fairseq's."""
 
     lsq_memory: ChoiceEnum(MODES) = field(
         default="planned",
@@ -64,8 +62,8 @@ class TaskOptions(GradientOptions, DeviceOptions):
         default=None,
         metadata={
             "help": (
-                "write to this file, after training, which products were not tuned; for `lsq"
-                " tune --shapes`"
+                "write to this file, after training on a GPU, which products were not tuned; for"
+                " `lsq tune --shapes`"
             )
         },
     )
@@ -76,13 +74,13 @@ class TaskOptions(GradientOptions, DeviceOptions):
 
 
 class LSQTask(GradientTask):
-    """What the tasks of lsq share, before fairseq's class, with TaskOptions in `cfg`."""
+    """Base of lsq's tasks, before fairseq's class, with TaskOptions in `cfg`."""
 
-    signals: TrainingSignals | None = None
+    signals: Signals | None = None
     model: BaseFairseqModel | None = None
     planned: bool = False
     sparsity: Sparsity | None = None
-    """What chooses masks, where --lsq-sparsity wants some."""
+    """Chooses masks, where --lsq-sparsity is given."""
 
     def __init__(self, cfg: TaskOptions, *dictionaries, **options):
         super().__init__(cfg, *dictionaries, **options)
@@ -189,10 +187,12 @@ class LSQTask(GradientTask):
             and distributed.get_global_rank() == 0
             and any(True for _ in quantized_tensors(model))
         ):
-            self.signals = TrainingSignals(
+            self.signals = Signals(
                 model,
                 interval=interval_of(self.cfg.log_interval),
                 folder=self.cfg.tensorboard_logdir or None,
+                step="update",
+                option="--lsq-clip-init {}",
             )
             # fairseq tells no task that training is over: the summaries come when it drops the
             # task, or at exit

@@ -14,6 +14,7 @@ from lsq.gemm.product_key import (
     EXACT_TOKENS,
     LARGEST_DIMENSION,
     MATMUL,
+    OVER_TOKENS,
     TILED,
     TILED_ALONE,
     TOKEN_STEP,
@@ -68,11 +69,7 @@ class CpuConfiguration:
         return cls(kernel=(tiles.usable() or (tiles.PLAIN,))[0])
 
     def check_key(self, key: ProductKey) -> None:
-        """Refuse a product that this configuration cannot run.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise ValueError if this configuration cannot run a product."""
         if key.op == MATMUL:
             raise ValueError(
                 f"kernel is of a CPU, which multiplies for operations alone, not {key}: remove it"
@@ -121,11 +118,7 @@ class CublasConfiguration:
             check_whole(name, getattr(self, name), -(2**31), 2**32 - 1)
 
     def check_key(self, key: ProductKey) -> None:
-        """Refuse a product that this configuration cannot run.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise ValueError if this configuration cannot run a product."""
         if key.op in TILED_ALONE:
             raise ValueError(f"algorithm is of cuBLASLt, which has no part in {key.op}: tune again")
         if key.op == MATMUL and key.dtype == "int8" and key.layout != "nt":
@@ -190,11 +183,7 @@ class TileConfiguration:
         return -(-n // self.columns), max(1, -(-m // self.rows))
 
     def check_key(self, key: ProductKey) -> None:
-        """Refuse a product that this configuration cannot run.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise ValueError if this configuration cannot run a product."""
         if key.op not in TILED:
             raise ValueError(
                 f"rows is of a tile, which ends products of {', '.join(TILED)}, not {key.op}: tune"
@@ -211,7 +200,7 @@ class TileConfiguration:
                 f"rows is {self.rows}, of which {key.m} are more than {MOST_TILE_ROWS} tiles: tune"
                 " again"
             )
-        if self.split > 1 and key.request.tokens != "k":
+        if self.split > 1 and key.op != OVER_TOKENS:
             raise ValueError(f"split is {self.split}; of {key.op} it is 1")
 
     def __str__(self) -> str:

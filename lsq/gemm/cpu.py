@@ -15,10 +15,10 @@ from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.product_key import (
     LARGEST_INNER,
     TILED_ALONE,
-    ProductKey,
     inner_parts,
     is_long,
     note,
+    operation_key,
 )
 from lsq.native import loader, tiles
 
@@ -31,7 +31,7 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     tokens.
 
     Args:
-        op: one of product_key.REQUESTS.
+        op: one of product_key.OPERATIONS.
         m, n, k: 0 where there is nothing to multiply.
 
     Raises:
@@ -40,7 +40,7 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
     long = is_long(op, k)
-    note(_key(op, m, n, LARGEST_INNER if long else k))
+    note(operation_key(op, m, n, LARGEST_INNER if long else k))
     # of vocabularies, each thread packs the columns that it reads in memory of its own
     packed = 0 if op in TILED_ALONE else _packed_bytes(n, LARGEST_INNER if long else k)
     return (max(packed, ALIGNMENT) + (2 * _sums_bytes(m, n) if long else 0),), torch.uint8
@@ -57,7 +57,7 @@ def multiply(
     the operation, float32 sums [M, N], their first row and number, and `arguments`.
 
     Args:
-        op: one of product_key.REQUESTS, whose layout the operands have.
+        op: one of product_key.OPERATIONS, whose layout the operands have.
         operation: of the loop.
         a, b: int8; either may be a transposed view.
         memory: as `scratch_for` asks for, at a multiple of ALIGNMENT bytes.
@@ -128,13 +128,8 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _key(op: str, m: int, n: int, k: int) -> ProductKey:
-    return ProductKey(op=op, m=m, n=n, k=k)
-
-
-@functools.lru_cache(maxsize=4096)
 def _configuration(generation: int, op: str, m: int, n: int, k: int) -> CpuConfiguration:
-    return lookup.table().configuration(_key(op, m, n, k))
+    return lookup.table().configuration(operation_key(op, m, n, k))
 
 
 def _packed_bytes(n: int, k: int) -> int:

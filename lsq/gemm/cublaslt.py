@@ -30,11 +30,7 @@ INT8_MULTIPLES = {"k": 16, "leading_a": 16, "leading_b": 16, "n": 4, "leading_ou
 
 
 def check_key(key: ProductKey) -> None:
-    """Refuse a product that cuBLASLt does not support.
-
-    Raises:
-        ValueError: int8 operands that do not lie as they must.
-    """
+    """Raise ValueError if cuBLASLt does not support how int8 operands lie."""
     if key.dtype != "int8":
         return
     if key.layout != "nt":
@@ -70,10 +66,10 @@ Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasCon
 
 
 def first_candidate(
-    products: "Products", key: ProductKey, found: list[CublasConfiguration]
+    products: "Products", key: ProductKey, proposals: list[CublasConfiguration]
 ) -> CublasConfiguration:
     """The proposal that the library thinks best."""
-    return found[0]
+    return proposals[0]
 
 
 class Products:
@@ -152,11 +148,7 @@ class Products:
         )
 
     def candidates(self, key: ProductKey) -> list[CublasConfiguration]:
-        """The proposals of the library for a key, best first; perhaps none.
-
-        Raises:
-            ValueError, RuntimeError: it has no such product.
-        """
+        """The library's proposals for a key, best first, perhaps none; errors as `describe`."""
         with contextlib.closing(self.describe(key)) as native:
             return self._candidates(native)
 
@@ -178,12 +170,7 @@ class Products:
         return None
 
     def algorithm(self, candidate: Candidate) -> CublasConfiguration:
-        """The algorithm that a candidate's bytes hold.
-
-        Raises:
-            ValueError: not 64 bytes.
-            RuntimeError: not an algorithm.
-        """
+        """The algorithm in a candidate's bytes; ValueError or RuntimeError if there is none."""
         decoded = self.library.decode(candidate.data)
         return CublasConfiguration(
             algorithm=candidate.data, workspace_bytes=candidate.workspace_bytes, **decoded
@@ -200,13 +187,13 @@ class Products:
     def _create(self, key: ProductKey) -> ChosenProduct:
         native = self.describe(key)
         try:
-            found = self._candidates(native)
-            if not found:
+            proposals = self._candidates(native)
+            if not proposals:
                 raise RuntimeError(
                     f"cuBLASLt has no algorithm for {key} within a workspace of"
                     f" {self.workspace_bytes} bytes; allow a larger workspace or other shapes"
                 )
-            wanted = self._choose(self, key, found)
+            wanted = self._choose(self, key, proposals)
             with self.current():
                 native.choose(wanted.algorithm)
         except BaseException:
@@ -216,21 +203,21 @@ class Products:
 
     def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
         """The proposals that can be read: a newer library may know further values."""
-        found, unread = [], []
+        proposals, unread = [], []
         with self.current():
             for candidate in native.candidates(self.workspace_bytes, CANDIDATES):
                 try:
-                    found.append(self.algorithm(candidate))
+                    proposals.append(self.algorithm(candidate))
                 except (RuntimeError, ValueError) as error:
                     unread.append(error)
-        if unread and not found:
+        if unread and not proposals:
             raise unread[0]
         if unread and not self._unread:
             logger.warning(
                 "%d algorithms of cuBLASLt are left out, the first since %s", len(unread), unread[0]
             )
         self._unread += len(unread)
-        return found
+        return proposals
 
 
 class TunedChoice:
@@ -248,7 +235,7 @@ class TunedChoice:
         self._warned = False
 
     def __call__(
-        self, products: Products, key: ProductKey, found: list[CublasConfiguration]
+        self, products: Products, key: ProductKey, proposals: list[CublasConfiguration]
     ) -> CublasConfiguration:
         """The algorithm for a product."""
         use = self.table.use(key)
@@ -257,7 +244,7 @@ class TunedChoice:
             or use.entry.key != key
             or isinstance(use.entry.configuration, TileConfiguration)
         ):
-            return first_candidate(products, key, found)
+            return first_candidate(products, key, proposals)
         fault = products.fault(key, use.entry.configuration)
         if fault is None:
             return use.entry.configuration
@@ -271,4 +258,4 @@ class TunedChoice:
             )
         self._warned = True
         use.entry = None
-        return first_candidate(products, key, found)
+        return first_candidate(products, key, proposals)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from lsq.gemm import lookup
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import TILED_ALONE, ProductKey, is_long, note
+from lsq.gemm.product_key import TILED_ALONE, ProductKey, is_long, note, operation_key
 
 _forced = threading.local()
 
@@ -30,7 +30,7 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
     """
     if not min(m, n, k) or is_long(op, k):
         return None
-    key, alone = _key(op, m, n, k), op in TILED_ALONE
+    key, alone = operation_key(op, m, n, k), op in TILED_ALONE
     if not alone:
         note(key)
     if hasattr(_forced, "tile") and (_forced.tile or not alone):
@@ -55,11 +55,6 @@ def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
 def choices() -> tuple:
     """A value that changes whenever products may be made in another way, on any device."""
     return lookup.generation(), hasattr(_forced, "tile"), getattr(_forced, "tile", None)
-
-
-@functools.lru_cache(maxsize=4096)
-def _key(op: str, m: int, n: int, k: int) -> ProductKey:
-    return ProductKey(op=op, m=m, n=n, k=k)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ It follows a model of GPUs (benchmarks/model_gpu_step.py, docs/gpu.md); nothing 
 import math
 
 from lsq.gemm.configuration import MOST_TILE_ROWS, TILE_STEP, WGMMA_SM, TileConfiguration
-from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
+from lsq.gemm.product_key import OVER_TOKENS, TILED, TILED_ALONE, ProductKey
 
 BLOCKS = 128
 """Blocks that fill a GPU, about its multiprocessors. Tiles shrink until there are so many."""
@@ -40,7 +40,7 @@ def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | 
     instruction = "wgmma" if sm == WGMMA_SM else "mma"
     if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
         return None
-    parts = MOST_PARTS if key.request.tokens == "k" else 1
+    parts = MOST_PARTS if key.op == OVER_TOKENS else 1
     parts = max(1, min(parts, key.k // INNER_OF_A_PART))
     for rows, columns in SIDES[instruction]:
         rows = FEW if key.m <= FEW else rows

@@ -83,11 +83,7 @@ class CudaValidators(Validators):
 
 
 def check_format(value: object) -> None:
-    """Refuse the files of other versions of lsq.
-
-    Raises:
-        ValueError: it is one.
-    """
+    """Raise ValueError if a file is of another version of lsq."""
     if not isinstance(value, int) or isinstance(value, bool) or value != FORMAT:
         raise ValueError(
             f"format is {shown(value)}; this version of lsq reads format {FORMAT}: tune again with"

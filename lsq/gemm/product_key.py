@@ -5,6 +5,7 @@ begins with the name of the field.
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,25 +41,17 @@ ALPHAS = ("one", "scalar", "vector")
 """Scale of the result: none; a float; float32 [N] on the device, for int8 to int8."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """An operation's product of int8 to int32."""
-
-    layout: str
-    """Of its operands on the CPU; on a GPU both lie contiguous along K, some after a transposing
-    copy."""
-    tokens: str = "m"
-    """The dimension that differs from batch to batch."""
-
-
-REQUESTS = {
-    "project": Request(layout="nt"),
-    "project_input_gradient": Request(layout="nn"),
-    "project_weight_gradient": Request(layout="tn", tokens="k"),
-    "vocabulary_loss": Request(layout="nt"),
-    "vocabulary_loss_gradient": Request(layout="nt"),
+OPERATIONS = {
+    "project": "nt",
+    "project_input_gradient": "nn",
+    "project_weight_gradient": "tn",
+    "vocabulary_loss": "nt",
+    "vocabulary_loss_gradient": "nt",
 }
-"""By operation. The best way to multiply depends on the epilogue, so each has its own entries."""
+"""Operations with products of int8 to int32 -> layout on the CPU; on a GPU both operands lie along
+K. The best way to multiply depends on the epilogue, so each has its own entries."""
+OVER_TOKENS = "project_weight_gradient"
+"""The operation whose k differs from batch to batch; m of all others does."""
 TILED = ("project", "project_input_gradient", "project_weight_gradient")
 """Operations whose product and epilogue one kernel of a GPU can make."""
 TILED_ALONE = ("vocabulary_loss", "vocabulary_loss_gradient")
@@ -66,7 +59,6 @@ TILED_ALONE = ("vocabulary_loss", "vocabulary_loss_gradient")
 must not exist in memory. They are not tuned."""
 MATMUL = Product.op
 """Any product without an epilogue: of floats, or where another kernel applies the epilogue."""
-_BY_ITSELF = Request(layout="nt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +70,7 @@ class ProductKey:
     """
 
     op: str = MATMUL
-    """One of REQUESTS, or MATMUL."""
+    """One of OPERATIONS, or MATMUL."""
     m: int
     n: int
     k: int
@@ -94,7 +86,7 @@ class ProductKey:
     leading_out: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("op", self.op, (*REQUESTS, MATMUL))
+        check_choice("op", self.op, (*OPERATIONS, MATMUL))
         for name in ("m", "n", "k"):
             check_whole(name, getattr(self, name), 1, LARGEST_DIMENSION)
         check_choice("dtype", self.dtype, OUTS)
@@ -104,7 +96,7 @@ class ProductKey:
         )
         check_choice("alpha", self.alpha, alphas)
         if self.layout is None:
-            object.__setattr__(self, "layout", self.request.layout)
+            object.__setattr__(self, "layout", OPERATIONS.get(self.op, "nt"))
         check_choice("layout", self.layout, LAYOUTS)
         if self.dtype == "int8":
             check_whole("k", self.k, 1, LARGEST_INNER)
@@ -124,11 +116,6 @@ class ProductKey:
     def by_itself(self) -> "ProductKey":
         """The product that cuBLASLt makes for an operation: of packed operands along K."""
         return self if self.op == MATMUL else ProductKey(m=self.m, n=self.n, k=self.k)
-
-    @property
-    def request(self) -> Request:
-        """The request of its operation."""
-        return REQUESTS.get(self.op, _BY_ITSELF)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -168,30 +155,35 @@ class ProductKey:
     def fields(self) -> dict[str, Any]:
         """m, n, k and the fields that differ from their default."""
         usual = {field.name: field.default for field in dataclasses.fields(self)} | {
-            "layout": self.request.layout
+            "layout": OPERATIONS.get(self.op, "nt")
         }
         return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     @property
+    def token_dimension(self) -> str:
+        """The dimension that differs from batch to batch, "m" or "k"."""
+        return "k" if self.op == OVER_TOKENS else "m"
+
+    @property
     def tokens(self) -> int:
-        """The dimension that differs from batch to batch: k of weight gradients, else m."""
-        return getattr(self, self.request.tokens)
+        """The size of the dimension that differs from batch to batch."""
+        return getattr(self, self.token_dimension)
 
     def with_tokens(self, tokens: int) -> "ProductKey":
         """This product in a batch of another size."""
-        return dataclasses.replace(self, **{self.request.tokens: tokens})
+        return dataclasses.replace(self, **{self.token_dimension: tokens})
 
     def rounded(self) -> "ProductKey":
         """The key whose entry in files serves this one; of MATMUL, itself."""
         tokens = rounded_tokens(self.tokens)
-        if self.request.tokens == "k":
+        if self.op == OVER_TOKENS:
             tokens = min(tokens, LARGEST_INNER)
         return self if tokens == self.tokens or self.op == MATMUL else self.with_tokens(tokens)
 
     @property
     def family(self) -> tuple:
         """A value shared by all batch sizes of this product."""
-        return tuple(value for name, value in vars(self).items() if name != self.request.tokens)
+        return tuple(value for name, value in vars(self).items() if name != self.token_dimension)
 
     @property
     def arithmetic(self) -> int:
@@ -205,6 +197,16 @@ class ProductKey:
             f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out},"
             f" {', '.join(rest)})"
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def operation_key(op: str, m: int, n: int, k: int) -> ProductKey:
+    """The key of an operation's product, kept for the next call.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    return ProductKey(op=op, m=m, n=n, k=k)
 
 
 def is_long(op: str, k: int) -> bool:
@@ -273,7 +275,7 @@ def key_of(product: Product) -> ProductKey:
     )
     if product.op == MATMUL:
         return key
-    requested_key = ProductKey(op=product.op, m=m, n=n, k=k)
+    requested_key = operation_key(product.op, m, n, k)
     if requested_key.by_itself != key:
         raise ValueError(f"{product.op} multiplies {requested_key.by_itself} on a GPU, not {key}")
     return requested_key

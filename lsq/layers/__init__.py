@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from lsq.layers.linear import QuantizedLinear
     from lsq.layers.module import ProgramModule
     from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
-    from lsq.layers.statistics import TensorStatistics, observe, quantized_tensors
     from lsq.layers.vocabulary import VocabularyProjection
 
 _FILES = {
@@ -23,14 +22,11 @@ _FILES = {
     "Packing": "packing",
     "ProgramModule": "module",
     "QuantizedLinear": "linear",
-    "TensorStatistics": "statistics",
     "TransformerDecoderLayer": "decoder_layer",
     "TransformerEncoderLayer": "encoder_layer",
     "TransformerLanguageModel": "language_model",
     "VocabularyProjection": "vocabulary",
-    "observe": "statistics",
     "pack_time_major": "packing",
-    "quantized_tensors": "statistics",
     "unpack_time_major": "packing",
 }
 __all__ = [
@@ -40,14 +36,11 @@ __all__ = [
     "Packing",
     "ProgramModule",
     "QuantizedLinear",
-    "TensorStatistics",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
     "TransformerLanguageModel",
     "VocabularyProjection",
-    "observe",
     "pack_time_major",
-    "quantized_tensors",
     "unpack_time_major",
 ]
 

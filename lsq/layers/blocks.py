@@ -1,9 +1,8 @@
 """Layers as forward operations.
 
-Each block appends to a Builder and declares its parameters; gradients follow.
-
-Names of parameters are relative to `prefix`, as in a module's state dict. M rows, H hidden, F
-feed-forward. In float mode nothing is rounded or has a clip.
+Each block appends to a LayerBuilder and declares its parameters; gradients follow. It says which
+value is rounded under which clip; the builder knows the formats. Names of parameters are relative
+to `prefix`, as in a module's state dict. M rows, H hidden, F feed-forward.
 """
 
 import math
@@ -12,24 +11,21 @@ from dataclasses import dataclass
 import torch
 
 from lsq.config import Adapter, LayerConfig
-from lsq.layers.decoded import decode, grouped
-from lsq.layers.positions import position_bias, turn_heads
+from lsq.layers.builder import LayerBuilder, Result
+from lsq.layers.positions import position_bias, rotate_heads
 from lsq.ops.adapter import Adapt, AdapterInput
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
+from lsq.ops.gated import Gated
 from lsq.ops.heads import Heads, PositionBias, Projected
-from lsq.ops.nonlinearity import Activation, Nonlinearity
+from lsq.ops.nonlinearity import Activation
 from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.project import Project
-from lsq.ops.residual_norm import NormalisedRows, ResidualNorm
-from lsq.ops.residual_sum import ResidualSum
-from lsq.ops.rounding import Round, unpacked
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
-from lsq.program.builder import Builder
 from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, Rows
-from lsq.quant import NORMALISED
+from lsq.program.values import Rows
 
 
 def filled(rows: int) -> int:
@@ -58,64 +54,40 @@ class PackedSequences:
             count *= 2
         return PackedSequences(rows=rows, count=count)
 
-    def cu_seqlens(self, builder: Builder, name: str) -> VirtualTensor:
+    def cu_seqlens(self, builder: LayerBuilder, name: str) -> VirtualTensor:
         """The input int32 [B + 1] that says where each sentence begins."""
         return builder.input(name, (self.count + 1,), torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What is attended to: keys, and values behind them, in one tensor [S, ...]."""
+    """Keys and, behind them, values, in one tensor [S, ...]."""
 
     rows: Rows
     key_column: int
     cu_seqlens: VirtualTensor
 
 
-def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
-    """Round x [M, N] under the clip of that name; x itself where activations are not rounded."""
-    if not builder.quant.coded:
-        return decode(builder, Rows(floats=x), clip)
-    rounded = builder.coded(clip.removesuffix("_clip"), x.shape, clip)
-    builder.add(Round(x=x, rounded=rounded))
-    return Rows(coded=rounded)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """How a product ends: what happens to its sums before they are stored."""
+    """The epilogue of a product: what happens to its sums before they are stored."""
 
     name: str
-    """Of the result."""
+    """Name of the result."""
     clip: str | None = None
     """Rounded under the clip of this name, if anything is; else floats."""
     activation: Activation = Activation.none
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
-    """Of floats; on a GPU they have that of its activations."""
+    """dtype of floats; on a GPU they have that of its activations."""
 
-    def rows(self, builder: Builder, shape: tuple[int, int]) -> Rows:
-        """Where a result [M, N] with this end goes, before it is decoded."""
-        if self.clip and builder.quant.coded:
-            return Rows(coded=builder.coded(self.name, shape, self.clip))
-        return Rows(floats=builder.tensor(self.name, shape, self.dtype))
-
-    def nonlinearity(self, builder: Builder, shape: tuple[int, int]) -> Nonlinearity | None:
-        """What the builder's mode wants of activation and dropout, if anything."""
-        found = Nonlinearity(activation=self.activation, dropout=builder.dropout(self.dropout))
-        if builder.backward and self.activation is Activation.relu:
-            found.positive = builder.tensor(
-                self.name + ".positive", (-(-math.prod(shape) // 8),), torch.uint8
-            )
-        elif builder.backward and self.activation.bounded_slope and builder.quant.coded:
-            found.slope = builder.tensor(self.name + ".slope", shape, torch.int8)
-        elif builder.backward and self.activation is not Activation.none:
-            found.before = builder.tensor(self.name + ".before", shape)
-        return None if found.activation is Activation.none and found.dropout is None else found
+    def result(self, builder: LayerBuilder, shape: tuple[int, int]) -> Result:
+        """Where a result [M, N] goes."""
+        return builder.result(self.name, shape, self.clip, dtype=self.dtype)
 
 
 def project(
-    builder: Builder,
+    builder: LayerBuilder,
     x: Rows,
     weight: str,
     shape,
@@ -123,66 +95,59 @@ def project(
     *,
     bias: str | None = None,
     rows: int | None = None,
-    joins: bool = False,
+    accumulates: bool = False,
     **start,
 ) -> Rows:
-    """x [M, K] times a weight of `shape` [N, K], transposed, with its bias [N] and its end.
+    """x [M, K] times a weight of `shape` [N, K], transposed, with bias [N] and epilogue.
 
-    `rows` above N pads the weight's codes and so the columns of the result. start: see
-    builder.weight; a bias begins at 0, or as the weight does where that has `bias_bound`. `joins`:
-    x has a product before this one.
+    Args:
+        rows: above N pads the weight's codes and so the columns of the result.
+        accumulates: the gradient of x goes into that of a product before this one, which reads x.
+        start: see Builder.weight; a bias begins at 0, or within `bias_bound`.
     """
     bias_bound = start.pop("bias_bound", 0.0)
-    groups = grouped(builder, x, weight)
-    stored = builder.weight(
-        weight, shape, rows=rows, group=0 if groups is None else groups.group, **start
-    )
-    groups = groups if groups is not None and stored.group == groups.group else None
-    w = unpacked(builder, stored, x.tensor.shape[0])
+    operands = builder.operands(x, weight, shape, rows=rows, **start)
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     adapter, size = builder.adapters.get(weight), (x.tensor.shape[0], rows or shape[0])
     own = end if adapter is None else Epilogue(name=end.name + ".base")
-    y, nonlinearity = own.rows(builder, size), own.nonlinearity(builder, size)
+    y = own.result(builder, size)
     builder.add(
         Project(
-            x=x,
-            weight=w,
-            groups=groups,
+            **operands,
             bias=added,
-            out=y.floats,
-            rounded=y.coded,
-            nonlinearity=nonlinearity,
-            joins=joins,
+            out=y.out,
+            rounded=y.rounded,
+            nonlinearity=builder.nonlinearity(own.name, size, own.activation, own.dropout),
+            accumulates=accumulates,
         )
     )
-    if adapter is not None:
-        y = adapt(builder, x, y.floats, adapter, end)
-    return decode(builder, y, end.clip)
+    return y.rows if adapter is None else adapt(builder, x, y.out, adapter, end)
 
 
-def adapt(builder: Builder, x: Rows, base: VirtualTensor, adapter: Adapter, end: Epilogue) -> Rows:
-    """Add adapters of x to its product `base` [M, N], before `end`: a result that is not decoded
-    yet."""
+def adapt(
+    builder: LayerBuilder, x: Rows, base: VirtualTensor, adapter: Adapter, end: Epilogue
+) -> Rows:
+    """Add adapters of x to its product `base` [M, N], before its epilogue."""
     name, (rows, inputs) = adapter.weight.removesuffix("weight") + "adapter", x.tensor.shape
     rank, dropout = adapter.rank, builder.dropout(adapter.dropout)
     values = builder.tensor(name + ".input", x.tensor.shape)
     builder.add(AdapterInput(x=x, dropout=dropout, values=values))
-    y = end.rows(builder, base.shape)
+    y = end.result(builder, base.shape)
     builder.add(
         Adapt(
             x=x,
             dropout=dropout,
             values=values,
             base=base,
-            out=y.floats,
-            rounded=y.coded,
-            nonlinearity=end.nonlinearity(builder, base.shape),
+            out=y.out,
+            rounded=y.rounded,
+            nonlinearity=builder.nonlinearity(end.name, base.shape, end.activation, end.dropout),
             down=builder.parameter(name + "_down", (rank, inputs), Kind.ADAPTER),
             up=builder.parameter(name + "_up", (base.shape[1], rank), Kind.ADAPTER),
             hidden=builder.tensor(name + ".hidden", (rows, rank)),
         )
     )
-    return y
+    return y.rows
 
 
 def bias_of(config: LayerConfig, name: str) -> str | None:
@@ -190,47 +155,48 @@ def bias_of(config: LayerConfig, name: str) -> str | None:
     return name + "_bias" if config.bias else None
 
 
-def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, parts: int) -> Rows:
-    """Queries (parts 1), keys and values (2) or all three (3) side by side; `name`: of the result
-    and its parameters.
+def project_heads(
+    builder: LayerBuilder, config: LayerConfig, x: Rows, name: str, parts: int
+) -> Rows:
+    """Queries (parts 1), keys and values (2) or all three (3) side by side.
 
-    All three are those of self-attention, in which queries and keys may turn.
+    All three are those of self-attention, whose queries and keys may be rotated.
+
+    Args:
+        name: of the result and its parameters.
     """
-    hidden, turns = config.hidden, parts == 3 and config.rotary is not None
+    hidden, rotates = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = project(
         builder,
         x,
         name + "_weight",
         (columns, hidden),
-        Epilogue(name=name + ".unturned") if turns else Epilogue(name=name, clip=name + "_clip"),
+        Epilogue(
+            name=name + ".plain" if rotates else name, clip=None if rotates else name + "_clip"
+        ),
         bias=name + "_bias" if config.biased_heads else None,
         bound=xavier(hidden, hidden) / math.sqrt(2),
         bias_bound=fan_in(hidden),
         in_out=config.in_out,
     )
-    if not turns:
+    if not rotates:
         return heads
-    end = Epilogue(name=name, clip=name + "_clip")
-    turned = end.rows(builder, heads.floats.shape)
-    return decode(
-        builder,
-        turn_heads(builder, config, heads.floats, turned, name.removesuffix("qkv")),
-        end.clip,
-    )
+    rotated = builder.result(name, heads.floats.shape, name + "_clip")
+    rotate_heads(builder, config, heads.floats, rotated, name.removesuffix("qkv"))
+    return rotated.rows
 
 
 def project_memory(
-    builder: Builder, config: LayerConfig, memory: VirtualTensor, prefix: str
+    builder: LayerBuilder, config: LayerConfig, memory: VirtualTensor, prefix: str
 ) -> Rows:
     """Keys and values side by side [S, ...]."""
-    return project_heads(
-        builder, config, quantize(builder, memory, prefix + "memory_clip"), prefix + "key_value", 2
-    )
+    rows = builder.round(memory, prefix + "memory_clip")
+    return project_heads(builder, config, rows, prefix + "key_value", 2)
 
 
 def attention(
-    builder: Builder,
+    builder: LayerBuilder,
     config: LayerConfig,
     queries: Rows,
     cu_seqlens: VirtualTensor,
@@ -244,8 +210,7 @@ def attention(
     """Attention of rows that begin with queries, and its output projection: floats [M, H], before
     dropout."""
     hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
-    end = Epilogue(name=prefix + "context", clip=prefix + "context_clip")
-    context = end.rows(builder, (rows, columns))
+    context = builder.result(prefix + "context", (rows, columns), prefix + "context_clip")
     heads = Heads(
         q=Projected(rows=queries, column=0),
         k=Projected(rows=memory.rows, column=memory.key_column),
@@ -258,14 +223,14 @@ def attention(
         causal=causal,
         window=window or 0,
         bias=bias,
-        share=config.softmax_scale or 0.0,
+        softmax_scale=config.softmax_scale or 0.0,
         dropout=builder.dropout(config.attention_dropout),
     )
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
-    builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
+    builder.add(Attention(heads=heads, out=context.out, rounded=context.rounded, log_sum=log_sum))
     return project(
         builder,
-        decode(builder, context, end.clip),
+        context.rows,
         prefix + "out_weight",
         (hidden, columns),
         Epilogue(name=prefix + "out"),
@@ -276,7 +241,7 @@ def attention(
 
 
 def self_attention(
-    builder: Builder,
+    builder: LayerBuilder,
     config: LayerConfig,
     x: Rows,
     cu_seqlens: VirtualTensor,
@@ -313,7 +278,7 @@ def self_attention(
 
 
 def cross_attention(
-    builder: Builder,
+    builder: LayerBuilder,
     config: LayerConfig,
     x: Rows,
     cu_seqlens: VirtualTensor,
@@ -325,27 +290,95 @@ def cross_attention(
     return attention(builder, config, queries, cu_seqlens, memory, prefix, causal=False)
 
 
+def feed_forward(builder: LayerBuilder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:
+    """Two projections with an activation between them, or three with a gate: normalised rows ->
+    floats [M, H], before dropout.
+    """
+    inner = config.feed_forward
+    end = Epilogue(
+        name=prefix + "activation",
+        clip=prefix + "activation_clip",
+        activation=Activation[config.activation],
+        dropout=config.activation_dropout,
+    )
+    middle = (
+        gated_middle(builder, config, x, prefix, end)
+        if config.gated
+        else project_feed_forward(builder, config, x, prefix + "fc1", inner, end)
+    )
+    fc2 = Epilogue(name=prefix + "fc2")
+    return project_feed_forward(builder, config, middle, prefix + "fc2", config.hidden, fc2).floats
+
+
+def gated_middle(
+    builder: LayerBuilder, config: LayerConfig, x: Rows, prefix: str, end: Epilogue
+) -> Rows:
+    """dropout(activation(gate(x)) * up(x)) [M, F], with the activation, the dropout and the clip of
+    `end`."""
+    inner = config.feed_forward
+    ends = (Epilogue(name=prefix + name, clip=f"{prefix}{name}_clip") for name in ("gate", "up"))
+    gate, up = (
+        project_feed_forward(builder, config, x, side.name, inner, side, accumulates=number > 0)
+        for number, side in enumerate(ends)
+    )
+    result = builder.result(end.name, (x.tensor.shape[0], inner), end.clip, by_row=True)
+    builder.add(
+        Gated(
+            gate=gate,
+            up=up,
+            activation=end.activation,
+            dropout=builder.dropout(end.dropout),
+            out=result.out,
+            rounded=result.rounded,
+        )
+    )
+    return result.rows
+
+
+def project_feed_forward(
+    builder: LayerBuilder,
+    config: LayerConfig,
+    x: Rows,
+    name: str,
+    outputs: int,
+    end: Epilogue,
+    **options,
+) -> Rows:
+    """A projection of a feed-forward block; `name`: of its parameters. options: see `project`."""
+    inputs = x.tensor.shape[1]
+    return project(
+        builder,
+        x,
+        name + "_weight",
+        (outputs, inputs),
+        end,
+        bias=bias_of(config, name),
+        bound=fan_in(inputs),
+        bias_bound=fan_in(inputs),
+        in_out=config.in_out,
+        **options,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Residual:
-    """What goes from block to block: the float tensor to add to, and what the next block reads."""
+    """The float tensor to which a block adds, and the rows that it reads."""
 
     floats: VirtualTensor
     rows: Rows
 
-    @staticmethod
-    def of(builder: Builder, floats: VirtualTensor, normed: ResidualNorm, clip: str) -> "Residual":
-        """The next block reads what was normed."""
-        rounded = normed.rounded
-        rows = (
-            decode(builder, Rows(floats=normed.out), clip)
-            if rounded is None
-            else Rows(coded=rounded)
-        )
-        return Residual(floats=floats, rows=rows)
+
+@dataclass(frozen=True, kw_only=True)
+class Normed:
+    """A sum and its norm: z, floats of the norm if they are kept, and the norm as it is read."""
+
+    z: VirtualTensor | None
+    out: VirtualTensor | None
+    rows: Rows
 
 
 def residual_sum(
-    builder: Builder,
+    builder: LayerBuilder,
     config: LayerConfig,
     residual: VirtualTensor,
     update: VirtualTensor | None,
@@ -364,7 +397,7 @@ def residual_sum(
 
 
 def norm(
-    builder: Builder,
+    builder: LayerBuilder,
     config: LayerConfig,
     residual: VirtualTensor,
     update: VirtualTensor | None,
@@ -372,14 +405,11 @@ def norm(
     name: str,
     clip: str | None,
     keep_float: bool,
-) -> ResidualNorm:
-    """residual + dropout(update), and its norm `name`: as codes under `clip`, as floats, or
-    both."""
-    rows, columns = residual.shape
-    coded = builder.quant.coded
-    rounds, keeps_codes = clip is not None and coded, builder.backward and coded
+) -> Normed:
+    """residual + dropout(update), and its norm `name`: rounded under `clip`, as floats, or both."""
+    rows, columns = shape = residual.shape
     # the next sum begins with z, or a gradient reads it
-    kept = config.pre_norm or builder.backward and not keeps_codes
+    kept = config.pre_norm or builder.backward and not builder.keeps_codes
     fields = {
         "sum": residual_sum(builder, config, residual, update, name + ".sum", kept=kept),
         "weight": builder.parameter(name + ".weight", (columns,), Kind.NORM_WEIGHT, start=1.0),
@@ -389,33 +419,24 @@ def norm(
     if config.norm == "layer":
         fields["bias"] = builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS)
         fields["mean"] = builder.tensor(name + ".mean", (rows,))
-    if keeps_codes:
-        codes = builder.tensor(name + ".normalised", residual.shape, NORMALISED.storage)
-        scale = builder.tensor(name + ".normalised.scale", (rows,))
-        fields["normalised"] = NormalisedRows(format=NORMALISED, codes=codes, scale=scale)
-    fields["out"] = (
-        builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None
-    )
-    fields["rounded"] = (
-        builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None
-    )
-    return builder.add(ResidualNorm(**fields))
+    fields["normalised"] = builder.normalised(name, shape)
+    y = builder.result(name + ".out", shape, clip, floats=keep_float)
+    added = builder.add(ResidualNorm(**fields, out=y.out, rounded=y.rounded))
+    return Normed(z=added.sum.z, out=y.out, rows=y.rows)
 
 
 def enter(
-    builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str
+    builder: LayerBuilder, config: LayerConfig, x: VirtualTensor, name: str, clip: str
 ) -> Residual:
-    """What the first block of a layer reads: the norm `name` of x under pre-norm, else x,
-    rounded."""
+    """The input of a layer's first block: under pre-norm the norm `name` of x, else x, rounded."""
     if not config.pre_norm:
-        return Residual(floats=x, rows=quantize(builder, x, clip))
-    return Residual.of(
-        builder, x, norm(builder, config, x, None, name=name, clip=clip, keep_float=False), clip
-    )
+        return Residual(floats=x, rows=builder.round(x, clip))
+    normed = norm(builder, config, x, None, name=name, clip=clip, keep_float=False)
+    return Residual(floats=x, rows=normed.rows)
 
 
 def between(
-    builder: Builder,
+    builder: LayerBuilder,
     config: LayerConfig,
     before: Residual,
     update: VirtualTensor,
@@ -426,20 +447,21 @@ def between(
 ) -> Residual:
     """Dropout and residual of one block, then the norm: its own (post-norm) or the following
     block's (pre-norm)."""
+    name = following if config.pre_norm else own
     normed = norm(
         builder,
         config,
         before.floats,
         update,
-        name=following if config.pre_norm else own,
+        name=name,
         clip=clip,
         keep_float=not config.pre_norm,
     )
-    return Residual.of(builder, normed.sum.z if config.pre_norm else normed.out, normed, clip)
+    return Residual(floats=normed.z if config.pre_norm else normed.out, rows=normed.rows)
 
 
 def leave(
-    builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str
+    builder: LayerBuilder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str
 ) -> VirtualTensor:
     """Dropout and residual of the last block, and its own norm under post-norm: the layer's result
     [M, H]."""
@@ -451,14 +473,7 @@ def leave(
     return builder.add(ResidualNorm(sum=added)).sum.z
 
 
-def stored(builder: Builder, tensor: VirtualTensor, scale: VirtualTensor | None) -> Rows:
-    """Rows that an earlier program wrote: codes under a scale, or floats where there are none."""
-    if not builder.quant.coded:
-        return Rows(floats=tensor)
-    return Rows(coded=Coded(format=builder.quant.activations, codes=tensor, scale=scale))
-
-
-def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Rows:
+def append(builder: LayerBuilder, before: VirtualTensor, now: Rows, batch: int) -> Rows:
     """Rows [B * P, W] of sentences, with one more for each; for decoding, without a gradient."""
     new = now.tensor
     out = builder.tensor(new.name + ".all", (before.shape[0] + batch, new.shape[1]), before.dtype)
@@ -466,11 +481,11 @@ def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Ro
         builder.add(Append(before_floats=before, now_floats=new, batch=batch, out_floats=out))
     else:
         builder.add(Append(before=before, now=new, batch=batch, out=out))
-    return stored(builder, out, now.coded and now.scale)
+    return builder.kept_rows(out, now.coded and now.scale)
 
 
 def vocabulary_loss(
-    builder: Builder, prediction: Prediction
+    builder: LayerBuilder, prediction: Prediction
 ) -> tuple[VirtualTensor, VirtualTensor]:
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss
     [1])."""
@@ -479,7 +494,7 @@ def vocabulary_loss(
     rows = (prediction.rows,)
     if builder.backward:
         normaliser = builder.tensor("log_normaliser", rows)
-        if prediction.x.coded is not None and builder.quant.backward == "int8":
+        if builder.rounds_gradients:
             bound = builder.tensor("d_logits.bound", rows)
             if not builder.needs_gradient(prediction.weight.clip):
                 kept = KeptWords(

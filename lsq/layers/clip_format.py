@@ -18,9 +18,9 @@ from lsq.quant.numbers.names import all_parts
 logger = logging.getLogger(__name__)
 
 NAME = "format"
-"""In state dicts: float32, the bytes of a text in JSON, fields of QuantConfig by name.
+"""The entry of state dicts: float32, the bytes of a text in JSON, fields of QuantConfig by name.
 
-Floats stay what they are in the mean of several state dicts. Earlier versions have uint8."""
+The mean of several state dicts leaves floats as they are. Earlier versions have uint8."""
 OF_CLIPS = "calibrated"
 """A name in state dicts of all versions that have clips."""
 FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
@@ -46,11 +46,11 @@ def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantCo
     """Take the format out of a state dict that may have one.
 
     Raises:
-        ValueError: it is another format than this one, or damaged.
+        ValueError: it differs from this one, or is damaged.
     """
-    found, ours = state_dict.pop(prefix + NAME, None), fields_of(quantization)
-    if found is not None or prefix + OF_CLIPS in state_dict:
-        check(stored(found, prefix + NAME, ours), ours, prefix)
+    entry, ours = state_dict.pop(prefix + NAME, None), fields_of(quantization)
+    if entry is not None or prefix + OF_CLIPS in state_dict:
+        check(stored(entry, prefix + NAME, ours), ours, prefix)
 
 
 def fields_of(quantization: QuantConfig) -> dict[str, Any]:
@@ -58,38 +58,39 @@ def fields_of(quantization: QuantConfig) -> dict[str, Any]:
     return {name: getattr(quantization, name) for name in FIELDS}
 
 
-def stored(found: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of clips in a state dict, where `found` is called `name`, or None in those of
-    earlier versions.
+def stored(entry: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of clips in a state dict.
 
-    Those had int8 and int4 alone, and are taken for the one of these that this model has, or for
-    int8.
+    Earlier versions did not store them. They had int8 and int4 alone: such a state dict has this
+    model's fields if these are int8 or int4, else int8.
 
     Args:
+        entry: in the state dict; None in those of earlier versions.
+        name: of the entry.
         ours: fields of this model.
 
     Raises:
         ValueError: it is damaged.
     """
-    if found is not None:
-        return read(found, name)
+    if entry is not None:
+        return read(entry, name)
     other = [
         field
-        for field, there in EARLIER.items()
-        if not set(format_choice(ours[field]).formats) <= set(there)
+        for field, known in EARLIER.items()
+        if not set(format_choice(ours[field]).formats) <= set(known)
     ]
     return {**ours} | {field: DEFAULTS[field] for field in other}
 
 
-def read(stored: torch.Tensor, name: str) -> dict[str, Any]:
-    """The fields that a tensor of a state dict says, called `name` there; those of later versions
-    have their defaults.
+def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
+    """Return the fields in the entry `name` of a state dict; those of later versions have their
+    defaults.
 
     Raises:
         ValueError: it is damaged.
     """
     try:
-        return DEFAULTS | json.loads(bytes(map(round, stored.tolist())))
+        return DEFAULTS | json.loads(bytes(map(round, entry.tolist())))
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{name} is no format of clips ({error}); load a sound checkpoint"
@@ -97,7 +98,7 @@ def read(stored: torch.Tensor, name: str) -> dict[str, Any]:
 
 
 def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse clips of another format.
+    """Refuse clips of another format, and say what to do.
 
     Args:
         theirs: fields of QuantConfig of the checkpoint.
@@ -105,9 +106,9 @@ def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") 
         prefix: of the names in the checkpoint that are looked at.
 
     Raises:
-        ValueError: a field differs; says what to do.
+        ValueError: a field differs.
     """
-    other = [name for name in theirs if _meant(theirs[name]) != _meant(ours.get(name))]
+    other = [name for name in theirs if _canonical(theirs[name]) != _canonical(ours.get(name))]
     if not other:
         return
     kept, here = (
@@ -123,17 +124,15 @@ def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") 
     )
 
 
-def _meant(value: Any) -> Any:
+def _canonical(value: Any) -> Any:
     """A field's value, in which formats have all parts of their names: int8-row is int8/row."""
-    return (
-        re.sub(r"[^,=]+", lambda name: all_parts(name[0].strip()), value)
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"[^,=]+", lambda name: all_parts(name[0].strip()), value)
 
 
 def option(field: str, prefix: str = "--") -> str:
-    """A field on a command line."""
+    """The name of a field on a command line."""
     return prefix + field.replace("_", "-")
 
 

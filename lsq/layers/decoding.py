@@ -9,17 +9,17 @@ import torch
 from lsq.config import LayerConfig
 from lsq.layers import blocks
 from lsq.layers.blocks import Memory, PackedSequences
+from lsq.layers.builder import LayerBuilder
 from lsq.layers.module import ProgramModule
 from lsq.layers.positions import position_bias, position_inputs
 from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
-from lsq.program.builder import Builder
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
 from lsq.run.backends import Backend
 
 State = dict[str, torch.Tensor]
-"""What a layer keeps between two steps: "history" [B, P, W], queries, keys and values; a layer with
+"""Tensors kept between two steps: "history" [B, P, W], queries, keys and values; a layer with
 a memory also "cross" [B, S, 2K] and, in int8, the "cross_scale" [1].
 """
 
@@ -116,7 +116,7 @@ def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
 
 @cached
 def decoder_step(config: LayerConfig, past: int, source: PackedSequences, mode: Mode) -> Program:
-    """The same of a decoder layer. `cross` [S, 2K] is what decoder_memory made."""
+    """One step of a decoder layer. `cross` [S, 2K] comes from decoder_memory."""
     b = mode.builder("decoder_step", config.quant)
     batch = source.count
     x, cu_seqlens = packed(b, "x", PackedSequences(rows=batch, count=batch), config)
@@ -134,7 +134,7 @@ def decoder_step(config: LayerConfig, past: int, source: PackedSequences, mode: 
         following="encoder_attn_layer_norm",
         clip="encoder_attn.input_clip",
     )
-    rows = blocks.stored(b, cross, cross_scale)
+    rows = b.kept_rows(cross, cross_scale)
     memory = Memory(rows=rows, key_column=0, cu_seqlens=source_cu_seqlens)
     update = blocks.cross_attention(b, config, residual.rows, cu_seqlens, memory, "encoder_attn.")
     finish_with_feed_forward(b, config, residual, update, "encoder_attn_layer_norm")
@@ -143,7 +143,7 @@ def decoder_step(config: LayerConfig, past: int, source: PackedSequences, mode: 
 
 
 def _attend_to_history(
-    b: Builder, config: LayerConfig, rows: Rows, cu_seqlens: VirtualTensor, past: int
+    b: LayerBuilder, config: LayerConfig, rows: Rows, cu_seqlens: VirtualTensor, past: int
 ) -> tuple[VirtualTensor, Rows]:
     """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P +
     1), W] of all)."""

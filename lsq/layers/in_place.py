@@ -15,10 +15,10 @@ _mode = functools.lru_cache(maxsize=1024)(Mode)
 
 
 class InPlace(ProgramModule):
-    """A module of a model of others that has become lsq's, with the same parameters, hooks and
-    places in the model.
+    """A module of another model whose class has been changed to one of lsq, in place.
 
-    New are its clips. A state dict of what it was is a whole one: the next pass measures the clips.
+    Parameters, hooks and its position in the model stay; clips are added. A state dict without
+    clips is complete: the next pass measures them.
     """
 
     takes_float_states = True
@@ -26,8 +26,7 @@ class InPlace(ProgramModule):
     """The class that it replaces."""
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
-        """Begin to be what another module has become by its class; clips get their memory, and are
-        not measured.
+        """Set up a module whose class has just been changed; clips are made, and not measured.
 
         Args:
             quant: of the model.
@@ -43,7 +42,7 @@ class InPlace(ProgramModule):
         yield name, *self._holder(name)
 
     def forget_floats(self, name: str) -> None:
-        """Drop what was made of a weight's floats: it is codes alone from now on."""
+        """Drop what depends on a weight's floats: it is codes alone from now on."""
         self.weight_state.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
@@ -66,7 +65,7 @@ class InPlace(ProgramModule):
         return any([parameter.requires_grad for parameter in self.sources(name)])
 
     def give_place(self) -> None:
-        """Become the other module again."""
+        """Become the former module again."""
         if self.weight_masks is not None:
             self.weight_masks.remove(self)
         for name in self.clips():
@@ -75,26 +74,24 @@ class InPlace(ProgramModule):
             self.__dict__.pop(name, None)
         # torch.nn.utils.parametrize has made a class of ours
         if "parametrizations" in self._modules:
-            attributes = vars(type(self)).items()
-            kept = {
-                name: one for name, one in attributes if name not in ("__dict__", "__weakref__")
-            }
-            self.__class__ = type(
-                f"Parametrized{self.float_class.__name__}", (self.float_class,), kept
-            )
+            attributes = {**vars(type(self))}
+            for name in ("__dict__", "__weakref__"):
+                attributes.pop(name, None)
+            name = f"Parametrized{self.float_class.__name__}"
+            self.__class__ = type(name, (self.float_class,), attributes)
         else:
             self.__class__ = self.float_class
 
     def __reduce_ex__(self, protocol):
         for kind in type(self).__mro__:
             if "made_by" in vars(kind):  # FSDP2 makes classes of its own from ours
-                return _made_again, kind.made_by, self.__getstate__()
+                return _unpickled, kind.made_by, self.__getstate__()
         return super().__reduce_ex__(protocol)
 
 
 @functools.cache
 def class_in_place(kind: type[InPlace], float_class: type[nn.Module], name: str) -> type[InPlace]:
-    """The class of a `kind` that takes the place of a `float_class`, and is one, too."""
+    """Make the class of a `float_class` that has become a `kind`: a subclass of both."""
     attributes = {
         "float_class": float_class,
         "made_by": (kind, float_class, name),
@@ -103,6 +100,6 @@ def class_in_place(kind: type[InPlace], float_class: type[nn.Module], name: str)
     return type(name, (kind, float_class), attributes)
 
 
-def _made_again(kind: type[InPlace], float_class: type[nn.Module], name: str) -> InPlace:
-    made = class_in_place(kind, float_class, name)
-    return made.__new__(made)
+def _unpickled(kind: type[InPlace], float_class: type[nn.Module], name: str) -> InPlace:
+    both = class_in_place(kind, float_class, name)
+    return both.__new__(both)

@@ -1,5 +1,4 @@
-"""Where self-attention looks at places: queries and keys that turn, biases by distance, and the
-inputs for both."""
+"""Positions in self-attention: rotary queries and keys, biases by distance, and inputs of both."""
 
 import math
 from functools import lru_cache
@@ -7,19 +6,18 @@ from functools import lru_cache
 import torch
 
 from lsq.config import LayerConfig, RelativeBias, Rotary
+from lsq.layers.builder import LayerBuilder, Result
 from lsq.ops.heads import PositionBias
 from lsq.ops.rotation import HeadNorms, Rotate, Rotation, rotation_table
-from lsq.program.builder import Builder
 from lsq.program.parameters import Kind
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Rows
 
 
-def turn_heads(
-    builder: Builder, config: LayerConfig, x: VirtualTensor, y: Rows, prefix: str
-) -> Rows:
-    """Queries, keys and values x [M, ...] -> y, the queries and keys turned, before that normed if
-    heads have norms.
+def rotate_heads(
+    builder: LayerBuilder, config: LayerConfig, x: VirtualTensor, result: Result, prefix: str
+) -> None:
+    """Queries, keys and values x [M, ...] -> result: queries and keys normed, if heads have norms,
+    and rotated.
 
     Declares inputs of `position_inputs`.
     """
@@ -33,16 +31,15 @@ def turn_heads(
         norms = HeadNorms(query=query, key=key, rstd=rstd, epsilon=config.qk_norm)
     rotation = Rotation(
         table=builder.input("rotation", (config.rotary.places, config.rotary.columns(width))),
-        places=builder.input("places", (rows,), torch.int64),
+        positions=builder.input("places", (rows,), torch.int64),
         width=width,
         queries=config.heads,
         keys=config.of_keys,
     )
-    builder.add(Rotate(x=x, rotation=rotation, norms=norms, out=y.floats, rounded=y.coded))
-    return y
+    builder.add(Rotate(x=x, rotation=rotation, norms=norms, out=result.out, rounded=result.rounded))
 
 
-def position_bias(builder: Builder, config: LayerConfig, prefix: str) -> PositionBias | None:
+def position_bias(builder: LayerBuilder, config: LayerConfig, prefix: str) -> PositionBias | None:
     """The biases of self-attention, if it has any. Declares inputs of `position_inputs`."""
     relative = config.relative_bias
     if relative is None:
@@ -106,14 +103,16 @@ def position_inputs(
 
 @lru_cache(maxsize=16)
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
-    """The same for all layers of a model.
+    """The table of cosines and sines that all layers of a model share.
 
     Made outside of inference mode, so that training may use it as well.
     """
-    turned = rotary.columns(head_columns)
+    rotated = rotary.columns(head_columns)
     with torch.inference_mode(False), torch.device("cpu"):
         if rotary.frequencies is None:
-            frequencies = rotary.base ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+            frequencies = rotary.base ** (
+                -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+            )
         else:
             frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
         return rotation_table(frequencies, rotary.places, rotary.factor).to(device)

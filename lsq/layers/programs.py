@@ -16,14 +16,10 @@ from lsq.config import Adapter, LayerConfig, QuantConfig
 from lsq.gemm.cuda import choices
 from lsq.layers import blocks
 from lsq.layers.blocks import Epilogue, Memory, PackedSequences, Residual
-from lsq.layers.feed_forward_block import feed_forward_block
+from lsq.layers.builder import LayerBuilder
 from lsq.ops.embedding import Embed
 from lsq.ops.prediction import Prediction
-from lsq.ops.rounding import Add, unpacked
-from lsq.ops.scales import start_together
-from lsq.ops.sums import finish_together
 from lsq.program.backend import Backend
-from lsq.program.builder import Builder
 from lsq.program.parameters import Kind
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -34,7 +30,7 @@ PROGRAMS_KEPT = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """How a program will run."""
+    """The mode in which a program runs."""
 
     training: bool
     """Dropout is active."""
@@ -44,18 +40,16 @@ class Mode:
     wanted: frozenset[str] | None = None
     """Names of the inputs and parameters that need a gradient; None: all of them."""
 
-    def builder(self, name: str, quant: QuantConfig, adapters: Iterable[Adapter] = ()) -> Builder:
+    def builder(
+        self, name: str, quant: QuantConfig, adapters: Iterable[Adapter] = ()
+    ) -> LayerBuilder:
         """An empty program of that name."""
-        together = {"begin": start_together} if self.backend.starts_scales else {}
-        together |= {"finish": finish_together} if self.backend.leaves_sums else {}
-        made = Builder(
+        made = LayerBuilder(
             name,
             quant,
             training=self.training,
             backward=self.backward if self.wanted is None else self.wanted,
             backend=self.backend,
-            add=lambda a, b, out: Add(a=a, b=b, out=out),
-            **together,
         )
         made.adapters = {one.weight: one for one in adapters}
         return made
@@ -63,14 +57,14 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """How a program was made: `build(**arguments)`."""
+    """The call that made a program: `build(**arguments)`."""
 
     build: Callable[..., Program]
     arguments: Mapping[str, object]
 
 
 origins: weakref.WeakKeyDictionary[Program, Origin] = weakref.WeakKeyDictionary()
-"""Of every program of a `cached` function."""
+"""Origins of every program of a `cached` function."""
 
 
 def cached(build):
@@ -116,7 +110,7 @@ def linear(
     """
     dtypes = dtypes if quant.coded else (torch.float32,) * 3
     b = mode.builder("linear", quant)
-    x = blocks.quantize(b, b.input("x", (rows, inputs), dtypes[0]), "input_clip")
+    x = b.round(b.input("x", (rows, inputs), dtypes[0]), "input_clip")
     bound = blocks.fan_in(inputs)
     b.output(
         blocks.project(
@@ -143,9 +137,7 @@ def self_attention(
     b = mode.builder("self_attention", config.quant)
     x, cu_seqlens = packed(b, "x", sentences, config)
     b.output(
-        blocks.self_attention(
-            b, config, blocks.quantize(b, x, "input_clip"), cu_seqlens, "", causal=causal
-        )
+        blocks.self_attention(b, config, b.round(x, "input_clip"), cu_seqlens, "", causal=causal)
     )
     return b.build()
 
@@ -158,11 +150,7 @@ def cross_attention(
     b = mode.builder("cross_attention", config.quant)
     x, cu_seqlens = packed(b, "x", sentences, config)
     memory = _project_memory(b, config, source, "")
-    b.output(
-        blocks.cross_attention(
-            b, config, blocks.quantize(b, x, "input_clip"), cu_seqlens, memory, ""
-        )
-    )
+    b.output(blocks.cross_attention(b, config, b.round(x, "input_clip"), cu_seqlens, memory, ""))
     return b.build()
 
 
@@ -171,7 +159,7 @@ def feed_forward(config: LayerConfig, rows: int, mode: Mode) -> Program:
     """The feed-forward block by itself: x [M, H] -> [M, H]."""
     b = mode.builder("feed_forward", config.quant)
     x = b.input("x", (rows, config.hidden))
-    b.output(feed_forward_block(b, config, blocks.quantize(b, x, "input_clip"), ""))
+    b.output(blocks.feed_forward(b, config, b.round(x, "input_clip"), ""))
     return b.build()
 
 
@@ -234,7 +222,7 @@ def decoder_layer(
 def vocabulary_logits(quant: QuantConfig, rows: int, sizes: "Vocabulary", mode: Mode) -> Program:
     """x [M, H] -> logits [M, P], P being the padded vocabulary."""
     b = mode.builder("vocabulary_logits", quant)
-    x = blocks.quantize(b, b.input("x", (rows, sizes.hidden)), "input_clip")
+    x = b.round(b.input("x", (rows, sizes.hidden)), "input_clip")
     b.output(
         blocks.project(
             b,
@@ -262,7 +250,7 @@ class Vocabulary:
 
     @property
     def start(self) -> dict[str, float]:
-        """How the weight begins."""
+        """Initialisation of the weight."""
         return {"deviation": self.hidden**-0.5}
 
 
@@ -273,10 +261,10 @@ def vocabulary_loss(
     """x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), summed over targets other than
     `padding`."""
     b = mode.builder("vocabulary_loss", quant)
-    x = blocks.quantize(b, b.input("x", (rows, sizes.hidden)), "input_clip")
+    x = b.round(b.input("x", (rows, sizes.hidden)), "input_clip")
     target = b.input("target", (rows,), torch.int64)
-    weight = unpacked(
-        b, b.weight("weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start)
+    weight = b.unpacked_weight(
+        "weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start
     )
     prediction = Prediction(
         x=x,
@@ -293,7 +281,7 @@ def vocabulary_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What an embedding looks words and positions up in."""
+    """Sizes and options of an embedding."""
 
     vocabulary: int
     hidden: int
@@ -323,7 +311,7 @@ def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Progra
     b.add(
         Embed(
             tokens=tokens,
-            places=places,
+            positions=places,
             weight=weight,
             table=positions,
             scale=table.scale,
@@ -338,14 +326,14 @@ def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Progra
 
 
 def packed(
-    b: Builder, name: str, sentences: PackedSequences, config: LayerConfig
+    b: LayerBuilder, name: str, sentences: PackedSequences, config: LayerConfig
 ) -> tuple[VirtualTensor, VirtualTensor]:
     """The inputs [M, H] and [B + 1] of packed sentences."""
     return b.input(name, (sentences.rows, config.hidden)), sentences.cu_seqlens(b, "cu_seqlens")
 
 
 def _project_memory(
-    b: Builder, config: LayerConfig, source: PackedSequences, prefix: str
+    b: LayerBuilder, config: LayerConfig, source: PackedSequences, prefix: str
 ) -> Memory:
     memory = b.input("memory", (source.rows, config.hidden))
     cu_seqlens = source.cu_seqlens(b, "memory_cu_seqlens")
@@ -354,7 +342,7 @@ def _project_memory(
 
 
 def finish_with_feed_forward(
-    b: Builder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
+    b: LayerBuilder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
 ) -> None:
     """The end of a layer: the residual addition of `update`, whose norm is `own`, and the
     feed-forward block."""
@@ -367,5 +355,5 @@ def finish_with_feed_forward(
         following="final_layer_norm",
         clip="feed_forward.input_clip",
     )
-    update = feed_forward_block(b, config, residual.rows, "feed_forward.")
+    update = blocks.feed_forward(b, config, residual.rows, "feed_forward.")
     b.output(blocks.leave(b, config, residual, update, "final_layer_norm"))

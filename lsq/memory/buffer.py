@@ -26,10 +26,8 @@ class Buffer:
     """Index of the last operation that uses it, inclusive."""
     alignment: int = DEFAULT_ALIGNMENT
     """The offset is a multiple of this power of two."""
-    pool: str = "default"
-    """Buffers of different pools never share a segment."""
     offset: int | None = None
-    """Bytes from the start of its pool, fixed; None: the planner chooses."""
+    """Bytes from the start of the memory, fixed; None: the planner chooses."""
 
     def __post_init__(self):
         self._require_range("size", 0)
@@ -74,16 +72,14 @@ class Plan:
     """Bytes per segment up to the end of its highest buffer."""
     capacities: tuple[int, ...]
     """Bytes per segment to allocate: `used`, rounded up if the plan has a cap."""
-    pools: tuple[str, ...]
-    """Pool of each segment."""
     lower_bound: int
-    """Bytes that every plan needs: `lower_bound` of each pool, summed."""
+    """Bytes that every plan needs."""
     method: str
     """The planner's method."""
     seconds: float
     """Time that planning took."""
     capacity_met: bool | None = None
-    """Whether every pool keeps to the requested capacity; None without one."""
+    """Whether the plan keeps to the requested capacity; None without one."""
 
     @property
     def peak(self) -> int:
@@ -110,7 +106,7 @@ def live_load(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """Bytes that every plan of one pool needs: the largest live load, or the highest fixed end."""
+    """Bytes that every plan needs: the largest live load, or the highest fixed end."""
     ends = [each.offset + each.size for each in buffers if each.size and each.offset is not None]
     return max([*(load for _, load in live_load(buffers)), *ends], default=0)
 

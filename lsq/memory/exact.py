@@ -45,7 +45,7 @@ def improve(
     """Look for a better placement into one segment.
 
     Args:
-        buffers: those of one pool, none of size 0.
+        buffers: none of size 0.
         loads: the largest live load during each life.
         placement: the best known one; returned if no better one is found.
         target: bytes that are good enough. Half of the time goes to them, half of what remains to

@@ -14,7 +14,7 @@ COLOURED = 1000
 def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, list[Buffer]]:
     """The operation at which most bytes are alive, and the buffers alive then, the largest first.
 
-    Their sum is the lower bound of one pool.
+    Without fixed offsets, their sum is the lower bound.
 
     Raises:
         ValueError: the plan does not place one of the buffers.

@@ -53,6 +53,7 @@ def by_start(buffers: Sequence[Buffer]) -> list[int]:
 ORDERS = {
     "greedy_by_load": (by_load,),
     "greedy_by_size": (by_size,),
+    "training": (by_load, by_area),
     "portfolio": (by_load, by_area, by_start, by_size),
 }
 """Greedy method -> the orders that it tries; the best plan wins, at a tie the earlier."""
@@ -72,12 +73,12 @@ def plan(
 
     Args:
         buffers: their names differ.
-        method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load", "portfolio" (the best
-            of four orders) or "exact" (a search after Moffitt 2023, MiniMalloc, that starts from
-            the portfolio).
-        capacity: bytes that each pool should keep to; "exact" stops there. Without it, "exact"
-            looks for the smallest peak. `capacity_met` says whether the capacity (for "exact"
-            without one, the lower bound) was met.
+        method: "greedy_by_size" (Pisarchyk and Lee 2020), "greedy_by_load", "training" (the better
+            of two orders, for steps and passes), "portfolio" (the best of four) or "exact" (a
+            search after Moffitt 2023, MiniMalloc, that starts from the portfolio).
+        capacity: bytes to keep to; "exact" stops there. Without it, "exact" looks for the smallest
+            peak. `capacity_met` says whether the capacity (for "exact" without one, the lower
+            bound) was met.
         time_limit: seconds for the search of "exact". KeyboardInterrupt ends the search, too.
         cap: largest segment in bytes; memory is split into as many segments as that takes, each
             rounded up to a multiple of 2 MiB (or to the cap).
@@ -90,44 +91,34 @@ def plan(
     start = time.perf_counter()
     buffers = list(buffers)
     _check_options(method, capacity, time_limit, cap)
-    pools = _by_pool(buffers)
-    _check_fixed(pools, cap)
+    _check_buffers(buffers, cap)
     orders = ORDERS.get(method, ORDERS["portfolio"])
-    offsets = {buffer.name: buffer.offset or 0 for buffer in buffers}
-    segments: dict[str, int] = {}
-    rows: list[tuple[int, int, str]] = []  # of each segment: bytes used, capacity, pool
-    met, bounds = True, 0
-    for pool, members in pools.items():
-        occupying = [buffer for buffer in members if buffer.size]
-        bound = lower_bound(occupying)
-        bounds += bound
-        segments |= dict.fromkeys((buffer.name for buffer in members), len(rows))
-        if cap is not None:
-            placement, capacities = _fill_segments(occupying, orders, cap)
-        else:
-            target = bound if capacity is None else capacity
-            placement = _best_order(occupying, orders, target)
-            if method == "exact":
-                left = start + time_limit - time.perf_counter()
-                loads = busiest_loads(occupying)
-                placement = exact.improve(occupying, loads, placement, target, left, progress)
-            met = met and placement.used[0] <= target
-            capacities = placement.used
-        for i, buffer in enumerate(occupying):
-            offsets[buffer.name] = placement.offsets[i]
-            segments[buffer.name] = len(rows) + placement.segments[i]
-        rows += zip(placement.used, capacities, [pool] * len(capacities), strict=True)
-    used, capacities, names = zip(*rows, strict=True) if rows else ((), (), ())
+    occupying = [buffer for buffer in buffers if buffer.size]
+    bound = lower_bound(occupying)
+    target = bound if capacity is None else capacity
+    if cap is not None:
+        placement, capacities = _fill_segments(occupying, orders, cap)
+    else:
+        placement = _best_order(occupying, orders, target)
+        if method == "exact":
+            left = start + time_limit - time.perf_counter()
+            loads = busiest_loads(occupying)
+            placement = exact.improve(occupying, loads, placement, target, left, progress)
+        capacities = placement.used
+    names = [buffer.name for buffer in occupying]
     result = Plan(
-        offsets=offsets,
-        segments={buffer.name: segments[buffer.name] for buffer in buffers},
-        used=used,
-        capacities=capacities,
-        pools=names,
-        lower_bound=bounds,
+        offsets={buffer.name: buffer.offset or 0 for buffer in buffers}
+        | dict(zip(names, placement.offsets, strict=True)),
+        segments=dict.fromkeys((buffer.name for buffer in buffers), 0)
+        | dict(zip(names, placement.segments, strict=True)),
+        used=tuple(placement.used),
+        capacities=tuple(capacities),
+        lower_bound=bound,
         method=method,
         seconds=time.perf_counter() - start,
-        capacity_met=met if capacity is not None or method == "exact" else None,
+        capacity_met=placement.used[0] <= target
+        if capacity is not None or method == "exact"
+        else None,
     )
     check(buffers, result)
     return result
@@ -207,33 +198,24 @@ def _check_options(method: str, capacity: int | None, time_limit: float, cap: in
         raise ValueError(f"time_limit is {time_limit!r}; it must be a number of seconds above 0")
 
 
-def _by_pool(buffers: Sequence[Buffer]) -> dict[str, list[Buffer]]:
-    """Buffers by pool, in the order of first appearance."""
+def _check_buffers(buffers: Sequence[Buffer], cap: int | None) -> None:
     if sum(buffer.size + buffer.alignment + (buffer.offset or 0) for buffer in buffers) > LARGEST:
         raise ValueError(
             "sizes, alignments and offsets of all buffers add up to more than 2^62 bytes"
         )
     names: set[str] = set()
-    pools: dict[str, list[Buffer]] = {}
     for buffer in buffers:
         if buffer.name in names:
             raise ValueError(f"two buffers are called {buffer.name!r}; names must differ")
         names.add(buffer.name)
-        pools.setdefault(buffer.pool, []).append(buffer)
-    return pools
-
-
-def _check_fixed(pools: dict[str, list[Buffer]], cap: int | None) -> None:
-    """Refuse fixed offsets that no plan can keep to."""
-    for members in pools.values():
-        fixed = [buffer for buffer in members if buffer.offset is not None]
-        if fixed and cap is not None:
-            raise ValueError(
-                f"buffer {fixed[0].name!r} has an offset, {fixed[0].offset}, and cap makes several"
-                " segments, of which an offset names none; leave out one of the two"
-            )
-        for moment, a, b in overlaps(fixed, [buffer.offset for buffer in fixed]):
-            raise ValueError(
-                f"buffers {a.name!r} and {b.name!r} overlap at operation {moment} at the offsets"
-                f" that are given, {a.offset} and {b.offset}; change one, or leave it out"
-            )
+    fixed = [buffer for buffer in buffers if buffer.offset is not None]
+    if fixed and cap is not None:
+        raise ValueError(
+            f"buffer {fixed[0].name!r} has an offset, {fixed[0].offset}, and cap makes several"
+            " segments, of which an offset names none; leave out one of the two"
+        )
+    for moment, a, b in overlaps(fixed, [buffer.offset for buffer in fixed]):
+        raise ValueError(
+            f"buffers {a.name!r} and {b.name!r} overlap at operation {moment} at the offsets"
+            f" that are given, {a.offset} and {b.offset}; change one, or leave it out"
+        )

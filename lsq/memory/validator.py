@@ -75,12 +75,6 @@ def _faults_of_buffer(buffer: Buffer, plan: Plan) -> Iterator[str]:
     if not 0 <= segment < len(plan.capacities):
         yield f"no such segment: {name!r} lies in segment {segment} of {len(plan.capacities)}"
         return
-    if plan.pools[segment] != buffer.pool:
-        yield (
-            f"pools mixed: {name!r} of pool {buffer.pool!r} lies in segment {segment} of"
-            f" {plan.pools[segment]!r}"
-        )
-        return
     if buffer.offset not in (None, offset):
         yield f"moved: {name!r} lies at {offset}, but its offset is given as {buffer.offset}"
     if offset < 0:

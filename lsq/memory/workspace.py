@@ -80,8 +80,9 @@ class Workspace:
 @lru_cache(maxsize=1024)
 def _planned(lives: tuple[Life, ...]) -> tuple[list[int], int]:
     """(the offset of each, bytes of all)."""
-    result = plan(
+    buffers = [
         Buffer(name=str(number), size=size, first=first, last=last)
         for number, (size, first, last) in enumerate(lives)
-    )
+    ]
+    result = plan(buffers, method="training")
     return list(result.offsets.values()), result.peak

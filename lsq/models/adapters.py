@@ -12,10 +12,19 @@ from lsq.config import Adapter
 from lsq.models.exact import altered, base_of, is_lora
 
 DOWN, UP = "adapter_down", "adapter_up"
-"""How the names of their parameters in a program end, in the place of "weight"."""
+"""Endings of the names of their parameters in a program, instead of "weight"."""
 
 DROPOUTS = nn.Dropout, nn.Identity
-"""What PEFT puts before an adapter, with a dropout and without one."""
+"""Modules that PEFT puts before an adapter, with a dropout and without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One adapter of a weight."""
+
+    first: int
+    """The first of the weight's outputs that it adds to."""
+    scaling: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +33,9 @@ class Adapted:
 
     adapters: tuple[Adapter, ...] = ()
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of their parameters in a program -> those of the layer that these are made of."""
-    blocks: Mapping[str, tuple["Block", ...]] = field(default_factory=dict)
-    """Names of those of a program's parameters that join `lora_B` -> where each adds to it."""
-    rows: Mapping[str, int] = field(default_factory=dict)
-    """Names of these -> outputs of the weight."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """One adapter of a weight."""
-
-    first: int
-    """Of the weight's outputs, the first one that it adds to."""
-    scaling: float
+    """Names of their parameters in a program -> paths of the layer's parameters that each joins."""
+    blocks: Mapping[str, tuple[int, tuple[Block, ...]]] = field(default_factory=dict)
+    """Names of parameters that join `lora_B` -> outputs of the weight, and one block for each."""
 
 
 def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted:
@@ -50,21 +48,22 @@ def adapted(layer: nn.Module, sources: Mapping[str, tuple[str, ...]]) -> Adapted
     Raises:
         ValueError: adapters that no program has.
     """
-    adapters, found, blocks, rows = [], {}, {}, {}
+    adapters, joined, blocks = [], {}, {}
     for name, paths in sources.items():
         active, outputs = _active(layer, paths) if name.endswith("_weight") else ([], 0)
         if active:
             prefix = name.removesuffix("weight")
-            adapters.append(_joined(name, active))
-            found[prefix + DOWN] = tuple(f"{one.path}.lora_A.{one.name}.weight" for one in active)
-            found[prefix + UP] = tuple(f"{one.path}.lora_B.{one.name}.weight" for one in active)
-            blocks[prefix + UP] = tuple(one.block for one in active)
-            rows[prefix + UP] = outputs
-    return Adapted(adapters=tuple(adapters), sources=found, blocks=blocks, rows=rows)
+            adapters.append(_adapter(name, active))
+            for end, matrix in ((DOWN, "lora_A"), (UP, "lora_B")):
+                joined[prefix + end] = tuple(
+                    f"{one.path}.{matrix}.{one.name}.weight" for one in active
+                )
+            blocks[prefix + UP] = outputs, tuple(one.block for one in active)
+    return Adapted(adapters=tuple(adapters), sources=joined, blocks=blocks)
 
 
 def block_matrix(parts: Sequence[torch.Tensor], blocks: Sequence[Block], rows: int) -> torch.Tensor:
-    """[rows, sum of ranks] with each of `parts` [outputs, rank] times its scaling in its place,
+    """[rows, sum of ranks] with each of `parts` [outputs, rank] times its scaling in its block,
     else 0."""
     return torch.cat(
         [
@@ -83,29 +82,25 @@ class _Active:
     block: Block
 
 
-def _module(layer: nn.Module, path: str) -> nn.Module | None:
-    for part in path.split("."):
-        layer = None if layer is None else layer._modules.get(part)
-    return layer
-
-
 def _active(layer: nn.Module, paths: tuple[str, ...]) -> tuple[list[_Active], int]:
     """The adapters of a weight that is made of the parameters at `paths`, and its outputs."""
-    found, outputs = [], 0
+    active, outputs = [], 0
     for path in paths:
-        holder, _, last = path.rpartition(".")
-        module = _module(layer, holder)
+        *modules, last = path.split(".")
+        module = layer
+        for part in modules:
+            module = None if module is None else module._modules.get(part)
         for name in _active_names(module) if is_lora(module) else ():
             block = Block(first=outputs, scaling=module.scaling[name])
-            found.append(_Active(path=holder, module=module, name=name, block=block))
+            active.append(_Active(path=".".join(modules), module=module, name=name, block=block))
         parameter = None if module is None else base_of(module)._parameters.get(last)
         if parameter is not None:  # what is not there is refused elsewhere
             outputs += parameter.shape[int(is_lora(module) and module.fan_in_fan_out)]
-    return found, outputs
+    return active, outputs
 
 
 def _active_names(module: nn.Module) -> list[str]:
-    """Return the adapters that a layer adds now; without any, it is its base alone."""
+    """The adapters that a layer adds now; without any, it is its base alone."""
     _refuse(altered(module))  # PEFT's `adapter_names` puts a hook there
     if module.disable_adapters and module.merged:
         raise ValueError("its adapters are merged and switched off")  # PEFT's code unmerges them
@@ -115,25 +110,22 @@ def _active_names(module: nn.Module) -> list[str]:
     for name in names:
         if name in getattr(module, "lora_variant", {}):
             raise ValueError(f"its adapter is a {type(module.lora_variant[name]).__name__}")
-        if module.lora_bias.get(name):
-            raise ValueError("its adapter has a bias")
         down, up, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-        for one, kinds in ((down, (nn.Linear,)), (up, (nn.Linear,)), (dropout, DROPOUTS)):
-            _refuse(altered(one) if type(one) in kinds else f"a {type(one).__name__}")
-        if down.bias is not None or up.bias is not None:
-            raise ValueError("its adapter has a bias")
+        _refuse("a bias" if module.lora_bias.get(name) else None)
+        for part, kinds in ((down, (nn.Linear,)), (up, (nn.Linear,)), (dropout, DROPOUTS)):
+            _refuse(altered(part) if type(part) in kinds else f"a {type(part).__name__}")
+        _refuse("a bias" if down.bias is not None or up.bias is not None else None)
         if dropout.training is not module.training:
             raise ValueError("its adapter's dropout is not in the mode of the layer around it")
     return names
 
 
-def _refuse(found: str | None) -> None:
-    """Raise ValueError if something was found."""
-    if found:
-        raise ValueError(f"its adapter has {found}")
+def _refuse(fault: str | None) -> None:
+    if fault:
+        raise ValueError(f"its adapter has {fault}")
 
 
-def _joined(weight: str, active: list[_Active]) -> Adapter:
+def _adapter(weight: str, active: list[_Active]) -> Adapter:
     dropouts = {getattr(one.module.lora_dropout[one.name], "p", 0.0) for one in active}
     if len(dropouts) > 1:
         paths = ", ".join(dict.fromkeys(one.path for one in active))

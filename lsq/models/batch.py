@@ -1,7 +1,6 @@
-"""What all layers of a model see of a batch: which tokens are there, and how far each turns.
+"""Masks and rotary embeddings of a batch, which models make once for all layers: read once, too.
 
-B sentences, T time, D columns of a head. Models make both once for all layers, so it is looked at
-once.
+B sequences, T time, D columns of a head.
 """
 
 import threading
@@ -15,10 +14,10 @@ import torch
 from lsq.layers.packing import Packing
 from lsq.run.stamp import FEW_ROWS, Stamp
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 _local = threading.local()
 HIDDEN = -1e4
-"""What is added to a score, or less, leaves nothing of a probability."""
+"""A number that, added to a score, leaves nothing of a probability; so does a smaller one."""
 KEPT = 4
 """Results of the last so many masks and rotations: an encoder's and a decoder's, while one calls
 another."""
@@ -27,87 +26,89 @@ another."""
 def packing_of(
     mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, **options
 ) -> Packing | None:
-    """How the tokens that `mask` leaves are packed.
+    """Return how the tokens that `mask` leaves are packed.
 
     Args:
-        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of what is there; or
-            of which query sees which key [B or 1, 1, T or 1, T], bool or with 0 where it does, or a
-            BlockMask of FlexAttention.
+        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of tokens that are no
+            padding; or of which query sees which key [B or 1, 1, T or 1, T], bool or with 0 where
+            it does, or a BlockMask of FlexAttention.
         shape: (B, T).
         seen: present bool [B, T] -> bool [B, T, T], what the layer lets queries see.
         options: of Packing.
 
     Returns:
-        None where queries see something else than `seen` says, as those of packed sentences do.
+        None where queries see something else than `seen` says, as in packed sequences.
     """
-    key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
-    return remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
+
+    def present_in(mask: torch.Tensor) -> torch.Tensor | None:
+        if mask.dim() == 2:
+            return (mask != 0).expand(shape)
+        sees = _sees(mask, shape[0])
+        if sees is None:
+            return None
+        sees = sees.expand(shape[0], shape[1], shape[1])
+        present = sees.any(dim=1)
+        there = present[:, :, None]
+        return present if torch.equal(sees & there, seen(present) & there) else None
+
+    return _remembered_packing("packing", mask, shape, seen, options, present_in)
 
 
-def memory_packing_of(
+def encoder_packing_of(
     mask: torch.Tensor | None, shape: tuple[int, int], **options
 ) -> Packing | None:
-    """How the tokens of an encoder's output are packed that `mask` lets a decoder see.
+    """Return how the tokens of an encoder's output that `mask` lets a decoder see are packed.
 
     Args:
-        mask: None; bool or 0 and 1 [B, S] of what is there; or of which query sees which key [B or
-            1, 1, T or 1, S], bool or with 0 where it does, or a BlockMask of FlexAttention.
+        mask: as of `packing_of`, of T queries and S keys.
         shape: (B, S).
         options: of Packing.
 
     Returns:
-        None where queries of a sentence see different keys, or none.
+        None where queries of a sequence see different keys, or none.
     """
-    key = shape, *((name, id(value)) for name, value in sorted(options.items()))
-    return remembered("memory", (mask,), key, lambda: _memory_packing_of(mask, shape, options))
+
+    def present_in(mask: torch.Tensor) -> torch.Tensor | None:
+        sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
+        if sees is None:
+            return None
+        present = sees[:, 0]
+        same = torch.equal(sees, present[:, None].expand_as(sees))
+        return present if same and present.any(dim=1).all() else None
+
+    return _remembered_packing("encoder", mask, shape, None, options, present_in)
+
+
+def _remembered_packing(
+    kind: str,
+    mask: torch.Tensor | None,
+    shape: tuple[int, int],
+    seen: Callable | None,
+    options: dict,
+    present_in: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Packing | None:
+    def make() -> Packing | None:
+        present = None if mask is None else present_in(_dense(mask))
+        if present is None and mask is not None:
+            return None
+        padding = None if present is None or present.all() else ~present
+        return Packing(padding, shape=shape, **options)
+
+    key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
+    return remembered(kind, (mask,), key, make)
 
 
 def rotation_of(
     cosine: torch.Tensor, sine: torch.Tensor, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cosine, sine [B or 1, T, D] of models whose heads turn in halves -> (table float32 [P, D],
-    places int64 [R]).
+    """cosine, sine [B or 1, T, D] of rotary embeddings in halves -> (table float32 [P, D],
+    positions int64 [R]).
 
     P is filled up to a power of two, so that programs are made for few of them.
     """
     versions = [None if one.is_inference() else one._version for one in (cosine, sine)]
     objects = cosine, sine, packing
     return remembered("rotation", objects, versions, lambda: _rotation_of(*objects), exact=False)
-
-
-def _packing_of(
-    mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict
-) -> Packing | None:
-    if mask is None:
-        return Packing(shape=shape, **options)
-    mask = _dense(mask)
-    batch, time = shape
-    if mask.dim() == 2:
-        present = (mask != 0).expand(shape)
-    else:
-        sees = _sees(mask, batch)
-        if sees is None:
-            return None
-        sees = sees.expand(batch, time, time)
-        present = sees.any(dim=1)
-        if not torch.equal(sees & present[:, :, None], seen(present) & present[:, :, None]):
-            return None
-    return Packing(None if present.all() else ~present, shape=shape, **options)
-
-
-def _memory_packing_of(
-    mask: torch.Tensor | None, shape: tuple[int, int], options: dict
-) -> Packing | None:
-    if mask is None:
-        return Packing(shape=shape, **options)
-    mask = _dense(mask)
-    sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
-    if sees is None:
-        return None
-    present = sees[:, 0]
-    if not present.any(dim=1).all() or not torch.equal(sees, present[:, None].expand_as(sees)):
-        return None
-    return Packing(None if present.all() else ~present, shape=shape, **options)
 
 
 def _dense(mask: object) -> torch.Tensor:
@@ -123,10 +124,8 @@ def _dense(mask: object) -> torch.Tensor:
             f"the attention mask is a {type(mask).__name__}; it must be a tensor, a BlockMask or"
             " None"
         )
-    # which made the mask, and has been imported
-    from torch.nn.attention.flex_attention import (
-        create_mask,
-    )
+    # imported already, since it made the mask
+    from torch.nn.attention.flex_attention import create_mask
 
     queries, keys = mask.seq_lengths
     every = create_mask(mask.mask_mod, *mask.shape[:2], queries, keys, mask.kv_num_blocks.device)
@@ -155,11 +154,11 @@ def _rotation_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (batch, time), half = packing.shape, cosine.shape[2] // 2
     table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
-    places = (
-        torch.arange(len(table), device=table.device).view(len(cosine), time).expand(batch, time)
-    )
+    positions = torch.arange(len(table), device=table.device).view(len(cosine), time)
     filled = 2 ** (len(table) - 1).bit_length()
-    return torch.nn.functional.pad(table, (0, 0, 0, filled - len(table))), packing.pack(places)
+    return torch.nn.functional.pad(table, (0, 0, 0, filled - len(table))), packing.pack(
+        positions.expand(batch, time)
+    )
 
 
 def causal(window: int | None, present: torch.Tensor) -> torch.Tensor:
@@ -178,23 +177,23 @@ def everything(present: torch.Tensor) -> torch.Tensor:
 
 
 def remembered(
-    kind: str, objects: tuple, key: object, make: Callable[[], Made], *, exact: bool = True
-) -> Made:
-    """Return what `make` gave for the same objects and key, or call it again.
+    kind: str, objects: tuple, key: object, make: Callable[[], Result], *, exact: bool = True
+) -> Result:
+    """Return what `make` returned for the same objects and key, or call it again.
 
     With `exact`, tensors must also hold the values that they held.
     """
     kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
     tensors = [one for one in objects if exact and isinstance(one, torch.Tensor)]
-    for found, stamp, under, made in kept:
-        same = under == key and all(map(_is_still, found, objects))
+    for references, stamp, kept_key, result in kept:
+        same = kept_key == key and all(map(_is_still, references, objects))
         if same and stamp.holds(tensors, rows=FEW_ROWS):
-            return made
+            return result
     with torch.inference_mode(False):  # training may use it as well
-        made = make()
+        result = make()
     references = [None if one is None else weakref.ref(one) for one in objects]
-    kept.append((references, Stamp(tensors), key, made))
-    return made
+    kept.append((references, Stamp(tensors), key, result))
+    return result
 
 
 def _is_still(reference: weakref.ref | None, one: object) -> bool:

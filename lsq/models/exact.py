@@ -49,9 +49,9 @@ def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]
             exact = kind.__module__ == home and kind.__name__.endswith(ending)
         if path and not exact:
             raise ValueError(f"{name} is a {kind.__module__}.{kind.__qualname__}")
-        found = patched(kind) or altered(module)
-        if found:
-            raise ValueError(f"{name} has {found}")
+        change = patched(kind) or altered(module)
+        if change:
+            raise ValueError(f"{name} has {change}")
     for name, _ in layer.named_parameters():
         if name.replace(".base_layer.", ".") not in parameters and not is_adapter(name):
             raise ValueError(f"it has a parameter {name}, which its class does not use")
@@ -74,7 +74,7 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def patched(kind: type[nn.Module]) -> str | None:
-    """A method of a class that its file does not define, or that calls a function of others."""
+    """Name a method that the file of a class does not define, or that calls a foreign function."""
     for owner in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(owner).items():
             function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
@@ -100,11 +100,11 @@ def _strange(function: FunctionType, owner: type) -> str | None:
 
 
 def altered(module: nn.Module) -> str | None:
-    """What makes a module compute something else than its class, or lets others see its values."""
+    """Say what makes a module compute something else than its class, or shows its values."""
     state = module.__dict__
-    found = own_methods(module, type(module))
-    if found:
-        return found
+    replaced = own_methods(module, type(module))
+    if replaced:
+        return replaced
     for hooks in filter(None, map(state.get, HOOKS)):
         for hook in hooks.values():
             if _home(hook) != RECORDER:
@@ -143,21 +143,19 @@ def patched_now(kind: type[nn.Module], forward: Callable) -> str | None:
     return patched(kind)
 
 
-def inside(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules in it, in an order that stays; adapters are looked through."""
-    return (child for _, child in named_inside(module))
-
-
 def named_inside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The same with their paths, which are those of a module without adapters."""
+    """Yield (path, module) of all modules inside, in an order that stays.
+
+    Adapters are looked through; paths are those of a module without them.
+    """
     for name, child in module._modules.items():
         if child is not None:
             yield prefix + name, base_of(child)
             yield from named_inside(base_of(child), f"{prefix}{name}.")
 
 
-def attention_of_others(attention: nn.Module) -> str | None:
-    """What computes attention now, if its result is not known, as that of transformers' own is."""
+def unknown_attention(attention: nn.Module) -> str | None:
+    """Say which function computes attention now, unless it is one of transformers' own."""
     name = attention.config._attn_implementation or "eager"
     home = sys.modules[type(attention).__module__]
     functions = home.ALL_ATTENTION_FUNCTIONS
@@ -171,7 +169,7 @@ def attention_of_others(attention: nn.Module) -> str | None:
 
 
 def _home(function: object) -> str:
-    """The module whose code a function is, whatever a decorator says."""
+    """The module that defines a function's code, whatever a decorator says."""
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 

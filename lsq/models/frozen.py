@@ -11,7 +11,7 @@ from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
 from lsq.layers.weight_state import encoded
-from lsq.models.convert import check_bare
+from lsq.models.conversion import check_bare
 from lsq.program.parameters import Kind
 from lsq.quant import WeightFormat
 from lsq.run import parameter_state
@@ -22,26 +22,23 @@ SAVED = "of a head that has an adapter, with which PEFT saves it"
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """What `freeze` did."""
+    """The result of `freeze`."""
 
     weights: int
-    """How many parameters are codes now."""
+    """Number of parameters that are codes now."""
     floats: int
-    """Bytes that they had as floats; codes came on top of these, once a pass had made them."""
+    """Bytes that they had as floats, beside which passes kept codes."""
     codes: int
     """Bytes of their codes and scales."""
     left: Mapping[str, int]
-    """Why others were left -> how many."""
+    """Reasons -> number of weights that were left for it."""
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f}"
-                " MB; "
-                f"their floats took {self.floats / 1e6:,.1f} MB more",
-                *(f"left: {count} {reason}" for reason, count in self.left.items()),
-            ]
+        first = (
+            f"{self.weights} frozen weights are kept as codes alone, in {self.codes / 1e6:,.1f} MB;"
+            f" their floats took {self.floats / 1e6:,.1f} MB more"
         )
+        return "\n".join([first, *(f"left: {n} {reason}" for reason, n in self.left.items())])
 
     __repr__ = __str__
 
@@ -68,28 +65,27 @@ def freeze(model: nn.Module) -> Frozen:
         id(one) for module in model.modules() for one in set(module.parameters(recurse=False))
     )
     shared = {one for one, count in holders.items() if count > 1}
-    found, left, saved = [], Counter(), _saved_heads(model)
+    chosen, left, saved = [], Counter(), _saved_heads(model)
     for module in model.modules():
         for name, declared in module.declared.items() if isinstance(module, InPlace) else ():
             if declared.kind is Kind.WEIGHT:
                 reason = SAVED if id(module) in saved else _reason(module, name, shared)
-                count = len(module.sources(name))
                 if reason is None:
-                    found.append((module, name))
+                    chosen.append((module, name))
                 else:
-                    left[reason] += count
-    if not found:
+                    left[reason] += len(module.sources(name))
+    if not chosen:
         reasons = [f"{count} are {reason}" for reason, count in left.items()]
         raise ValueError(
             f"no weight of this {type(model).__name__} can be kept as codes alone: "
             + ("; ".join(reasons) or "no layer is lsq's, call lsq.convert(model) first")
         )
-    weights, floats, codes = map(sum, zip(*(_freeze(*one) for one in found), strict=True))
+    weights, floats, codes = map(sum, zip(*(_freeze(*one) for one in chosen), strict=True))
     return Frozen(weights=weights, floats=floats, codes=codes, left=left)
 
 
 def _saved_heads(model: nn.Module) -> set[int]:
-    """Return the ids of output embeddings with an adapter: PEFT saves their memory beside it."""
+    """Ids of output embeddings with an adapter: PEFT saves their weights beside it."""
     models = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
     heads = [one.get_output_embeddings() for one in models]
     return {id(head.base_layer) for head in heads if hasattr(head, "base_layer")}
@@ -124,7 +120,7 @@ def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
 
 @torch.no_grad()
 def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
-    """Of one weight: parameters, bytes of floats, bytes of codes."""
+    """Freeze one weight, and return its parameters, bytes of floats, bytes of codes."""
     if not module.schedule.begun:  # no pass has measured clips
         module.calibrate_weights()
         module.schedule.measured_weights()

@@ -1,7 +1,7 @@
-"""Whole layers of other models as one program each, in the place of the layers, whose parameters
-stay theirs."""
+"""Whole layers of other models as one program each, by their class alone."""
 
 import dataclasses
+import inspect
 import sys
 import warnings
 import weakref
@@ -17,6 +17,7 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.coded_weight import CodedWeight
+from lsq.layers.float_fallback import in_floats
 from lsq.layers.in_place import InPlace
 from lsq.layers.model_formats import config_at
 from lsq.layers.module import ProgramModule
@@ -26,32 +27,36 @@ from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.models.adapters import Adapted, adapted, block_matrix
-from lsq.models.batch import causal, everything, memory_packing_of, packing_of, rotation_of
+from lsq.models.batch import (
+    causal,
+    encoder_packing_of,
+    everything,
+    packing_of,
+    rotation_of,
+)
 from lsq.models.comparison import compare
 from lsq.models.exact import (
     RECORDER,
     altered,
-    attention_of_others,
     base_of,
     check_exact,
     hooked_everywhere,
-    inside,
     is_adapter,
     named_inside,
     own_methods,
     patched_now,
+    unknown_attention,
 )
-from lsq.models.joined import Joined, lie_together
-from lsq.models.rounded_weights import Rounded, rounded_weights
+from lsq.models.fused_weights import Joined, RoundedWeights, lie_together
 from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program
 from lsq.run.backends import Backend, backend
-from lsq.run.executor import FLOATS
+from lsq.run.executor import FLOATS, Execution
 
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
-READ = frozenset(
+ATTENTION_OPTIONS = frozenset(
     {
         "block_table",
         "cu_seq_lens_k",
@@ -68,16 +73,17 @@ READ = frozenset(
 ATTENTIONS = frozenset({"attentions", "cross_attentions"})
 UNDIFFERENTIATED = (
     b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole"
-    b" sequence to one "
-    b"pass, decode under torch.no_grad(), or convert with fused=False"
+    b" sequence to one pass, decode under torch.no_grad(), or convert with fused=False"
 )
 _unfilled: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
-"""Caches that training passes were given -> the numbers of the layers that put nothing there."""
+"""Caches that training passes were given -> the numbers of the layers that put nothing there.
+
+It is of the process since a cache is an object of transformers, which has no room for it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderOutput:
-    """What a decoder's layers attend to."""
+    """An encoder's output, to which a decoder's layers attend."""
 
     states: torch.Tensor
     """[B, S, H]"""
@@ -85,29 +91,33 @@ class EncoderOutput:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Others:
-    """What a layer reads beside its input."""
+class SideInputs:
+    """Inputs of a layer beside its hidden states."""
 
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Cosine, sine [B or 1, T, D], where heads turn."""
-    memory: EncoderOutput | None = None
-    """What is attended to, where the layer is CROSS."""
+    """Rotary embeddings: cosine, sine [B or 1, T, D]."""
+    encoder_out: EncoderOutput | None = None
+    """Where the layer is CROSS."""
     bias: torch.Tensor | None = None
     """A table [buckets, N] of biases by distance that comes from another layer."""
     pairs: torch.Tensor | None = None
     """The same for all pairs [1, N, T, T], as the layer's own code takes it."""
 
-    def first(self, tokens: int, target: Backend) -> "Others":
-        """Of the first sentence, with the first tokens alone."""
-        memory = self.memory
-        if memory is not None:
-            states = memory.states[:1, :tokens].detach()
-            memory = EncoderOutput(
-                states=states, packing=Packing(shape=tuple(states.shape[:2]), backend=target)
-            )
-        return Others(
+    @property
+    def states(self) -> torch.Tensor | None:
+        """The states of the encoder's output."""
+        return self.encoder_out and self.encoder_out.states
+
+    def first(self, tokens: int, target: Backend) -> "SideInputs":
+        """Return those of the first tokens of the first sequence alone."""
+        encoder_out = None
+        if self.encoder_out is not None:
+            states = self.encoder_out.states[:1, :tokens].detach()
+            packing = Packing(shape=tuple(states.shape[:2]), backend=target)
+            encoder_out = EncoderOutput(states=states, packing=packing)
+        return SideInputs(
             rotation=self.rotation and tuple(one[:1, :tokens] for one in self.rotation),
-            memory=memory,
+            encoder_out=encoder_out,
             bias=self.bias,
             pairs=None if self.pairs is None else self.pairs[:1, :, :tokens, :tokens].detach(),
         )
@@ -117,13 +127,12 @@ class FusedLayer(InPlace):
     """A layer of another model that runs as one program of lsq's.
 
     The modules inside it hold its parameters and are not called in training: state dicts,
-    optimizers and checkpoints find everything where it was. Clips are parameters of the layer
-    itself. Where a program has one parameter of several, such as queries, keys and values, it gets
-    them joined.
+    optimizers and checkpoints stay as they are. Clips are parameters of the layer itself. Several
+    parameters that are one in the program, such as queries, keys and values, are joined.
 
-    A pass that needs what the program does not give, such as a step of decoding with a cache, is
-    the other layer's own, on weights as the program rounds them. So is every pass while something
-    in the layer is not what its class says.
+    The layer's own code runs, on weights as the program rounds them, in a pass that needs more than
+    the program gives, such as a step of decoding with a cache; and while something in the layer is
+    not what its class says.
     """
 
     STATE = (
@@ -135,47 +144,46 @@ class FusedLayer(InPlace):
         "departed",
         "compared",
         "adapted",
+        "positional",
     )
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Names of the program's parameters -> those of the layer that they are made of, one after
-    another."""
+    """Names of the program's parameters -> paths of the layer's parameters that each joins."""
     PARTS: ClassVar[Mapping[str, str]]
-    """Paths of the modules inside whose classes are of the layer's file -> how the names of these
-    end."""
+    """Paths of modules inside whose classes are of the layer's file -> endings of their names."""
     INPUTS: ClassVar[tuple[str, ...]] = ()
-    """Other parameters of the layer, which programs get as inputs."""
+    """Other parameters of the layer, which are inputs of programs."""
     causal: bool
-    """Whether queries see no keys behind them."""
+    """Whether queries see no later keys."""
     CROSS: ClassVar[bool] = False
     """Whether it also attends to an encoder's output."""
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        """What the layer is.
+        """Read the configuration of a layer.
 
         Raises:
-            ValueError: something that no program is for.
+            ValueError: there is no program for it.
         """
         raise NotImplementedError
 
     @staticmethod
     def settings(layer: nn.Module) -> dict[str, object]:
-        """What others may change, read in every pass: arguments of LayerConfig.
+        """Read arguments of LayerConfig that users may change, in every pass.
 
         Raises:
-            ValueError: something that no program is for.
+            ValueError: there is no program for them.
         """
         raise NotImplementedError
 
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
-        """The modules that attend: to the layer's input, which knows the layer's number, and to an
-        encoder's output."""
+        """Return the modules that attend: to the layer's input, which knows the layer's number, and
+        to an encoder's output."""
         raise NotImplementedError
 
     @property
     def attention_kind(self) -> str:
-        """What computes attention in the layer's own code, as transformers calls it."""
+        """The implementation of attention in the layer's own code, as transformers names it."""
         return self.attentions(self)[0].config._attn_implementation or "eager"
 
     @classmethod
@@ -198,9 +206,9 @@ class FusedLayer(InPlace):
     @classmethod
     def _check_attention(cls, layer: nn.Module) -> None:
         first, *_ = cls.attentions(layer)
-        found = attention_of_others(first)
-        if found:
-            raise ValueError(found)
+        unknown = unknown_attention(first)
+        if unknown:
+            raise ValueError(unknown)
         if bool(first.is_causal) is not cls.causal:
             raise ValueError(f"its attention is {'not ' if cls.causal else ''}causal")
 
@@ -210,12 +218,15 @@ class FusedLayer(InPlace):
             one.requires_grad for name, one in self.named_parameters() if not is_adapter(name)
         )
         self._take_adapters(adapted(self, self.SOURCES))
-        self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
+        self.kinds = {path: type(module) for path, module in named_inside(self)}
+        self.departed, self.compared = None, False
+        # names of what may come by position behind the hidden states
+        self.positional = tuple(inspect.signature(self.float_class.forward).parameters)[2:]
         one = PackedSequences(rows=1, count=1)
         build = partial(self.program, one, source=one if self.CROSS else None)
         self.config = config_at(self.config, path, build, self.state_names)
         self.begin(self.config.quant)
-        self.rounded = Rounded()
+        self.rounded = RoundedWeights()
         self.joined: dict[str, torch.Tensor | None] = {}
         self.declare(build, measure=False)
         self.let_clips_learn(trained)
@@ -223,12 +234,10 @@ class FusedLayer(InPlace):
     def extra_repr(self) -> str:
         if self.departed:
             return f"its own code, since {self.departed}"
-        return (
-            "one program in"
-            f" {'int8' if self.quant.quantized and not self.schedule.float_fallback else 'floats'}"
-        )
+        rounds = self.quant.quantized and not self.schedule.float_fallback
+        return f"one program in {'int8' if rounds else 'floats'}"
 
-    # Parameters, which others hold
+    # Parameters, which modules inside hold
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
         every = list(every)
@@ -250,8 +259,8 @@ class FusedLayer(InPlace):
         return name in self.SOURCES or name in self.adapted.sources
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Of each parameter that one of the program's is made of: its path, its module, its name
-        there."""
+        """Yield the path, the module and the name there of each parameter that one of the program's
+        is made of."""
         paths = self.SOURCES.get(name)
         for path in paths or self.adapted.sources[name]:
             *modules, last = path.split(".")
@@ -262,34 +271,33 @@ class FusedLayer(InPlace):
             yield path, holder, last
 
     def sources(self, name: str) -> list[torch.Tensor]:
-        """The parameters that one of the program's is made of.
+        """Return the parameters that one of the program's is made of.
 
         Raises:
             ValueError: a module inside the layer is another one now.
         """
-        found = []
+        parameters = []
         for path, holder, last in self.holders(name):
             if holder._parameters.get(last) is None:
                 raise ValueError(
                     f"{path} of this {type(self).__name__} is gone: adapters, pruning or a"
-                    " parametrization have taken "
-                    f"its place in a {type(holder).__name__}. Put them in before lsq.convert,"
-                    " convert with "
-                    "fused=False, or call lsq.revert(model)"
+                    f" parametrization have taken its place in a {type(holder).__name__}. Put them"
+                    " in before lsq.convert, convert with fused=False, or call lsq.revert(model)"
                 )
-            found.append(holder._parameters[last])
-        return found
+            parameters.append(holder._parameters[last])
+        return parameters
 
     def own_parameter(self, name: str) -> torch.Tensor:
         if not self._is_held(name):
             return self._parameters[self.state_name(name)]
-        found = self.sources(name)
+        parts = self.sources(name)
         if name in self.adapted.blocks:
-            return block_matrix(found, self.adapted.blocks[name], self.adapted.rows[name])
-        if len(found) == 1:
-            return found[0]
-        coded = CodedWeight.joined(found)
-        return Joined.apply(self.joined.get(name), *found) if coded is None else coded
+            rows, blocks = self.adapted.blocks[name]
+            return block_matrix(parts, blocks, rows)
+        if len(parts) == 1:
+            return parts[0]
+        coded = CodedWeight.joined(parts)
+        return Joined.apply(self.joined.get(name), *parts) if coded is None else coded
 
     def forget_floats(self, name: str) -> None:
         super().forget_floats(name)
@@ -300,7 +308,7 @@ class FusedLayer(InPlace):
         return {**super().__getstate__(), "joined": {}}  # of other parameters than a copy's
 
     def join(self) -> None:
-        """Let parameters that programs have as one lie together."""
+        """Let parameters that are one in programs lie together."""
         for name in self.SOURCES:
             if name in self.declared:
                 self.joined[name] = lie_together(self.sources(name))
@@ -312,16 +320,36 @@ class FusedLayer(InPlace):
 
     def _drop_codes(self) -> None:
         super()._drop_codes()
-        self.rounded.clear()
+        self.rounded.kept.clear()
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
         return super().mode_of({name: inputs[name] for name in TRAINED_INPUTS if name in inputs})
 
     def _trains(self, name: str) -> bool:
-        found = self.sources(name) if self._is_held(name) else [self.own_parameter(name)]
-        return any(parameter.requires_grad for parameter in found)
+        parts = self.sources(name) if self._is_held(name) else [self.own_parameter(name)]
+        return any(parameter.requires_grad for parameter in parts)
 
     # Passes
+
+    def forward(self, hidden_states: torch.Tensor, *arguments, **options):
+        """Run the program, or the code of the class where that computes something else."""
+        options.update(zip(self.positional, arguments, strict=False))
+        cache = cache_of(options)
+        packing = self.packing(hidden_states, options.get("attention_mask"), options, cache)
+        side = None if packing is None else self.side_inputs(options)
+        if side is None:
+            return self.own_pass(hidden_states, **options)
+        return self.fused(hidden_states, packing, cache=cache, **side)
+
+    def side_inputs(self, options: Mapping[str, object]) -> dict[str, object] | None:
+        """Read SideInputs from the options of a pass; None: the program is not for it."""
+        if not self.CROSS:
+            return {}
+        states = options.get("encoder_hidden_states")
+        if states is None:
+            return None
+        encoder_out = self.encoder_output(states, options.get("encoder_attention_mask"))
+        return None if encoder_out is None else {"encoder_out": encoder_out}
 
     def program(
         self,
@@ -329,13 +357,17 @@ class FusedLayer(InPlace):
         mode: Mode,
         *,
         source: PackedSequences | None = None,
-        places: int | None = None,
+        positions: int | None = None,
         heads: bool = False,
     ) -> Program:
-        """The layer's, for packed sentences, and for those of an encoder's output."""
+        """Make the layer's program, for packed sequences and those of an encoder's output.
+
+        `positions`: rows of the table of rotary embeddings. `heads`: return queries, keys and
+        values as well.
+        """
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
-        config = _with_places(self.config, places)
+        config = _with_positions(self.config, positions)
         return programs.encoder_layer(config, sentences, mode, causal=self.causal, heads=heads)
 
     @beside_the_graph
@@ -346,21 +378,25 @@ class FusedLayer(InPlace):
         options: Mapping[str, object],
         cache: object = None,
     ) -> Packing | None:
-        """How x [B, T, H] is packed under a mask of the model's.
+        """Return how x [B, T, H] is packed under a mask of the model.
 
-        `options`: others, of the pass. `cache`: of keys and values. Where gradients are wanted in
-        training mode nothing is put there, since nobody decodes with it; else, what is first to
-        come there is the program's, and has no gradient.
+        Args:
+            options: arguments of the pass.
+            cache: of keys and values. A training pass with gradients puts nothing there, since
+                nobody decodes with it; else the program puts the first keys there, without a
+                gradient.
 
         Returns:
-            None where the program has not what is asked for: an unusual mask, a cache,
-            probabilities of attention, a layer that has changed.
+            None where the program cannot compute what is asked for: an unusual mask, a filled
+            cache, probabilities of attention, a layer that has changed.
 
         Raises:
             ValueError: a training pass was given this cache before, and did not fill it; a module
                 inside the layer is of another class than it was.
         """
-        if self._departs() or any(options[name] is not None for name in READ & options.keys()):
+        if self._departs() or any(
+            options[name] is not None for name in ATTENTION_OPTIONS & options.keys()
+        ):
             return None
         shape, seen = tuple(x.shape[:2]), _causal(self.config.window) if self.causal else everything
         if not x.numel():  # which transformers' own layers cannot take
@@ -373,35 +409,34 @@ class FusedLayer(InPlace):
         return None if packing is not None and not packing.rows and self._fills(cache) else packing
 
     def _departs(self) -> bool:
-        """Whether the layer's own code must run, which is said once. Reads settings.
+        """Read settings, and return whether the layer's own code must run, which is said once.
 
         Raises:
             ValueError: a module inside is of another class than it was.
         """
-        found = self._departure()
-        if found and found != self.departed:
+        reason = self._departure()
+        if reason and reason != self.departed:
             warnings.warn(
                 f"a {type(self).__name__} runs its own code in the place of its program, since"
-                f" {found}; "
-                "lsq.revert(model) and lsq.convert(model) look at the model anew",
+                f" {reason}; lsq.revert(model) and lsq.convert(model) look at the model anew",
                 stacklevel=2,
             )
-        self.departed = found
-        return found is not None
+        self.departed = reason
+        return reason is not None
 
-    def _take_adapters(self, found: Adapted) -> None:
-        self.adapted = found
-        self.config = dataclasses.replace(self.config, adapters=found.adapters)
+    def _take_adapters(self, adapters: Adapted) -> None:
+        self.adapted = adapters
+        self.config = dataclasses.replace(self.config, adapters=adapters.adapters)
 
     def _read_adapters(self) -> None:
         """Read the adapters again if they have changed.
 
         After an error the layer has the former ones.
         """
-        found, before = adapted(self, self.SOURCES), self.adapted
-        if found == before:
+        now, before = adapted(self, self.SOURCES), self.adapted
+        if now == before:
             return
-        self._take_adapters(found)
+        self._take_adapters(now)
         one = PackedSequences(rows=1, count=1)
         mode = Mode(training=True, backward=True, backend=backend("reference"))
         try:
@@ -414,23 +449,21 @@ class FusedLayer(InPlace):
         self.take_parameters(virtual.declared for virtual in program.parameters)
 
     def _departure(self) -> str | None:
-        modules = list(inside(self))
-        if [type(module) for module in modules] != list(self.kinds.values()):
-            self._refuse()
-        for module in modules:
-            kind = type(module)
-            found = patched_now(kind, kind.forward) or altered(module)
-            if found:
-                return f"its {_path(self, module)} has {found}"
+        """Why the layer's own code must run."""
+        modules = list(named_inside(self))
+        if [type(module) for _, module in modules] != list(self.kinds.values()):
+            self._refuse({path: type(module) for path, module in modules})
+        for path, module in modules:
+            change = patched_now(type(module), type(module).forward) or altered(module)
+            if change:
+                return f"its {path} has {change}"
             if module.training is not self.training:
-                modes = ("training", "eval") if module.training else ("eval", "training")
-                return "its {} is in {} mode, and the layer in {} mode".format(
-                    _path(self, module), *modes
-                )
+                mode, other = ("training", "eval") if module.training else ("eval", "training")
+                return f"its {path} is in {mode} mode, and the layer in {other} mode"
         kind = self.float_class
-        found = patched_now(kind, kind.forward) or own_methods(self, kind) or hooked_everywhere()
-        if found:
-            return f"it has {found}"
+        change = patched_now(kind, kind.forward) or own_methods(self, kind) or hooked_everywhere()
+        if change:
+            return f"it has {change}"
         try:
             self._check_attention(self)
             self._read_adapters()
@@ -441,12 +474,7 @@ class FusedLayer(InPlace):
             return str(error)
         return None
 
-    def _kinds(self) -> Iterator[tuple[str, type[nn.Module]]]:
-        """Paths and classes of the modules inside, in their order."""
-        return ((path, type(module)) for path, module in named_inside(self))
-
-    def _refuse(self) -> None:
-        now = dict(self._kinds())
+    def _refuse(self, now: Mapping[str, type[nn.Module]]) -> None:
         path = next(
             path for path in (*self.kinds, *now) if now.get(path) is not self.kinds.get(path)
         )
@@ -456,8 +484,8 @@ class FusedLayer(InPlace):
         )
         raise ValueError(
             f"{path} of this {type(self).__name__} was {before} when it was converted, and is"
-            f" {after} now. "
-            "Add adapters and wrappers before lsq.convert, or convert with fused=False"
+            f" {after} now. Add adapters and wrappers before lsq.convert, or convert with"
+            " fused=False"
         )
 
     def _hides(self, time: int) -> bool:
@@ -476,8 +504,7 @@ class FusedLayer(InPlace):
         if self._number in unfilled and not recomputing():
             raise ValueError(
                 "this cache was given to a training pass, which does not fill it; decode in eval"
-                " mode or under "
-                "torch.no_grad() from the beginning"
+                " mode or under torch.no_grad() from the beginning"
             )
         if self._fills(cache):
             return True
@@ -494,37 +521,35 @@ class FusedLayer(InPlace):
         )
 
     @beside_the_graph
-    def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:
-        """An encoder's output [B, S, H] under a mask of the model's; None: the program has not what
-        is asked for."""
-        packing = memory_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
+    def encoder_output(
+        self, states: torch.Tensor, mask: torch.Tensor | None
+    ) -> EncoderOutput | None:
+        """Pack an encoder's output [B, S, H] under a mask of the model; None: the program cannot
+        take this mask."""
+        packing = encoder_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
         return None if packing is None else EncoderOutput(states=states, packing=packing)
 
     @beside_the_graph
     def fused(
-        self, x: torch.Tensor, packing: Packing, *, cache: object = None, **others
+        self, x: torch.Tensor, packing: Packing, *, cache: object = None, **side_inputs
     ) -> torch.Tensor:
-        """x [B, T, H] -> the same after the layer, zero in padding.
+        """Run the program: x [B, T, H] -> the same after the layer, zero in padding.
 
         Of padding alone nothing is computed or counted.
 
         Args:
             x: in any float dtype.
             packing: of x.
-            cache: of keys and values, empty; it gets them but in training passes.
-            others: see Others.
+            cache: of keys and values, empty; filled but in training passes.
+            side_inputs: see SideInputs.
         """
-        others = Others(**others)
+        side = SideInputs(**side_inputs)
         if not packing.rows:
-            read = [
-                one
-                for one in (others.memory and others.memory.states, others.bias)
-                if one is not None
-            ]
+            read = [tensor for tensor in (side.states, side.bias) if tensor is not None]
             return packing.unpack(self.reached(packing.pack(x)[:0], *read))
         if not self.compared:
-            self.compared = compare(self, x, others)
-        inputs, sizes = self.inputs(x, packing, others)
+            self.compared = self._compare(x, side)
+        inputs, sizes = self.inputs(x, packing, side)
         mode, fills = self.mode_of(inputs), self._fills(cache)
         build = partial(self.program, packing.sentences, **sizes)
         y, *heads = self.execute(build(mode, heads=fills and not mode.backward), inputs)
@@ -539,36 +564,59 @@ class FusedLayer(InPlace):
         return packing.unpack(y).to(x.dtype)
 
     def inputs(
-        self, x: torch.Tensor, packing: Packing, others: Others
+        self, x: torch.Tensor, packing: Packing, side: SideInputs
     ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         """The inputs of a program, and its sizes beside those of x: arguments of `program`."""
-        inputs, places, memory = (
-            {"x": packing.pack(x), "cu_seqlens": packing.cu_seqlens},
-            None,
-            others.memory,
-        )
-        if memory is not None:
-            inputs |= {
-                "memory": memory.packing.pack(memory.states),
-                "memory_cu_seqlens": memory.packing.cu_seqlens,
-            }
-        if others.rotation is not None:
-            inputs["rotation"], inputs["places"] = rotation_of(*others.rotation, packing)
-            places = len(inputs["rotation"])
+        inputs = {"x": packing.pack(x), "cu_seqlens": packing.cu_seqlens}
+        source = positions = None
+        if side.encoder_out is not None:
+            encoder_packing = side.encoder_out.packing
+            source = encoder_packing.sentences
+            inputs["memory"] = encoder_packing.pack(side.states)
+            inputs["memory_cu_seqlens"] = encoder_packing.cu_seqlens
+        if side.rotation is not None:
+            inputs["rotation"], inputs["places"] = rotation_of(*side.rotation, packing)
+            positions = len(inputs["rotation"])
         else:
             inputs |= position_inputs(
                 self.config,
                 packing.positions,
                 packing.shape[1],
                 causal=self.causal,
-                table=others.bias,
+                table=side.bias,
             )
-        return inputs, {"source": memory and memory.packing.sentences, "places": places}
+        return inputs, {"source": source, "positions": positions}
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
-        """The result of the code of its class, as its modules are; mask: what is added to
-        scores."""
-        return self.float_class.forward(self, x, mask)
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
+        """Run the code of its class, as its modules are; mask: is added to scores."""
+        return self.float_class.forward(self, x, attention_mask=mask)
+
+    def _compare(self, x: torch.Tensor, side: SideInputs) -> bool:
+        """Compare the program with the code of the class; see lsq.models.comparison."""
+
+        def original(x: torch.Tensor) -> torch.Tensor:
+            mask, first = None, side.first(x.shape[1], self.target)
+            if self.causal:
+                present = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+                hidden = ~causal(self.config.window, present)
+                scores = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device)
+                mask = scores.masked_fill(hidden, torch.finfo(x.dtype).min)[:, None]
+            return self.original(x, mask, first)
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            packing = Packing(shape=tuple(x.shape[:2]), backend=self.target)
+            inputs, sizes = self.inputs(x, packing, side.first(x.shape[1], self.target))
+            mode = Mode(training=False, backward=False, backend=backend("reference"))
+            program = in_floats(self.program(packing.sentences, mode, **sizes))
+            inputs |= {
+                virtual.name: self.own_parameter(virtual.name) for virtual in program.parameters
+            }
+            unused = torch.zeros(1, dtype=torch.int64, device=x.device)
+            return Execution(program, mode.backend)({"random_key": unused, **inputs})[0]
+
+        return compare(self, x, self.attention_kind, original, program)
 
     @property
     def _number(self) -> int:
@@ -583,10 +631,11 @@ class FusedLayer(InPlace):
         heads: torch.Tensor,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Give keys and values, behind the queries in `heads` [M, ...], to a cache of transformers.
+        """Give keys and values, which follow the queries in `heads` [M, ...], to a cache of
+        transformers.
 
-        They have no gradient; where `y`, the result beside them, has one, whoever goes back to them
-        is told.
+        They have no gradient; if `y`, the result beside them, has one, going back to them raises an
+        error.
         """
         values = (heads if scale is None else heads * scale).to(dtype)
         if y.requires_grad:
@@ -597,26 +646,20 @@ class FusedLayer(InPlace):
         cache.update(keys, values, self._number)
 
     def own_pass(self, x: torch.Tensor, *arguments, **options):
-        """The pass of the layer that this one was, on weights that are rounded as the program
-        rounds them."""
+        """Run the code of the layer's class, on weights as the program rounds them."""
         if self.training and torch.is_grad_enabled() and self.departed is None:
             warnings.warn(
                 f"a {type(self).__name__} runs its own code in a training pass: its program cannot"
-                " take the mask, "
-                "the cache or an option of this pass",
+                " take the mask, the cache or an option of this pass",
                 stacklevel=2,
             )
-        with rounded_weights(self, rows=x.shape[:-1].numel()):
+        with self.rounded.within(self, rows=x.shape[:-1].numel()):
             return self.float_class.forward(self, x, *arguments, **options)
-
-
-def _path(layer: nn.Module, module: nn.Module) -> str:
-    return next(path for path, one in layer.named_modules() if one is module)
 
 
 def _attention_is_recorded() -> bool:
     """Whether a model of transformers gathers probabilities of attention, by hooks on modules that
-    programs pass by."""
+    programs do not call."""
     capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
     return capturing is not None and not ATTENTIONS.isdisjoint(
         capturing._active_collector.get() or ()
@@ -635,7 +678,7 @@ def _causal(window: int | None):
 
 
 @lru_cache(maxsize=256)
-def _with_places(config: LayerConfig, places: int | None) -> LayerConfig:
-    if places is None:
+def _with_positions(config: LayerConfig, positions: int | None) -> LayerConfig:
+    if positions is None:
         return config
-    return dataclasses.replace(config, rotary=dataclasses.replace(config.rotary, places=places))
+    return dataclasses.replace(config, rotary=dataclasses.replace(config.rotary, places=positions))

@@ -1,6 +1,11 @@
-"""Clips of one format for a model of another: what is kept, and what is measured anew."""
+"""Clips of one number format in a model of another: what is kept, and what is measured anew.
+
+All that reads checkpoints of other formats goes through `load_other_format`: `load_clips`, and
+`lsq convert-checkpoint` of files of fairseq and of folders of transformers.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +15,46 @@ from lsq import quant
 from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
+from lsq.observe.statistics import program_modules
 from lsq.program.parameters import Kind
 
-OF_ACTIVATIONS = ("activation_format", "bits")
-"""Of clip_format.FIELDS, what says what clips of activations mean."""
+ACTIVATION_FIELDS = ("activation_format", "bits")
+"""Those of clip_format.FIELDS that say what clips of activations mean."""
 CLIP = "_clip"
 """How names of clips end."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a model measures of its clips after it has loaded those of another format.
+
+    As text, what became of them.
+    """
+
+    weights: frozenset[str]
+    """Names of the clips of weights, all of which were measured anew."""
+    activations_due: bool
+    """Whether the next pass measures clips of activations; else they were kept."""
+
+    def __str__(self) -> str:
+        due = "are measured in the next pass, a training's: nothing is translated before"
+        activations = due if self.activations_due else "are kept"
+        weights = (
+            f"clips of {len(self.weights)} weights are measured anew"
+            if self.weights
+            else "no weight has a clip in this format"
+        )
+        return f"{weights}, those of activations {activations}"
+
+
+def refuse_same(checkpoint: object, changes: Mapping[str, Any]) -> None:
+    """Raise the ValueError of a checkpoint that has other values of fields already."""
+    fields = ", ".join(f"{field}={value!r}" for field, value in changes.items())
+    raise ValueError(f"{checkpoint} has {fields} already; nothing is written")
+
+
 def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What the formats of its modules are called in the state dict of `model` -> their fields."""
+    """Names of the formats of modules in the state dict of `model` -> their fields."""
     return {
         prefix + clip_format.NAME: clip_format.fields_of(module.quant)
         for prefix, module in _rounding(model)
@@ -28,26 +63,24 @@ def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def load_other_format(
     model: nn.Module, state: Mapping[str, torch.Tensor], wanted: Collection[str]
-) -> bool:
+) -> Measured:
     """Load a state dict whose clips may be of another format than those of `model`.
 
     Clips of weights are measured anew, on the weights that the model then has. Those of activations
-    are kept; where their format is another one, the next pass measures them.
+    are kept, or measured in the next pass if their format differs.
 
     Args:
-        model: in which lsq's layers have clips.
-        state: of such a model; one of earlier versions does not say its formats, see
+        model: whose layers of lsq have clips.
+        state: of such a model; those of earlier versions do not say their formats, see
             clip_format.stored.
-        wanted: names that it shall hold, but for clips of weights, and formats.
-
-    Returns:
-        Whether the next pass measures clips of activations.
+        wanted: names that it must hold, but for clips of weights, and formats.
 
     Raises:
         ValueError: names or shapes do not fit, a clip that is kept cannot be used, or clips would
             have to be measured where QuantConfig says that they are fixed. Nothing is loaded then.
     """
-    own, kept, later, optional = model.state_dict(), dict(state), False, set()
+    own, kept, optional = model.state_dict(), dict(state), set()
+    due, measured = False, set()
     for prefix, module in _rounding(model):
         ours = clip_format.fields_of(module.quant)
         entry = prefix + clip_format.NAME
@@ -58,25 +91,25 @@ def load_other_format(
             kept = {
                 name: value for name, value in kept.items() if name not in ending or name in own
             }
-        anew = any(theirs.get(field) != ours.get(field) for field in OF_ACTIVATIONS)
         clips = {
             prefix + module.state_name(name): module.declared[name].kind for name in module.clips()
         }
-        of_activations = [
-            name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP and anew
-        ]
         of_weights = [name for name, kind in clips.items() if kind is Kind.WEIGHT_CLIP]
+        of_activations = []
+        if any(theirs.get(field) != ours.get(field) for field in ACTIVATION_FIELDS):
+            of_activations = [name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP]
         _check_measured(module.quant, [*of_weights, *of_activations])
         # clips until they are measured
         kept |= {name: own[name] for name in (entry, *of_weights, *of_activations)}
+        measured.update(of_weights)
         if of_activations and prefix + "calibrated" in kept:
             kept[prefix + "calibrated"] = torch.tensor(False)
-            later = True
+            due = True
     _check(model, own, kept, set(wanted) - optional)
     nn.Module.load_state_dict(model, kept, strict=False)
     for _, module in _rounding(model):
         module.calibrate_weights()
-    return later
+    return Measured(weights=frozenset(measured), activations_due=due)
 
 
 def _check_measured(quantization: QuantConfig, due: list[str]) -> None:
@@ -91,8 +124,8 @@ def _check_measured(quantization: QuantConfig, due: list[str]) -> None:
 
 def _rounding(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
     """Prefixes of names, and modules whose clips have a format."""
-    for path, module in model.named_modules():
-        if isinstance(module, ProgramModule) and module.quant.quantized:
+    for path, module in program_modules(model).items():
+        if module.quant.quantized:
             yield f"{path}." if path else "", module
 
 
@@ -111,8 +144,7 @@ def _check(
         raise ValueError(
             f"the checkpoint does not fit this model in {len(problems)} tensors, first {name}: "
             f"{there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')} here;"
-            " make the model with "
-            "the options that it was trained with, apart from formats"
+            " make the model with the options that it was trained with, apart from formats"
         )
     for prefix, module in _rounding(model):
         for name in {prefix + module.state_name(clip) for clip in module.clips()} & kept.keys():

@@ -1,7 +1,7 @@
-"""What modules of transformers are, as lsq's configuration names it."""
+"""Reads what modules of transformers are, in the terms of LayerConfig."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -14,75 +14,76 @@ from lsq.models.exact import TRUSTED, base_of
 Value = TypeVar("Value")
 
 
+def sources(
+    modules: Mapping[str, str | Sequence[str]], *, bias: bool = True, norm_bias: bool = True
+) -> dict[str, tuple[str, ...]]:
+    """Map the program's parameters of linear layers and norms to paths of the layer's parameters.
+
+    Args:
+        modules: names in the program, such as "self_attn.qkv" and "final_layer_norm" -> paths in
+            the layer of the module, or of several modules whose weights are joined.
+        bias, norm_bias: whether linear layers and norms may have biases.
+    """
+    parameters = {}
+    for name, paths in modules.items():
+        paths = [paths] if isinstance(paths, str) else paths
+        norm = name.endswith("norm")
+        for part in ("weight", "bias") if (norm_bias if norm else bias) else ("weight",):
+            parameters[f"{name}{'.' if norm else '_'}{part}"] = tuple(
+                f"{path}.{part}" for path in paths
+            )
+    return parameters
+
+
 def plain(kind: type[nn.Module], module: nn.Module, *names: str) -> list[nn.Module]:
-    """The children of these names, which are of this class.
+    """Return the children of these names, which must be of this class.
 
     Raises:
         ValueError: one of them is something else, such as a layer with an adapter.
     """
-    found = [base_of(getattr(module, name)) for name in names]
-    for name, child in zip(names, found, strict=True):
+    children = [base_of(getattr(module, name)) for name in names]
+    for name, child in zip(names, children, strict=True):
         if type(child) is not kind:
             raise ValueError(f"its {name} is a {type(child).__name__}")
-    return found
+    return children
 
 
 plain_linears = partial(plain, nn.Linear)
 
 
-def biases(*linears: nn.Module) -> bool:
-    """Whether they have one.
+def the_same(what: str, values: Iterable[Value]) -> Value | None:
+    """Return the value that all of them are; None if there are none.
 
     Raises:
-        ValueError: some have, others have not.
+        ValueError: they differ.
     """
-    found = {linear.bias is not None for linear in linears}
-    if len(found) > 1:
+    different = dict.fromkeys(values)
+    if len(different) > 1:
+        raise ValueError(f"it has different {what}: {', '.join(map(repr, different))}")
+    return next(iter(different), None)
+
+
+def biases(*linears: nn.Module) -> bool:
+    """Whether they have biases; raises ValueError if only some have."""
+    having = {linear.bias is not None for linear in linears}
+    if len(having) > 1:
         raise ValueError("some of its projections have a bias and others have none")
-    return found.pop()
+    return having.pop()
 
 
 def layer_norm_epsilon(*norms: nn.Module) -> float:
-    """That of a layer's norms.
-
-    Raises:
-        ValueError: they have different ones, or are no torch.nn.LayerNorm with a weight and a bias.
-    """
+    """The epsilon of a layer's norms; raises ValueError if they differ or are something else."""
     for norm in norms:
         if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
             raise ValueError(
                 f"one of its norms is {norm!r}, and no LayerNorm with a weight and a bias"
             )
-    found = {norm.eps for norm in norms}
-    if len(found) > 1:
-        raise ValueError(f"its norms have different epsilons: {', '.join(map(str, sorted(found)))}")
-    return found.pop()
+    return the_same("epsilons of norms", (norm.eps for norm in norms))
 
 
 def dropout_of(*dropouts: nn.Dropout) -> float:
-    """The probability of those of a layer's dropouts that a program has one for.
-
-    Raises:
-        ValueError: they have different ones.
-    """
-    found = {one.p for one in dropouts}
-    if len(found) > 1:
-        raise ValueError(
-            f"its dropouts of residuals are different: {', '.join(map(str, sorted(found)))}"
-        )
-    return found.pop()
-
-
-def the_same(what: str, values: Sequence[Value]) -> Value | None:
-    """The one value that all of them are; None where there are none.
-
-    Raises:
-        ValueError: they differ.
-    """
-    found = dict.fromkeys(values)
-    if len(found) > 1:
-        raise ValueError(f"it has different {what}: {', '.join(map(repr, found))}")
-    return next(iter(found), None)
+    """The probability of dropouts that are one in a program; raises ValueError if they differ."""
+    return the_same("dropouts of residuals", (dropout.p for dropout in dropouts))
 
 
 @lru_cache(maxsize=64)
@@ -102,8 +103,7 @@ FUNCTIONS = {
 
 
 def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """The name of what a model has as an activation, by its values: transformers has several of
-    each.
+    """Name an activation by its values, since transformers has several classes of each.
 
     Raises:
         ValueError: an activation that no program has.

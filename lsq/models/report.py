@@ -1,4 +1,4 @@
-"""What `convert` did with each linear layer of a model, as data and as text."""
+"""The report of `convert`: what became of each linear layer of a model, as data and as text."""
 
 import math
 import re
@@ -17,16 +17,16 @@ class Layer:
     reason: str | None
     """Why it was left as it is; None: it was converted."""
     within: str | None = None
-    """The fused layer that it is a part of, if it is; that is called in its place."""
+    """The fused layer that it is a part of."""
     head: bool = False
     """Whether it is the projection onto the vocabulary, whose logits are computed when they are
-    asked for."""
+    read."""
     adapter: bool = False
-    """Whether PEFT has put it beside a layer. As text, those that are left share a line."""
+    """Whether PEFT has put it beside a layer. As text, adapters that are left share a line."""
 
     @property
     def weights(self) -> int:
-        """How many."""
+        """Number of its weights."""
         return self.inputs * self.outputs
 
 
@@ -44,8 +44,7 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Weights of several linear layers in one parameter, such as those of experts, which stay
-    floats."""
+    """Weights of several linear layers in one parameter, as of experts, which stay floats."""
 
     name: str
     """As in named_parameters."""
@@ -61,49 +60,44 @@ class Report:
 
     layers: tuple[Layer, ...]
     numbers: str = "in int8"
-    """What converted layers run in, in words: see QuantConfig.summary."""
+    """The formats of converted layers in words: see QuantConfig.summary."""
     whole: tuple[Whole, ...] = ()
     """Layers that there is a program for."""
     stacks: tuple[Stack, ...] = ()
     unknown: str | None = None
-    """The class of a model of transformers none of whose layers there is a program for, where one
-    was looked for."""
+    """The class of a model of transformers, if there is a program for none of its layers."""
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """Names of those that run as one."""
+        """Names of the layers that run as one program."""
         return tuple(one.name for one in self.whole if one.reason is None)
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """Names of those that were."""
+        """Names of the linear layers that were converted."""
         return tuple(layer.name for layer in self.layers if layer.reason is None)
 
     @property
     def left(self) -> dict[str, str]:
-        """Names of the others -> why they were left."""
+        """Names of the other linear layers -> why they were left."""
         return {layer.name: layer.reason for layer in self.layers if layer.reason is not None}
 
     def __str__(self) -> str:
         converted = [layer for layer in self.layers if layer.reason is None]
         left = [layer for layer in self.layers if layer.reason is not None]
-        part, total = (
-            sum(layer.weights for layer in layers) for layers in (converted, self.layers)
-        )
+        part, total = (sum(one.weights for one in layers) for layers in (converted, self.layers))
         share = f", {part:,} of their {total:,} weights ({part / total:.1%})" if total else ""
-        whole = [
-            (one.name, one.kind, f"not fused: {one.reason}" if one.reason else "fused")
-            for one in self.whole
+        lines = [
+            f"{len(converted)} of {len(self.layers)} linear layers run {self.numbers}{share}:",
+            *_lines(map(_row, converted)),
         ]
-        first = f"{len(converted)} of {len(self.layers)} linear layers run {self.numbers}{share}:"
-        lines = [first, *_lines(map(_row, converted))]
-        lines += ["left as they are:", *_lines(map(_row, left))] if left else []
-        lines += (
-            ["stacks of weights, which stay floats:", *_lines(map(_stack_row, self.stacks))]
-            if self.stacks
-            else []
-        )
-        lines += ["whole layers:", *_lines(whole)] if whole else []
+        for title, rows in (
+            ("left as they are:", map(_row, left)),
+            ("stacks of weights, which stay floats:", map(_stack_row, self.stacks)),
+            ("whole layers:", map(_whole_row, self.whole)),
+        ):
+            section = _lines(rows)
+            lines += [title, *section] if section else []
         if self.unknown is not None:
             lines.append(
                 f"whole layers: none of {self.unknown} is one that lsq knows; linear layers run one"
@@ -125,17 +119,21 @@ def _stack_row(stack: Stack) -> tuple[str, str, str]:
     return stack.name, " × ".join(map(str, stack.shape)), f"{math.prod(stack.shape):,} weights"
 
 
+def _whole_row(whole: Whole) -> tuple[str, str, str]:
+    return whole.name, whole.kind, f"not fused: {whole.reason}" if whole.reason else "fused"
+
+
 def _lines(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    """A line for all rows that differ by numbers in their names alone."""
     names: dict[tuple[str, str, str], list[str]] = {}
-    for name, *others in rows:
-        names.setdefault((re.sub(r"\b\d+\b", "*", name) or "the model itself", *others), []).append(
-            name
-        )
+    for name, *columns in rows:
+        pattern = re.sub(r"\b\d+\b", "*", name) or "the model itself"
+        names.setdefault((pattern, *columns), []).append(name)
     counts = {
-        (every[0] if len(every) == 1 and every[0] else pattern, *others): len(every)
-        for (pattern, *others), every in names.items()
+        (every[0] if len(every) == 1 and every[0] else pattern, *columns): len(every)
+        for (pattern, *columns), every in names.items()
     }
-    widths = [max((len(key[column]) for key in counts), default=0) for column in range(2)]
+    widths = [max((len(row[column]) for row in counts), default=0) for column in range(2)]
     return [
         f"  {count:>4} × {name:<{widths[0]}}  {what:<{widths[1]}}  {reason}".rstrip()
         for (name, what, reason), count in counts.items()

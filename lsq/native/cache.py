@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path:
-    """Where files of a kind ("kernels", "emulator") are kept; it need not exist."""
+    """The folder of files of a kind ("kernels", "emulator"); it need not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "lsq" / kind
 

@@ -27,7 +27,7 @@ cuBLASLt need it."""
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one kernel takes, by the assembler's own report."""
+    """Resources of one kernel, by the assembler's report."""
 
     registers: int
     """Per thread."""
@@ -65,7 +65,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def version() -> str:
-    """Of NVRTC.
+    """The version of NVRTC.
 
     Raises:
         RuntimeError: it is not installed.
@@ -75,7 +75,7 @@ def version() -> str:
 
 
 def remedy() -> str:
-    """What to do where PyTorch sees no GPU."""
+    """Advice for a machine on which PyTorch sees no GPU."""
     if torch.version.cuda is None:
         return "install the NVIDIA driver and a CUDA build of PyTorch"
     return (
@@ -199,7 +199,7 @@ def _checked(nvrtc, answer):
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """What the assembler reports under -v of each kernel."""
+    """The assembler's report (-v) on each kernel."""
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
         sizes = (

@@ -7,6 +7,7 @@ Annotations:
 
     In[T]      read by the operation          T | None   may be missing: a null pointer
     Out[T]     written by it                  Host[...]  known to Python alone: not in the struct
+    Array[T, 9]  up to 9 values
 
 with T a kind of tensor (TENSORS), a number (NUMBERS), an enumeration, or a value. An operation says
 In or Out of every tensor and value; a value's own fields go the way of the field that holds it,
@@ -56,7 +57,8 @@ OFFSET = (
 """Where a field lies in its struct, as a constant, for every compiler of the header."""
 _SHAPE = re.compile(r"\[([^\]]+)\]")
 _FORM = re.compile(
-    r"(?:(?P<direction>In|Out)\[)?(?P<kind>\w+)(?(direction)\])(?P<optional> \| None)?"
+    r"(?:(?P<direction>In|Out)\[)?(?:(?P<kind>\w+)|Array\[(?P<element>\w+), (?P<count>\d+)\])"
+    r"(?(direction)\])(?P<optional> \| None)?"
 )
 
 
@@ -70,6 +72,8 @@ class Field:
     direction: str = ""
     """"In", "Out", or "" for that of the holder."""
     optional: bool = False
+    count: int = 0
+    """Values of an array; 0: no array."""
     derived: bool = False
     """A property: computed from the other fields."""
     shapes: tuple[tuple[str, ...], ...] = ()
@@ -102,7 +106,8 @@ def parse(owner: str, name: str, annotation: str) -> Field | None:
             f"{owner}.{name} is {annotation}; write T, In[T], Out[T] or Host[...], and | None"
             " behind it"
         )
-    return Field(name, form["kind"], form["direction"] or "", form["optional"] is not None)
+    kind, optional, count = form["kind"] or form["element"], form["optional"], form["count"]
+    return Field(name, kind, form["direction"] or "", optional is not None, int(count or 0))
 
 
 def check(one: Declaration, known: Mapping[str, str]) -> None:
@@ -123,6 +128,8 @@ def check(one: Declaration, known: Mapping[str, str]) -> None:
             raise ValueError(
                 f"{where} is of kind {field.kind}; allowed: {allowed}, enumerations and values"
             )
+        if field.count and (base != "Value" or field.optional):
+            raise ValueError(f"{where} is an array: of values alone, and always there")
         if number and (field.optional or field.direction):
             raise ValueError(f"{where} is a number: it is always there, and neither In nor Out")
         if holds and one.base == "Operation" and not field.direction:
@@ -198,7 +205,7 @@ def layout(name: str) -> tuple[int, list[tuple[str, int]]]:
 def _size(field: Field) -> tuple[int, int]:
     declared = declarations().get(field.kind)
     if declared is not None and declared.base == "Value":
-        return layout(field.kind)[0], 8
+        return layout(field.kind)[0] * (field.count or 1), 8
     size = 4 if field.kind == "float" else 8
     return size, size
 
@@ -226,7 +233,7 @@ def _struct(one: Declaration) -> list[str]:
     checks += [f"LSQ_OFFSET({one.name}, {name}) == {offset}" for name, offset in offsets]
     return [
         f"struct {one.name} {{",
-        *(f"    {_member(field)} {field.name};" for field in one.fields),
+        *(f"    {_member(field)};" for field in one.fields),
         "};",
         "static_assert(",
         "    " + " &&\n    ".join(checks) + ",",
@@ -237,5 +244,7 @@ def _struct(one: Declaration) -> list[str]:
 
 def _member(field: Field) -> str:
     if field.kind in TENSORS:
-        return f"Pointer<{'const ' if field.direction == 'In' else ''}{TENSORS[field.kind]}>"
-    return NUMBERS.get(field.kind, field.kind)
+        constant = "const " if field.direction == "In" else ""
+        return f"Pointer<{constant}{TENSORS[field.kind]}> {field.name}"
+    array = f"[{field.count}]" if field.count else ""
+    return NUMBERS.get(field.kind, field.kind) + f" {field.name}{array}"

@@ -2,20 +2,62 @@
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.native.launch import Kernel, Launch, Product
+from lsq.native.addresses import Addresses
+from lsq.native.launch import TICKETS, Kernel, Launch, Product
 from lsq.native.launch_list import LaunchList, Part
-from lsq.native.places import Places
 from lsq.native.runtime import MESSAGE_BYTES, Driver
-from lsq.native.stream_memory import StreamMemory
+
+WORKSPACE_ALIGNMENT = 256
+
+
+class StreamMemory:
+    """The workspace of products, and words for tickets, which every kernel finds and leaves at
+    zero.
+
+    Args:
+        place: where.
+        workspace_bytes: size of the workspace.
+    """
+
+    def __init__(self, place: torch.device, workspace_bytes: int):
+        self.place = place
+        self.workspace = aligned_workspace(workspace_bytes, place)
+
+    @functools.cached_property
+    def ticket(self) -> torch.Tensor:
+        """Made when a list first takes one: to fill it is a launch, which a capture would keep."""
+        return torch.zeros(TICKETS, dtype=torch.int32, device=self.place)
+
+    def grow(self, workspace_bytes: int) -> None:
+        """Make room for a larger workspace.
+
+        The stream is current: PyTorch reuses the old one after its work.
+        """
+        if self.workspace.numel() < workspace_bytes:
+            self.workspace = aligned_workspace(workspace_bytes, self.place)
+
+    def clear(self) -> None:
+        """A kernel that did not finish leaves its ticket as it is."""
+        with contextlib.suppress(RuntimeError):  # a GPU whose context is lost takes no more work
+            self.ticket.zero_()
+
+
+def aligned_workspace(size: int, place: torch.device) -> torch.Tensor:
+    """uint8 [size] on a device that begins at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt wants
+    its workspace."""
+    whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=place)
+    first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
+    return whole[first : first + size]
 
 
 class Device:
-    """Where lists of launches run.
+    """A device that runs lists of launches.
 
     Args:
         name: for people.
@@ -49,7 +91,7 @@ class Device:
         A signal may launch another one meanwhile.
         """
         self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
-        """What went wrong then."""
+        """The error of that launch."""
 
     def function(self, kernel: Kernel, shared: int) -> int:
         """The driver's handle of a kernel, compiled and loaded when it is first wanted."""
@@ -64,7 +106,7 @@ class Device:
         """Prepare `entries` for running on their tensors, which the list keeps; `products` as of
         LaunchList."""
         return LaunchList(
-            self, [Part(entries=entries, places=Places(self.place), title=title)], products
+            self, [Part(entries=entries, addresses=Addresses(self.place), title=title)], products
         )
 
     def run(self, entries: Sequence[Launch | Product]) -> None:
@@ -72,7 +114,7 @@ class Device:
         self.list(entries).run()
 
     def memory(self, stream: int, workspace_bytes: int, capturing: bool) -> StreamMemory:
-        """What the current stream's work shares, with a workspace of at least so many bytes.
+        """Memory shared by the current stream's work, with a workspace of at least so many bytes.
 
         A capture gets memory of its own for each list: its graph may run on any stream.
         """

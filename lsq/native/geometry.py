@@ -1,12 +1,11 @@
-"""How rows are spread over the threads of a CUDA block: what csrc/cuda/rows.cuh takes as
--DCOLUMNS and -DLANES."""
+"""Rows on the threads of a CUDA block: -DCOLUMNS and -DLANES of csrc/cuda/rows.cuh."""
 
 from lsq.native.launch import check
 
 THREADS = 256
-"""Of a block of every kernel that works on rows."""
+"""Threads of a block of every kernel on rows."""
 WARPS = THREADS // 32
-"""Of such a block: rows that it takes at a time where each warp takes one."""
+"""Warps of such a block."""
 VECTOR = 8
 """Values that a thread reads at a time."""
 BLOCKS = 256

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from lsq.native import runtime
+from lsq.native.addresses import Addresses
 from lsq.native.launch import TICKET, Launch, Product, check
-from lsq.native.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,15 +17,15 @@ class Part:
     """Entries that run one after another."""
 
     entries: Sequence[Launch | Product]
-    places: Places
+    addresses: Addresses
     title: str = ""
-    """What to call them in errors."""
+    """Their name in errors."""
 
 
 class LaunchList:
     """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
 
-    Operations and operands stand where their Places say, and are read from there at every run. A
+    Operations and operands stand where their Addresses say, and are read from there at every run. A
     run in a capture of a graph takes what stands there at that moment.
 
     Runs on several streams follow each other: a run waits for the stream of the one before. Until
@@ -44,8 +44,8 @@ class LaunchList:
     def __init__(self, device, parts: Sequence[Part], products=None):
         self.device = device
         self._products = products or device.products
-        self._held = [part.places.held for part in parts]
-        self._memory: list = [part.places.memory for part in parts]
+        self._held = [part.addresses.held for part in parts]
+        self._memory: list = [part.addresses.memory for part in parts]
         self._ticket: ctypes.c_uint64 | None = None  # where one of its kernels takes TICKET
         self._workspace_bytes = 0
         self._stream, self._recorded = device.stream(), set()
@@ -110,9 +110,9 @@ class LaunchList:
         self._memory.append(ctypes.c_uint64.from_buffer_copy(value))
         return ctypes.addressof(self._memory[-1])
 
-    def _pointer(self, tensor: torch.Tensor, places: Places, what: str) -> int:
+    def _pointer(self, tensor: torch.Tensor, addresses: Addresses, what: str) -> int:
         """The address of a word in which that of the tensor stands at every run."""
-        word, offset = places.address(tensor, what)
+        word, offset = addresses.address(tensor, what)
         if word is None:
             return self._word(struct.pack("<q", offset))
         if not offset:
@@ -123,7 +123,7 @@ class LaunchList:
         )
         return shifted
 
-    def _parameter(self, value, places: Places, what: str) -> int:
+    def _parameter(self, value, addresses: Addresses, what: str) -> int:
         """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8
         bytes."""
         if value is TICKET:
@@ -136,9 +136,9 @@ class LaunchList:
                 f"{what}: a tensor with strides {value.stride()} is not contiguous; call"
                 " .contiguous()",
             )
-            return self._pointer(value, places, what)
+            return self._pointer(value, addresses, what)
         if hasattr(value, "pack"):
-            return ctypes.addressof(places.struct(value, what))
+            return ctypes.addressof(addresses.struct(value, what))
         return self._word(
             struct.pack("<fxxxx", value)
             if isinstance(value, float)
@@ -148,7 +148,7 @@ class LaunchList:
     def _add_launch(self, entry: Launch, part: Part) -> None:
         what = _named(part.title, entry.kernel)
         function = self.device.function(entry.kernel, entry.shared)
-        values = [self._parameter(value, part.places, what) for value in entry.arguments]
+        values = [self._parameter(value, part.addresses, what) for value in entry.arguments]
         self._library.lsq_list_add_launch(
             self._list,
             what.encode(),
@@ -164,7 +164,7 @@ class LaunchList:
         what = _named(part.title, prepared)
         vector = isinstance(entry.alpha, torch.Tensor)
         operands = [entry.a, entry.b, entry.out, *([entry.alpha] if vector else [])]
-        words = [self._pointer(tensor, part.places, what) for tensor in operands]
+        words = [self._pointer(tensor, part.addresses, what) for tensor in operands]
         self._workspace_bytes = max(self._workspace_bytes, prepared.algorithm.workspace_bytes)
         self._library.lsq_list_add_product(
             self._list,

@@ -56,7 +56,7 @@ def available() -> bool:
 
 
 def description() -> str:
-    """Which library runs, for people."""
+    """The loaded library, for people."""
     found = library()
     if found is None:
         return "plain PyTorch (no C++ host library)"
@@ -113,7 +113,7 @@ def words(struct: bytes) -> ctypes.Array:
 
 
 def sequence(operations: Sequence) -> Callable[[], None]:
-    """What runs the loops of `operations` in one foreign call, as often as it is called.
+    """Return a function that runs the loops of `operations` in one foreign call.
 
     Keeps their tensors alive.
     """

@@ -1,4 +1,4 @@
-"""Which CPU this is, and what it can do."""
+"""The CPU's name and features."""
 
 import functools
 import platform

@@ -34,7 +34,7 @@ CONFIGURATION = (
     "inner_shape",
     "cluster_shape",
 )
-"""What an algorithm is made of, in the order of cublasLtMatmulAlgoConfigAttributes_t.
+"""Parameters of an algorithm, in the order of cublasLtMatmulAlgoConfigAttributes_t.
 
 All but the id may be changed.
 """
@@ -48,7 +48,7 @@ CAPABILITIES = {
     "alignment_b": 17,
     "alignment_d": 19,
 }
-"""What an algorithm can do, one number each -> cublasLtMatmulAlgoCapAttributes_t."""
+"""Capabilities of an algorithm, one number each -> cublasLtMatmulAlgoCapAttributes_t."""
 
 CAPABILITY_LISTS = {"tiles": 6, "stages": 13}
 
@@ -173,7 +173,7 @@ class ProductLibrary:
         return changed.raw
 
     def capabilities(self, data: bytes) -> dict[str, int | list[int]]:
-        """What an algorithm can do, named as in CAPABILITIES and CAPABILITY_LISTS: the space of an
+        """Capabilities of an algorithm, as in CAPABILITIES and CAPABILITY_LISTS: the space of an
         exhaustive search.
 
         Raises:
@@ -212,7 +212,7 @@ class Matmul:
 
     @property
     def address(self) -> int:
-        """Of the C++ object; valid until `close`."""
+        """Handle of the C++ object; valid until `close`."""
         return self._handle.value
 
     def candidates(self, workspace_bytes: int, limit: int) -> list[Candidate]:

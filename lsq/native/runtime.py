@@ -89,8 +89,8 @@ class Driver:
             RuntimeError: the driver refuses it.
         """
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        places = ctypes.byref(module), ctypes.byref(function)
-        _call("lsq_function_load", self.handle, image, name.encode(), shared, *places)
+        handles = ctypes.byref(module), ctypes.byref(function)
+        _call("lsq_function_load", self.handle, image, name.encode(), shared, *handles)
         return function.value
 
     @contextlib.contextmanager

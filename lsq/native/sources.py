@@ -1,4 +1,4 @@
-"""Which C++ sources a host library was built from, and whether it is still as it was built.
+"""Checksums of the C++ sources of a host library, and seals of built libraries.
 
 Imports nothing of lsq: setup.py runs this file as well.
 """
@@ -26,7 +26,7 @@ def operations_header() -> str:
 
 
 def headers(folder: str) -> list[Path]:
-    """What the sources of the library in `folder` ("cpu" or "runtime") include."""
+    """Headers of the library in `folder` ("cpu" or "runtime")."""
     return sorted([*FOLDER.joinpath("include").glob("*.h"), *FOLDER.joinpath(folder).glob("*.h")])
 
 

@@ -14,7 +14,7 @@ from lsq.native import loader
 
 PLAIN = "plain"
 INSTRUCTIONS = {PLAIN: 0, "avx_vnni": 1, "avx512_vnni": 2, "amx": 3}
-"""What multiplies, the slowest first; the numbers are those of csrc/cpu/tiles.h. "plain" is C++ for
+"""Instructions that multiply, the slowest first; numbers as in csrc/cpu/tiles.h. "plain" is C++ for
 processors that have none of the others."""
 PAIR = 32
 """Rows and columns that a kernel takes at a time."""
@@ -40,7 +40,7 @@ def usable() -> tuple[str, ...]:
 
 
 def preferred() -> tuple[str, ...]:
-    """The same, without "plain" where there are others, which are faster."""
+    """Usable instructions without "plain", unless there are no others."""
     return usable()[:-1] or usable()
 
 
@@ -50,18 +50,18 @@ def vectorised() -> bool:
 
 
 def packed_bytes(columns: int, inner: int) -> int:
-    """Of b int8 [N, K] as the loops pack it: whole tiles, and a sum for each column."""
+    """Bytes of b int8 [N, K] as the loops pack it: whole tiles, and a sum for each column."""
     return -(-columns // PAIR) * PAIR * (-(-inner // INNER) * INNER + 4)
 
 
 def packed_sparse_bytes(columns: int, inner: int) -> int:
-    """The same of codes that are 2:4 sparse, of which two of four are stored."""
+    """Bytes of packed 2:4 sparse codes, of which two of four are stored."""
     pairs = -(-columns // PAIR)
     return pairs * (-(-inner // INNER) * SPARSE_BLOCK + 4 * PAIR)
 
 
 def packed_group_bytes(columns: int, inner: int, group: int) -> int:
-    """The same of codes with scales of groups: whole pairs of tiles and groups, with a sum and a
+    """Bytes of packed codes with scales of groups: whole pairs of tiles, with a sum and a
     scale for each column.
 
     With room to begin at a multiple of ALIGNMENT.
@@ -118,7 +118,7 @@ class TileProduct(ctypes.Structure):
         strip: int,
         memory: torch.Tensor | None,
     ) -> "TileProduct":
-        """Of tensors; `strip` rows at a time, or as the loops think best if 0.
+        """The product of tensors, `strip` rows at a time; 0: as the loops think best.
 
         Raises:
             ValueError: the processor or the system has no such instructions.
@@ -133,5 +133,5 @@ class TileProduct(ctypes.Structure):
 
     @property
     def packed(self):
-        """What the library takes."""
+        """The argument of library functions."""
         return ctypes.byref(self)

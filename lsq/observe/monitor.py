@@ -17,26 +17,51 @@ from lsq.dist.agreement import least_of_all
 from lsq.layers.memory import release_memory
 from lsq.layers.module import ProgramModule
 from lsq.layers.schedule import recomputing
-from lsq.observe.reading import QUANTITIES, Bounds, Reading
-from lsq.observe.sample import Sample
+from lsq.observe.noise import QUANTITIES, Bounds, Reading, Sample
+from lsq.observe.statistics import program_modules
 from lsq.program.program import Program
 
 logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """What takes figures, such as torch.utils.tensorboard.SummaryWriter."""
+    """Takes figures, such as torch.utils.tensorboard.SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Note a figure."""
+        """Take a figure."""
 
 
 class Monitor:
-    """See `monitor`.
+    """Watch the noise of every int8 module of `model` while it trains, and let those with too much
+    go on in floats. `lsq.monitor` is this class.
+
+    Every so many steps a few rows of a batch are computed twice, by each module as it does and in
+    floats: its results, and the gradients of its inputs and weights from those of its results. A
+    module of which one of the three has less signal-to-noise than its bound, several times in a
+    row, goes on in floats: as what it was if `lsq.convert` has made it of a linear layer, in the
+    dtype of its input or of torch.autocast; else by its program in float mode. Parameters, clips
+    and optimizers stay what they are; clips have no gradient any more. Checkpoints of the model
+    keep it: the entry `float_fallback` of a module.
+
+    Args:
+        model: with modules of lsq, bare or in DistributedDataParallel.
+        every: steps between two looks. Call `step` after each step of the optimizer.
+        rows: of the sample; of packed sequences, whole ones until there are as many rows, one at
+            least.
+        bounds: the least signal-to-noise.
+        patience: looks in a row that must find too much noise.
+        fall_back: False: only warn, once for each module.
+        writer: gets every reading and the number of modules in floats (SummaryWriter of
+            torch.utils.tensorboard).
+        group: the processes that train the same model and decide together; None: all.
 
     Attributes:
         steps: made so far.
-        readings: module name -> what the last look found, the least of all processes.
+        readings: module name -> the reading of the last look, the least of all processes.
+
+    Raises:
+        TypeError: `model` is no torch.nn.Module.
+        ValueError: the model has no int8 module, or a number is below 1.
     """
 
     def __init__(
@@ -58,8 +83,7 @@ class Monitor:
         if not self._modules():
             raise ValueError(
                 f"{type(model).__name__} has no module that computes in int8; call lsq.convert on"
-                " it first, or build "
-                "it of lsq.layers"
+                " it first, or build it of lsq.layers"
             )
         self._every, self._rows, self._patience = every, rows, patience
         self._bounds, self._fall_back = bounds or Bounds(), fall_back
@@ -70,20 +94,30 @@ class Monitor:
         """How many looks in a row found too much noise in a module."""
         self._warned: set[str] = set()
         self._watched: dict[ProgramModule, str] = {}
-        """Those that are looked at in this step, and their names."""
+        """Modules that are looked at in this step, and their names."""
         self._taken: set[ProgramModule] = set()
-        """Those with a pass in this step that goes back."""
-        self._found: dict[ProgramModule, Reading] = {}
+        """Modules with a pass in this step that goes back."""
+        self._step_readings: dict[ProgramModule, Reading] = {}
         self._arm()
-
-    # What there is to see
 
     @property
     def fallen(self) -> tuple[str, ...]:
-        """Names of the modules that go on in floats, also those that a checkpoint brought."""
+        """Names of the modules that go on in floats, also by a checkpoint."""
         return tuple(
             name for name, module in self._modules().items() if module.schedule.float_fallback
         )
+
+    def figures(self, *, every_module: bool) -> dict[str, float]:
+        """Summarise the last look: the least signal-to-noise of each quantity in dB, of each module
+        as well where wanted, and how many modules are in floats."""
+        figures = {"lsq/modules_in_floats": float(len(self.fallen))}
+        for name, reading in self.readings.items():
+            for quantity, value in reading.values().items():
+                least = f"lsq/{quantity}_signal_to_noise"
+                figures[least] = min(value, figures.get(least, value))
+                if every_module:
+                    figures[f"{least}/{name}"] = value
+        return figures
 
     def __str__(self) -> str:
         """The last readings, the worst of modules that differ by numbers in their names alone."""
@@ -94,32 +128,27 @@ class Monitor:
                 f"no reading yet: the next look is at step {due}, and {self.steps} are"
                 f" made\n{outcome}"
             )
-        rows: dict[str, list[Reading]] = {}
+        rows: dict[str, Reading] = {}
         for name, reading in self.readings.items():
-            rows.setdefault(re.sub(r"\b\d+\b", "*", name) or "the model itself", []).append(reading)
-        width = max(map(len, rows), default=0)
+            name = re.sub(r"\b\d+\b", "*", name) or "the model itself"
+            rows[name] = reading.worst(rows.get(name, reading))
+        corner = "least signal-to-noise, dB"
+        width = max(map(len, (corner, *rows)))
         titles = [name.replace("_", " ") for name in QUANTITIES]
-        lines = [f"{'least signal-to-noise, dB':{width}}  {'  '.join(titles)}"]
-        for name, readings in rows.items():
-            figures = [
-                min((one.values()[kind] for one in readings if kind in one.values()), default=None)
-                for kind in QUANTITIES
-            ]
-            cells = ["-" if figure is None else f"{figure:.1f}" for figure in figures]
+        lines = [f"{corner:{width}}  {'  '.join(titles)}"]
+        for name, reading in rows.items():
+            values = reading.values()
+            cells = [f"{values[kind]:.1f}" if kind in values else "-" for kind in QUANTITIES]
             padded = [cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)]
-            lines.append(
-                f"{name:{max(width, len(lines[0].partition('  ')[0]))}}  {'  '.join(padded)}"
-            )
+            lines.append(f"{name:{width}}  {'  '.join(padded)}")
         return "\n".join([*lines, outcome])
 
     __repr__ = __str__
 
-    # What is done
-
     def step(self) -> None:
         """Count a step. Call it after each step of the optimizer, in every process.
 
-        Where the step was looked at, processes agree on what was found, and modules with too much
+        After a step that was looked at, processes agree on the readings, and modules with too much
         noise fall back.
         """
         self.steps += 1
@@ -128,15 +157,15 @@ class Monitor:
         self._arm()
 
     def close(self) -> None:
-        """Look no more. What has fallen stays so."""
+        """Look no more. Modules in floats stay so."""
         for module in self._watched:
             module._watcher = None
-        self._watched, self._taken, self._found = {}, set(), {}
+        self._watched, self._taken, self._step_readings = {}, set(), {}
 
     def state_dict(self) -> dict:
         """Plain numbers, from which a training goes on as it would have.
 
-        What has fallen is in the model's own.
+        The state dict of the model says which modules are in floats.
         """
         return {"steps": self.steps, "strikes": dict(self._strikes)}
 
@@ -144,7 +173,7 @@ class Monitor:
         """Go on from a `state_dict`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is another state.
         """
         if set(state) != {"steps", "strikes"}:
             raise ValueError(
@@ -158,8 +187,8 @@ class Monitor:
     def _modules(self) -> dict[str, ProgramModule]:
         return {
             name: module
-            for name, module in self._model.named_modules()
-            if isinstance(module, ProgramModule) and module.quant.quantized
+            for name, module in program_modules(self._model).items()
+            if module.quant.quantized
         }
 
     def _arm(self) -> None:
@@ -180,10 +209,11 @@ class Monitor:
         tensors: Mapping[str, Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """A pass in training mode: all of a step that go back are looked at; if none does, those
-        without gradients.
+        """Look at passes in training mode: all of a step that go back; if none does, those without
+        gradients.
 
-        What gradient checkpointing runs again is looked at only where it had no gradients at first.
+        A pass that gradient checkpointing runs again is looked at only if the first run had no
+        gradients.
         """
         goes_back, again = bool(program.output_gradients), recomputing()
         if not program.weights or (module in self._taken and (again or not goes_back)):
@@ -203,16 +233,16 @@ class Monitor:
         outputs[0].grad_fn.register_prehook(look)
 
     def _note(self, module: ProgramModule, reading: Reading) -> None:
-        """One of perhaps several uses of a module in a step, of which the worst counts."""
-        self._found[module] = reading.worst(self._found.get(module, reading))
+        """Keep the worst of all uses of a module in a step."""
+        self._step_readings[module] = reading.worst(self._step_readings.get(module, reading))
 
     def _conclude(self) -> None:
-        """Agree with other processes on what was found, and do what follows."""
-        watched, found = self._watched, self._found
+        """Agree with other processes on the readings, and judge modules by them."""
+        watched, readings = self._watched, self._step_readings
         self.close()
         self.readings = {}
         if watched:
-            seen = [found.get(module, Reading()).values() for module in watched]
+            seen = [readings.get(module, Reading()).values() for module in watched]
             rows = [[values.get(kind, math.inf) for kind in QUANTITIES] for values in seen]
             table = torch.tensor(rows, dtype=torch.float32)
             device = next(self._model.parameters()).device
@@ -250,11 +280,9 @@ class Monitor:
             self._warn(name, broken, "it stays in int8")
 
     def _release_memory(self) -> None:
-        """A plan is of programs that are not what they were."""
-        if any(
-            isinstance(one, ProgramModule) and one.step_memory is not None
-            for one in self._model.modules()
-        ):
+        """Drop the plan of programs that are not what they were."""
+        modules = program_modules(self._model).values()
+        if any(module.step_memory is not None for module in modules):
             release_memory(self._model)
             self._say(
                 "planned memory is released, since modules go on in floats; call plan_memory again"
@@ -284,52 +312,4 @@ class Monitor:
         self._writer.add_scalar("signal_to_noise/modules_in_floats", len(self.fallen), self.steps)
 
 
-def monitor(
-    model: nn.Module,
-    *,
-    every: int = 100,
-    rows: int = 64,
-    bounds: Bounds | None = None,
-    patience: int = 2,
-    fall_back: bool = True,
-    writer: Writer | None = None,
-    group: ProcessGroup | None = None,
-) -> Monitor:
-    """Watch the noise of every int8 module of `model` while it trains, and let those with too much
-    go on in floats.
-
-    Every so many steps a few rows of a batch are computed twice, by each module as it does and in
-    floats: its results, and the gradients of its inputs and weights from those of its results. A
-    module of which one of the three has less signal-to-noise than its bound, several times in a
-    row, goes on in floats: as what it was if `lsq.convert` has made it of a linear layer, in the
-    dtype of its input or of torch.autocast; else by its program in float mode. Parameters, clips
-    and optimizers stay what they are; clips have no gradient any more. Checkpoints of the model
-    keep it: the entry `fallen` of a module.
-
-    Args:
-        model: with modules of lsq, bare or in DistributedDataParallel.
-        every: steps between two looks. Call `step` of what is returned after each step of the
-            optimizer.
-        rows: of the sample; where these are words of sentences, whole ones until there are as many,
-            one at least.
-        bounds: what is too much.
-        patience: looks in a row that must find too much.
-        fall_back: False: only warn, once for each module.
-        writer: gets every reading and the number of modules in floats (SummaryWriter of
-            torch.utils.tensorboard).
-        group: the processes that train the same model and decide together; None: all.
-
-    Raises:
-        TypeError: `model` is no torch.nn.Module.
-        ValueError: the model has no int8 module, or a number is below 1.
-    """
-    return Monitor(
-        model,
-        every=every,
-        rows=rows,
-        bounds=bounds,
-        patience=patience,
-        fall_back=fall_back,
-        writer=writer,
-        group=group,
-    )
+monitor = Monitor

@@ -13,8 +13,8 @@ import math
 import torch
 
 from lsq.native import loader
-from lsq.native.launch import TICKET, Launch, check, launch
-from lsq.ops.kernels import check_columns
+from lsq.native.launch import check
+from lsq.ops.rounding import padded_codes
 from lsq.program.declare import Bytes, Floats, Host, In, Offsets, Out, Value, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
@@ -127,12 +127,12 @@ class Adam(Operation):
 
     @factor
     def lowest(self) -> float:
-        """What the old value times this is, the new one is at least."""
+        """The new value is at least the old one times this."""
         return 1 - self.limit
 
     @factor
     def highest(self) -> float:
-        """The same for at most."""
+        """The new value is at most the old one times this."""
         return 1 + self.limit
 
     def reference(self):
@@ -144,41 +144,19 @@ class Adam(Operation):
         weight = weight - first / (second.sqrt() + epsilon) * size
         if self.limited:
             weight = torch.clamp(weight, self.weight * self.lowest, self.weight * self.highest)
+        results = {"new_weight": weight, "new_first": first, "new_second": second}
         if self.rounded is None:
-            return weight, first, second, *(None,) * 6
+            return results
         clip = (
             self.rounded.clip if self.new_clip is None else largest_clips(weight, self.rounded.clip)
         )
         codes, scale, _ = quantize(weight, clip, self.rounded.format.bits)
-        padding = self.rows - self.valid
-        codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
-        scale = torch.nn.functional.pad(scale.expand(self.valid), (0, padding), value=1.0)
-        return weight, first, second, codes, scale, codes.t(), None, None, clip
-
-    def cuda(self):
-        self.check_cuda()
-        blocks = max(1, self.blocks)
-        if self.rounded is None:
-            return [launch("adam.cu", "lsq_adam", self, grid=blocks)]
-        coded = launch("adam.cu", "lsq_adam_codes", self, grid=blocks)
-        return (
-            [coded, launch("adam.cu", "lsq_adam_poison", self, grid=1)]
-            if self.clips == 1
-            else [coded]
-        )
-
-    def check_cuda(self) -> None:
-        """Raise ValueError where kernels cannot take these shapes."""
-        if self.rounded is not None:
-            check_columns(16, **{"the width of a weight": self.columns})
-        if self.rounded is not None and self.rounded.transposed is not None:
-            check_columns(
-                16, **{"the number of rows of a weight whose codes are transposed": self.rows}
-            )
+        rounded = padded_codes(codes, scale.expand(self.valid), self.rows - self.valid)
+        return results | {"rounded": rounded, "new_clip": clip}
 
     @property
     def blocks(self) -> int:
-        """Of its kernel."""
+        """Blocks of its kernel."""
         return -(-self.numel // RUN) if self.rounded is None else -(-self.rows // ROWS)
 
 
@@ -189,7 +167,7 @@ class Table(Value):
     """
 
     structs: Bytes
-    """Those of the operations, one after another."""
+    """Structs of the operations, one after another."""
     tiles: Offsets
     """[blocks, 2]: (operation, which of its tiles) of each block of the kernel that takes it."""
 
@@ -217,11 +195,11 @@ class AdamSteps(Operation):
     """Their tensors lie at fixed addresses, but for what is put into their structs and into `table`
     again."""
     plain: In[Table] | None
-    """Of the steps without codes; None on the CPU, as all further ones."""
+    """Steps without codes; None on the CPU, as all further tables."""
     coded: In[Table] | None
-    """Of those with codes, in which operations are counted like in `plain`."""
+    """Steps with codes; operations are numbered as in `plain`."""
     shared: In[Table] | None
-    """Of those whose rows share one clip: a tile is a whole operation."""
+    """Steps whose rows share one clip; a tile is a whole operation."""
 
     def __post_init__(self):
         rounds = [step.rounded is not None for step in self.steps]
@@ -233,7 +211,7 @@ class AdamSteps(Operation):
     def reference(self):
         for step in self.steps:
             step.store(step.reference())
-        return ()
+        return {}
 
     def cpu(self):
         self._sequence()
@@ -241,18 +219,6 @@ class AdamSteps(Operation):
     @functools.cached_property
     def _sequence(self):
         return loader.sequence(self.steps)
-
-    def cuda(self):
-        for step in self.steps:
-            step.check_cuda()
-        found = {
-            "lsq_adam": self.plain,
-            "lsq_adam_codes": self.coded,
-            "lsq_adam_poison": self.shared,
-        }
-        return [
-            _of_table(f"{name}_table", table) for name, table in found.items() if len(table.tiles)
-        ]
 
 
 class GradientNorm(Operation):
@@ -267,7 +233,7 @@ class GradientNorm(Operation):
 
     def reference(self):
         parts = torch._foreach_norm([step.gradient for step in self.steps])
-        return (torch.stack(parts).norm(),)
+        return {"norm": torch.stack(parts).norm()}
 
     def cpu(self):
         squares = torch.empty(len(self.steps), dtype=torch.float64)
@@ -275,13 +241,3 @@ class GradientNorm(Operation):
         for step, square in zip(self.steps, squares.unbind(), strict=True):
             loader.call("lsq_sum_of_squares", step.gradient, step.numel, square)
         self.norm.copy_(squares.sum().sqrt())
-
-    def cuda_scratch(self):
-        return [((len(self.table.tiles),), torch.float32)]
-
-    def cuda(self, partial):
-        return [_of_table("lsq_gradient_norm", self.table, TICKET, partial, self.norm)]
-
-
-def _of_table(kernel: str, table: Table, *arguments) -> Launch:
-    return launch("adam.cu", kernel, table.structs, table.tiles, *arguments, grid=len(table.tiles))

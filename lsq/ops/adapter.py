@@ -15,19 +15,14 @@ from __future__ import annotations
 import torch
 
 from lsq.native import loader
-from lsq.native.geometry import THREADS, VECTOR
-from lsq.native.launch import TICKET, Launch, Product, float_define, launch
-from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
-from lsq.ops.products import converted, converted_scratch
-from lsq.ops.scales import started
 from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Dropout, Rows, dropped
 
 
 class AdapterInput(Operation):
-    """What adapters read: dropout(x) as floats."""
+    """The input of adapters: dropout(x) as floats."""
 
     x: In[Rows]
     """[M, K]"""
@@ -40,13 +35,7 @@ class AdapterInput(Operation):
 
     def reference(self):
         x = self.x.floats.float() if self.x.coded is None else self.x.coded.decode()
-        return (dropped(x, self.dropout),)
-
-    def cuda(self):
-        _check_width(self.columns)
-        codes = self.x.coded is not None
-        defines = {"CODES": 1} if codes else float_define(self.x.floats)
-        return _launch("lsq_adapter_input", self.values.numel(), self, **defines)
+        return {"values": dropped(x, self.dropout)}
 
     def gradient(self, builder) -> None:
         """Append nothing: the gradient of Adapt, which reads `values`, goes on to x."""
@@ -68,12 +57,7 @@ class AdapterInputGradient(Operation):
 
     def reference(self):
         dx = dropped(self.gradient, self.dropout)
-        return (dx if self.added is None else dx + self.added,)
-
-    def cuda(self):
-        _check_width(self.columns)
-        given = [one for one in (self.added, self.dx) if one is not None]
-        return _launch("lsq_adapter_input_gradient", self.dx.numel(), self, **float_define(*given))
+        return {"dx": dx if self.added is None else dx + self.added}
 
 
 class Adapt(Operation):
@@ -103,7 +87,8 @@ class Adapt(Operation):
 
     def reference(self):
         hidden = self.values @ self.down.t()
-        return hidden, *epilogue(self.base + hidden @ self.up.t(), self.nonlinearity, self.rounded)
+        y = self.base + hidden @ self.up.t()
+        return {"hidden": hidden, **epilogue(y, self.nonlinearity, self.rounded)}
 
     def cpu_scratch(self):
         return [] if self.out is not None else [(tuple(self.base.shape), torch.float32)]
@@ -114,30 +99,6 @@ class Adapt(Operation):
         torch.addmm(self.base, self.hidden, self.up.t(), out=sums)
         if self.nonlinearity is not None or self.rounded is not None:
             loader.call("lsq_end_adapted", self, sums)
-
-    def cuda_scratch(self):
-        return [(tuple(self.base.shape), torch.float32)]
-
-    def cuda(self, product):
-        check_columns(VECTOR, **{"the outputs of a product with adapters": self.columns})
-        end, products = self.nonlinearity or Nonlinearity(), []
-        if self.rows:  # else there may be a scale to write
-            products = [
-                Product(a=self.values, b=self.down, out=self.hidden),
-                Product(a=self.hidden, b=self.up, out=product),
-            ]
-        ending = launch(
-            "adapter.cu",
-            "lsq_adapt",
-            self,
-            product,
-            TICKET,
-            grid=max(1, _blocks(self.base.numel())),
-            ACTIVATION=int(end.activation),
-            **started(self.rounded),
-            **float_define(self.base, self.out, end.before),
-        )
-        return [*products, ending]
 
     def gradient(self, builder) -> None:
         result = self.out if self.rounded is None else self.rounded.codes
@@ -161,9 +122,9 @@ class Adapt(Operation):
         builder.accumulate(self.base, arrived)
         if not wanted:
             return
-        joined, dx = builder.join(source)
+        accumulated, dx = builder.accumulate_into(source)
         builder.add(
-            AdapterInputGradient(gradient=dvalues, dropout=self.dropout, added=joined, dx=dx)
+            AdapterInputGradient(gradient=dvalues, dropout=self.dropout, added=accumulated, dx=dx)
         )
 
 
@@ -190,7 +151,11 @@ class AdaptGradient(Operation):
     def reference(self):
         gradient = self.gradient.float()
         dhidden = gradient @ self.up
-        return dhidden.t() @ self.values, gradient.t() @ self.hidden, dhidden @ self.down
+        return {
+            "ddown": dhidden.t() @ self.values,
+            "dup": gradient.t() @ self.hidden,
+            "dvalues": dhidden @ self.down,
+        }
 
     def cpu_scratch(self):
         return [(tuple(self.hidden.shape), torch.float32)]
@@ -203,34 +168,3 @@ class AdaptGradient(Operation):
             torch.mm(self.gradient.t(), self.hidden, out=self.dup)
         if self.dvalues is not None:
             torch.mm(dhidden, self.down, out=self.dvalues)
-
-    def cuda_scratch(self):
-        hidden = tuple(self.hidden.shape), torch.float32
-        return [hidden, *converted_scratch(self.gradient, torch.float32)]
-
-    def cuda(self, dhidden, *scratch):
-        if not self.values.numel():
-            return []
-        widened, gradient = converted(self.gradient, None, torch.float32, iter(scratch))
-        products = [
-            Product(a=gradient, b=self.up, out=dhidden, transpose_b=True),
-            Product(a=dhidden, b=self.values, out=self.ddown, transpose_a=True, transpose_b=True),
-            Product(a=gradient, b=self.hidden, out=self.dup, transpose_a=True, transpose_b=True),
-            Product(a=dhidden, b=self.down, out=self.dvalues, transpose_b=True),
-        ]
-        return [*widened, *(product for product in products if product.out is not None)]
-
-
-def _check_width(columns: int) -> None:
-    check_columns(VECTOR, **{"the width of an adapter's input": columns})
-
-
-def _blocks(count: int) -> int:
-    """Of a kernel over so many values, a multiple of VECTOR."""
-    return -(-count // (VECTOR * THREADS))
-
-
-def _launch(name: str, count: int, *arguments, **defines: int) -> list[Launch]:
-    """A kernel over so many values; nothing for none."""
-    grid = _blocks(count)
-    return [launch("adapter.cu", name, *arguments, grid=grid, **defines)] if grid else []

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native.geometry import THREADS
-from lsq.native.launch import float_define, launch
 from lsq.program.declare import Activations, Codes, In, Out, extent, size
 from lsq.program.operation import Operation
-
-WORD = 16
-"""Bytes that a thread of lsq_append copies at once, where rows are multiples of that."""
 
 
 class Append(Operation):
@@ -52,18 +47,4 @@ class Append(Operation):
             now.view(self.batch, 1, self.columns),
         ]
         out = torch.cat(rows, dim=1).view(-1, self.columns)
-        return (None, out) if self.before is None else (out, None)
-
-    def cuda(self):
-        out = self.out_floats if self.before is None else self.out
-        words = self.columns * out.dtype.itemsize % WORD == 0
-        units = out.numel() * out.dtype.itemsize // (WORD if words else out.dtype.itemsize)
-        defines = (
-            float_define(self.before_floats, self.now_floats, out)
-            if self.before is None
-            else {"CODES": 1}
-        )
-        grid = max(1, -(-units // THREADS))
-        return [
-            launch("elementwise.cu", "lsq_append", self, grid=grid, WORDS=int(words), **defines)
-        ]
+        return {"out": out, "out_floats": out}

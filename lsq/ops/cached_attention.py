@@ -13,21 +13,9 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native.launch import TICKET, launch
-from lsq.ops.attention import check_width
-from lsq.ops.scales import started
 from lsq.program.declare import Codes, Floats, In, Indices, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
-
-THREADS = 128
-"""Of a block on CUDA, which has a head of a row."""
-BLOCKS = 512
-"""Blocks that keep a GPU busy: where there are fewer heads of rows, several share a list."""
-LEAST = 256
-"""Keys for which another block is worth its while."""
-STATE = 4
-"""Floats that a block leaves beside its context for those with whom it shares a list."""
 
 
 class CachedAttention(Operation):
@@ -89,37 +77,4 @@ class CachedAttention(Operation):
             scores = query @ keys.transpose(1, 2) * (self.queries.scale * self.cache_scale * share)
             if len(places):
                 context[row] = (scores.softmax(dim=2) @ (values * self.cache_scale)).flatten()
-        return cache, *self.context.encode(context)
-
-    @property
-    def _parts(self) -> int:
-        """Blocks that share a list, at most; capacity instead of length decides, which only the GPU
-        knows."""
-        fewer = BLOCKS // max(1, self.rows * self.heads)
-        return max(1, min(fewer, -(-self.capacity // LEAST)))
-
-    def cuda_scratch(self):
-        parts = self._parts
-        return (
-            [((self.rows * self.heads, parts, self.width + STATE), torch.float32)]
-            if parts > 1
-            else []
-        )
-
-    def cuda(self, *scratch):
-        check_width(self.width)
-        grid = max(1, self.rows * self.heads), self._parts
-        return [
-            launch(
-                "cached_attention.cu",
-                "lsq_cached_attention",
-                self,
-                TICKET,
-                *(scratch or (None,)),
-                grid=grid,
-                block=THREADS,
-                WIDTH=self.width,
-                LEAST=LEAST,
-                **started(self.context),
-            )
-        ]
+        return {"cache": cache, "context": self.context.encode(context)}

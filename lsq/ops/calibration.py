@@ -11,22 +11,13 @@ from collections.abc import Iterator
 import torch
 
 from lsq import quant
-from lsq.native.launch import TICKET, float_define, launch
-from lsq.ops.clip_search import least_error_clip
+from lsq.ops.fake_quantize import FakeQuantize
 from lsq.program.backend import Backend
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
 from lsq.program.operation import Operation
-from lsq.quant import Format
-from lsq.quant.numbers import ScaledFormat
+from lsq.quant import SMALLEST_CLIP, Format, fill_empty
+from lsq.quant.numbers import Grain, ScaledFormat
 from lsq.quant.numbers.clips import INTEGERS
-
-RUN, TOGETHER = 512, 11
-"""Values whose sum one warp takes, and clips whose errors are summed together
-(csrc/cuda/calibration.cu)."""
-MOST_WARPS = 16
-"""Of a block."""
-HELD = 8192
-"""Values of a row that a block holds in shared memory; more lie in scratch memory."""
 
 
 class LeastErrorClip(Operation):
@@ -42,7 +33,7 @@ class LeastErrorClip(Operation):
     """Whether x is [N, R], N so small that `stride` is 1: what is called a row here is a column of
     it."""
     bits: Host[int] = 8
-    """Of the codes, 2 to 8."""
+    """Bits of the codes, 2 to 8."""
     before: In[Floats] | None
     """[R], clips of these rows at an earlier time, near which the search begins."""
     clip: Out[Floats]
@@ -86,29 +77,7 @@ class LeastErrorClip(Operation):
         clip = quant.octav_clip(
             rows.where(usable, 0.0), self.bits, per_channel=True, before=self.before
         )
-        return quant.fill_empty(clip), (~usable).sum(1)
-
-    def cuda_scratch(self):
-        return [] if self.sampled <= HELD else [((self.rows, self.sampled), torch.float32)]
-
-    def cuda(self, sample=None):
-        runs = -(-self.sampled // RUN)
-        warps = min(MOST_WARPS, 2 ** (runs - 1).bit_length())
-        floats = TOGETHER * (runs + 1) + (self.sampled if sample is None else 0)
-        return [
-            launch(
-                "calibration.cu",
-                "lsq_least_error_clip",
-                self,
-                TICKET,
-                sample,
-                grid=self.rows,
-                block=32 * warps,
-                shared=4 * floats,
-                WARPS=warps,
-                **float_define(self.x),
-            )
-        ]
+        return {"clip": quant.fill_empty(clip), "unusable": (~usable).sum(1)}
 
 
 class Calibration:
@@ -184,15 +153,15 @@ class Calibration:
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
         rows = floats.reshape(len(x) if per_row else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
-        turned = (
+        by_columns = (
             not rows.is_contiguous()
             and rows.t().is_contiguous()
             and quant.sample_stride(rows.shape[1]) == 1
         )
         self._target.run(
             LeastErrorClip(
-                x=rows.t() if turned else rows.contiguous(),
-                by_columns=turned,
+                x=rows.t() if by_columns else rows.contiguous(),
+                by_columns=by_columns,
                 bits=bits,
                 before=clip if again else None,
                 clip=clip,
@@ -232,3 +201,45 @@ def _naming(tensor: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{tensor}: {error}") from error
+
+
+FIRST, LEAST, TRIED, NEAR = 1.0, -6.0, 15, 9
+"""Clips that are tried: the largest magnitude times 15 powers of two from FIRST down to LEAST; 9
+around the best."""
+SAMPLE = 65536
+"""Values that are looked at of a tensor with one clip, about: whole rows."""
+
+
+def least_error_clip(
+    form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool
+) -> torch.Tensor:
+    """Clips float32 [R], or [1], of float32 x [R, N] without NaN and infinities, rounded on a
+    backend.
+
+    Each is the largest magnitude of what shares it, times the best of 15 powers of two in equal
+    steps and then of 9
+    around that: clips above the largest magnitude pay for formats that are coarse at their upper
+    end, and so are tried where the clip says the scale.
+    """
+    if not per_row:
+        x = x[:: max(1, x.numel() // SAMPLE)].contiguous()
+    given = form.grain.columns is None if per_row else form.grain == Grain.TENSOR
+    largest = x.abs().amax(1, keepdim=True) if per_row else x.abs().amax().view(1, 1)
+    out = torch.empty_like(x)
+
+    def error(clip: torch.Tensor) -> torch.Tensor:
+        limit = clip.flatten().clamp(min=SMALLEST_CLIP)
+        target.run(FakeQuantize(x=x, clip=limit, out=out, form=form, given=given))
+        squares = (out - x).square_()
+        return squares.sum(1, keepdim=True) if per_row else squares.sum().view(1, 1)
+
+    def best(clips: list[torch.Tensor]) -> torch.Tensor:
+        errors = torch.cat([error(clip) for clip in clips], dim=1)
+        return torch.cat(clips, dim=1).gather(1, errors.argmin(1, keepdim=True))
+
+    first = FIRST if given else 0.0
+    step = (first - LEAST) / (TRIED - 1)
+    found = best([largest * 2 ** (first - step * i) for i in range(TRIED)])
+    parts = [2 ** (step * (1 - 2 * i / (NEAR - 1))) for i in range(NEAR)]
+    found = best([torch.minimum(found * part, largest * 2**first) for part in parts])
+    return fill_empty(found.flatten().clamp(min=SMALLEST_CLIP))

@@ -15,12 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native.geometry import THREADS, VECTOR, row_defines, warp_blocks
-from lsq.native.launch import check, float_define, launch
 from lsq.ops.grouped_product import GroupedCodes, whole_factor
-from lsq.ops.kernels import zero
 from lsq.ops.nonlinearity import Nonlinearity
-from lsq.ops.sums import PartialSums, finish, parts_of
 from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
@@ -29,7 +25,7 @@ from lsq.quant.numbers import FloatScales, Grain, PowerScales, ScaledFormat
 from lsq.quant.numbers.lookup import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
-"""How scales are stored: as floats of a dtype, as powers of two, or as multiples of another scale.
+"""Kinds of stored scales: floats of a dtype, powers of two, or multiples of another scale.
 """
 POWER, MULTIPLIED = 2, 3
 
@@ -86,7 +82,7 @@ class FakeQuantize(Operation):
 
     @size
     def multipliers(self) -> int:
-        """The same, of scales that are multiples."""
+        """Address of the lookup table of scales that are multiples."""
         return (
             lookup(self.form.scales.number, self.x.device).data_ptr()
             if self.stored == MULTIPLIED
@@ -106,41 +102,6 @@ class FakeQuantize(Operation):
     @factor
     def largest_multiplier(self) -> float:
         return self.form.scales.number.largest if self.stored == MULTIPLIED else 0.0
-
-    @property
-    def _measured(self) -> tuple[int, int]:
-        """Numbers that a GPU finds before: the largest magnitudes of blocks, and of rows of blocks,
-        or of all, where scales are multiples of one that no clip gives.
-        """
-        down, across = self.form.grain.grid((self.rows, self.columns))
-        blocks, tops = 0 if self.given else down * across, 0
-        if self.stored == MULTIPLIED and (self.each_row or self.clips != 1):
-            tops = down if self.each_row else 1
-        return blocks, tops
-
-    def cuda_scratch(self):
-        return [((count,), torch.float32) for count in self._measured if count and self.x.numel()]
-
-    def cuda(self, *scratch):
-        check(self.coded is None, "FakeQuantize makes codes on the CPU alone: leave `coded` out")
-        count = self.x.numel()
-        if count == 0:
-            return []
-        left, grid = iter(scratch), -(-count // (VECTOR * THREADS))
-        found = [next(left) if wanted else None for wanted in self._measured]
-        measures = (
-            [("lsq_largest_magnitudes", -(-self.clips // THREADS) if self.given else grid)]
-            if scratch
-            else []
-        )
-        whole = int(self.columns % VECTOR == 0 and self.block_columns % VECTOR == 0)
-        defines = {"WHOLE": whole, **float_define(self.x, self.out)}
-        passes = [*measures, ("lsq_fake_quantize", grid)]
-        kernels = [
-            launch("fake_quantize.cu", name, self, *found, grid=blocks, **defines)
-            for name, blocks in passes
-        ]
-        return [*map(zero, scratch), *kernels]
 
     def unrounded(self, run) -> torch.Tensor:
         return self.x
@@ -163,19 +124,18 @@ class FakeQuantize(Operation):
         steps = torch.where((scale == 0) | missing, 0.0, x / scale)
         levels = form.number.decode(form.number.encode(steps))
         values = torch.where(missing, torch.nan, levels * scale)
-        return values, clipped, *self._codes(levels, scale.expand(shape), missing)
+        coded = self.coded and self._codes(levels, scale.expand(shape), missing)
+        return {"out": values, "clipped": clipped, "coded": coded}
 
-    def _codes(self, levels, scale, missing) -> tuple[torch.Tensor | None, ...]:
+    def _codes(self, levels, scale, missing) -> dict[str, torch.Tensor]:
         """Codes [M, N], and scales of blocks of each row [M, G]."""
-        if self.coded is None:
-            return None, None
         of_blocks = scale[:, :: self.block_columns] / self.whole
         if self.given:
             of_blocks = of_blocks.masked_fill(missing.any(1, keepdim=True), torch.nan)
-        return (levels * self.whole).to(torch.int8), of_blocks
+        return {"codes": (levels * self.whole).to(torch.int8), "scale": of_blocks}
 
     def _as_stored(self, scales: torch.Tensor) -> torch.Tensor:
-        """What comes back of scales [down, across]."""
+        """Scales [down, across] after they were stored."""
         stored = self.form.scales
         if self.clips == 1 and self.stored == MULTIPLIED and not self.each_row:
             return stored.decode(stored.encode(scales, self.clip / self.form.number.largest))
@@ -215,7 +175,7 @@ class FakeQuantizeGradient(Operation):
     """[M, N], the values."""
     clipped: In[Bits]
     nonlinearity: In[Nonlinearity] | None
-    """Of the product that made x; None if x was made otherwise."""
+    """Epilogue of the product that made x; None if x was made otherwise."""
     added: In[Activations] | None
     """[M, N], another gradient of x."""
     dx: Out[Activations] | None
@@ -228,35 +188,14 @@ class FakeQuantizeGradient(Operation):
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
 
-    def cuda_scratch(self):
-        return [parts_of(self.rows, self.columns, 1)]
-
-    def cuda(self, partial):
-        end = self.nonlinearity
-        floats = self.gradient, self.out, self.added, self.dx, None if end is None else end.before
-        slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
-        entry = launch(
-            "fake_quantize_gradient.cu",
-            "lsq_fake_quantize_gradient",
-            self,
-            partial,
-            grid=len(partial),
-            **slope,
-            **float_define(*floats),
-            **row_defines(self.columns),
-        )
-        return [
-            entry,
-            *finish(PartialSums.of(partial, self.columns, (self.sum,), self.dclip), leaves=False),
-        ]
-
     def reference(self):
         outside = unpack_bits(self.clipped, self.gradient.numel()).view(self.gradient.shape)
         across = torch.where(self.out > 0, self.gradient, -self.gradient)
         dx = torch.where(outside, 0.0, self.gradient)
         dx = dx if self.nonlinearity is None else self.nonlinearity.undo(dx)
         dx = dx if self.added is None else dx + self.added
-        return dx, dx.sum(dim=0), torch.where(outside, across, 0.0).sum().reshape(1)
+        dclip = torch.where(outside, across, 0.0).sum().reshape(1)
+        return {"dx": dx, "sum": dx.sum(dim=0), "dclip": dclip}
 
 
 class RoundAtRandom(Operation):
@@ -280,24 +219,12 @@ class RoundAtRandom(Operation):
         """Q."""
         return float(self.form.largest)
 
-    def cuda(self):
-        return [
-            launch(
-                "fake_quantize.cu",
-                "lsq_round_values_at_random",
-                self,
-                grid=warp_blocks(self.rows),
-                WHOLE=int(self.columns % VECTOR == 0),
-                **float_define(self.x, self.out),
-            )
-        ]
-
     def reference(self):
         ones = torch.ones(self.columns, dtype=torch.float32)
         codes, scale = arithmetic.round_rows(
             self.x.float(), ones, self.key, self.subsequence, self.form.largest
         )
-        return (codes.float() * scale[:, None],)
+        return {"out": codes.float() * scale[:, None]}
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:
@@ -334,7 +261,7 @@ def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
 
 
 def largest_magnitudes(x: torch.Tensor, grain: Grain) -> torch.Tensor:
-    """Of each block of x [M, N], in the grid of blocks; NaN where one is not finite."""
+    """The largest magnitude of each block of x [M, N]; NaN where a value is not finite."""
     shape = tuple(x.shape)
     blocks, _ = grain.split(x)
     largest = blocks.abs().amax(1).view(grain.grid(shape))

@@ -15,20 +15,12 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native import geometry
-from lsq.native.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines
-from lsq.native.launch import FLOATS, TICKET, Launch, check, float_define, launch
-from lsq.ops.kernels import check_columns
+from lsq.native.launch import FLOATS, check
 from lsq.ops.nonlinearity import Activation
-from lsq.ops.scales import started
-from lsq.ops.summed_gradient import SummedGradient
-from lsq.ops.sums import finish, parts_of
+from lsq.ops.sums import SummedGradient
 from lsq.program.declare import Activations, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Dropout, Rows, dropped
-
-VECTORS = 2
-"""Of 8 values: what a thread of lsq_gated makes."""
 
 
 class Gated(Operation):
@@ -43,7 +35,7 @@ class Gated(Operation):
     up: In[Rows]
     """[M, F]"""
     activation: Activation
-    """Of the gate."""
+    """Applied to the gate."""
     dropout: In[Dropout] | None
     out: Out[Activations] | None
     """[M, F]"""
@@ -64,33 +56,7 @@ class Gated(Operation):
         result = dropped(
             Activation(self.activation).values(_values(self.gate)) * _values(self.up), self.dropout
         )
-        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 5)
-
-    def cuda(self):
-        check_columns(VECTOR, **{"the width of a gate": self.columns})
-        if self.rounded is not None and self.rounded.by_row:
-            grid, line = geometry.strided(self.rows, MANY_BLOCKS), 4 * self.columns
-            return [
-                launch(
-                    "gated.cu",
-                    "lsq_gated_rows",
-                    self,
-                    grid=grid,
-                    shared=line,
-                    **_defines(self, self.out),
-                )
-            ]
-        return [
-            launch(
-                "gated.cu",
-                "lsq_gated",
-                self,
-                TICKET,
-                grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
-                **_defines(self, self.out),
-                **started(self.rounded),
-            )
-        ]
+        return {"out": result, "rounded": self.rounded and self.rounded.encode(result)}
 
     def gradient(self, builder) -> None:
         result = self.out if self.rounded is None else self.rounded.codes
@@ -132,48 +98,14 @@ class GatedGradient(Operation):
     def __post_init__(self):
         _check_same(self.gate, self.up)
 
-    @property
-    def _sides(self) -> list[tuple[Rows, SummedGradient]]:
-        return [(self.gate, self.dgate), (self.up, self.dup)]
-
     def reference(self):
         kind, gradient = Activation(self.activation), dropped(self.gradient.float(), self.dropout)
         gate, up = _values(self.gate), _values(self.up)
         of_gate, of_up = gradient * up * kind.slope(gate), gradient * kind.values(gate)
-        return *self.dgate.encode(of_gate, self.gate.coded), *self.dup.encode(of_up, self.up.coded)
-
-    def leave_sums(self, tensor):
-        return [
-            left
-            for rows, end in self._sides
-            for left in end.leave_sums(tensor, self.rows, self.columns, rows.coded)
-        ]
-
-    def cuda_scratch(self):
-        return [parts_of(self.rows, self.columns, 1) for _, end in self._sides if end.parts is None]
-
-    def cuda(self, *scratch):
-        left, entries = iter(scratch), []
-        for number, (rows, end) in enumerate(self._sides):
-            partial = next(left) if end.parts is None else end.parts
-            entries.append(self._side(number, end, partial))
-            entries += finish(
-                end.sums(partial, self.columns, rows.coded), leaves=end.parts is not None
-            )
-        return entries
-
-    def _side(self, number: int, end: SummedGradient, partial: torch.Tensor) -> Launch:
-        return launch(
-            "gated_gradient.cu",
-            "lsq_gated_gradient",
-            self,
-            partial,
-            grid=len(partial),
-            UP=number,
-            ROUNDED=int(end.rounded is not None),
-            **_defines(self, self.gradient, end.floats),
-            **row_defines(self.columns),
-        )
+        return {
+            "dgate": self.dgate.encode(of_gate, self.gate.coded),
+            "dup": self.dup.encode(of_up, self.up.coded),
+        }
 
 
 def _values(rows: Rows) -> torch.Tensor:
@@ -184,16 +116,3 @@ def _values(rows: Rows) -> torch.Tensor:
 def _check_same(gate: Rows, up: Rows) -> None:
     both = (gate.coded is None) == (up.coded is None)
     check(both, "one of gate and up is codes and the other floats; round both or none")
-
-
-def _defines(operation: Gated | GatedGradient, *floats: torch.Tensor | None) -> dict[str, int]:
-    """-D of its kernel, which has activations of the one dtype of `floats`."""
-    found = [
-        one for one in (operation.gate.floats, operation.up.floats, *floats) if one is not None
-    ]
-    defines = float_define(*found) if found else {"FLOAT": FLOATS[torch.float32]}
-    return {
-        "ACTIVATION": int(operation.activation),
-        "CODED": int(operation.gate.coded is not None),
-        **defines,
-    }

@@ -1,4 +1,4 @@
-"""How gradients lie in the messages that processes send one another: codes of 8 or 4 bits, a scale
+"""Layout of gradients in messages between processes: codes of 8 or 4 bits, a scale
 for each block.
 
 A bucket of v values is cut into S shards of L values each; what lies beyond v counts as zero. Each

@@ -16,17 +16,12 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native.geometry import THREADS, VECTOR
-from lsq.native.launch import FLOATS, check, float_define, launch
+from lsq.native.launch import FLOATS, check
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.program.declare import AnyFloats, Bytes, Floats, Host, In, Key, Out, Value, extent, size
 from lsq.program.operation import Operation
 from lsq.quant import arithmetic
 from lsq.quant.random import uniform
-
-WARP = 32
-LARGEST_GRID = 65535
-"""Blocks of threads in the second dimension of a grid."""
 
 
 class Messages(Value):
@@ -136,7 +131,7 @@ class PackGradients(Operation):
 
     @size
     def dtype(self) -> int:
-        """Of x, see FLOATS."""
+        """The dtype of x, see FLOATS."""
         return FLOATS[self.x.dtype]
 
     def reference(self):
@@ -146,23 +141,7 @@ class PackGradients(Operation):
         messages, rest = self.messages.encode(
             whole.view(layout.shards, layout.length), self.key, self.subsequence
         )
-        return messages, rest.flatten()[: layout.values].clone() if self.error is not None else None
-
-    def cuda(self):
-        layout = self.messages.layout
-        return [
-            launch(
-                "gradient_messages.cu",
-                "lsq_pack_gradients",
-                self,
-                grid=_grid(layout, _vectors(layout)),
-                BLOCK=layout.block,
-                OUT_BITS=layout.bits,
-                RANDOM=int(self.key is not None),
-                MANY=int(self.rows > 1),
-                **float_define(self.x),
-            )
-        ]
+        return {"messages": {"data": messages}, "error": rest.flatten()[: layout.values]}
 
 
 class SumMessages(Operation):
@@ -204,22 +183,8 @@ class SumMessages(Operation):
 
     def reference(self):
         total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
-        return (self.sum.encode(total[None], self.key, self.subsequence)[0][0],)
-
-    def cuda(self):
-        layout = self.messages.layout
-        return [
-            launch(
-                "gradient_messages.cu",
-                "lsq_sum_messages",
-                self,
-                grid=_grid(layout, _vectors(layout))[0],
-                BLOCK=layout.block,
-                BITS=layout.bits,
-                OUT_BITS=self.sum.bits,
-                RANDOM=int(self.key is not None),
-            )
-        ]
+        messages, _ = self.sum.encode(total[None], self.key, self.subsequence)
+        return {"sum": {"data": messages[0]}}
 
 
 class UnpackGradients(Operation):
@@ -250,27 +215,12 @@ class UnpackGradients(Operation):
 
     @size
     def dtype(self) -> int:
-        """Of x, see FLOATS."""
+        """The dtype of x, see FLOATS."""
         return FLOATS[self.x.dtype]
 
     def reference(self):
         x = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
-        return (x.flatten()[: self.values].to(self.x.dtype),)
-
-    def cuda(self):
-        layout = self.messages.layout
-        return [
-            launch(
-                "gradient_messages.cu",
-                "lsq_unpack_gradients",
-                self,
-                grid=_grid(layout, 1),
-                BLOCK=layout.block,
-                BITS=layout.bits,
-                MANY=int(self.copies > 1),
-                **float_define(self.x),
-            )
-        ]
+        return {"x": x.flatten()[: self.values].to(self.x.dtype)}
 
 
 def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,20 +247,6 @@ def _require(what: str, tensor, shape: tuple, dtypes) -> None:
         f" [{', '.join(map(str, shape))}] of "
         f"{' or '.join(map(str, dtypes))}",
     )
-
-
-def _vectors(layout: MessageLayout) -> int:
-    """Vectors of a thread where up to 32 threads share a block of values."""
-    return max(1, layout.block // (WARP * VECTOR))
-
-
-def _grid(layout: MessageLayout, vectors: int) -> tuple[int, int]:
-    """Blocks of threads for a shard, and shards, where a thread takes `vectors` vectors."""
-    check(
-        layout.shards <= LARGEST_GRID,
-        f"{layout.shards} shards cannot be launched at once on CUDA; choose at most {LARGEST_GRID}",
-    )
-    return -(-layout.length // (THREADS * VECTOR * vectors)), layout.shards
 
 
 def _sum_in_order(terms) -> torch.Tensor:

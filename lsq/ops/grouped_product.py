@@ -18,21 +18,16 @@ import math
 
 import torch
 
-from lsq.gemm import TileConfiguration
 from lsq.native import loader, tiles
 from lsq.native.launch import check
-from lsq.ops.kernels import zero
-from lsq.ops.tiled_product import tiled
 from lsq.program.declare import Codes, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation, Spec
 from lsq.quant.numbers import Grain, NumberFormat, ScaledFormat
 
 STEP = 16
-"""Of which a group has a multiple; 32, 64 and 128 are fast."""
+"""Group sizes are multiples of this; 32, 64 and 128 are fast."""
 LARGE = 128
 """The group of codes whose rows have one scale."""
-FEW_ROWS = 64
-"""Rows of a GPU's tile for so many or fewer; else it has twice as many."""
 
 
 class GroupedCodes(Value):
@@ -77,7 +72,7 @@ class GroupedCodes(Value):
         return cls(codes=codes, scale=scale, group=grain.columns or LARGE)
 
     def regrouped(self, group: int) -> GroupedCodes:
-        """The same in groups of another size, of codes whose rows have one scale.
+        """The matrix in groups of another size, if its rows have one scale.
 
         Raises:
             ValueError: groups have scales of their own.
@@ -143,7 +138,7 @@ class GroupedProduct(Operation):
                 one.scale[:, min(number, one.scale.shape[1] - 1), None] for one in (self.a, self.b)
             ]
             out += sums.float() * (scales[0] * scales[1].t())
-        return (out,)
+        return {"out": out}
 
     def cpu_scratch(self):
         return [
@@ -172,27 +167,14 @@ class GroupedProduct(Operation):
         number = tiles.INSTRUCTIONS[instructions or tiles.usable()[0]]
         loader.call("lsq_multiply_grouped", self, packed, aligned(rows), number)
 
-    def cuda(self):
-        if not min(self.rows, self.inner):
-            return [zero(self.out)]
-        tile = TileConfiguration(
-            rows=FEW_ROWS if self.rows <= FEW_ROWS else 2 * FEW_ROWS, columns=64, stages=4
-        )
-        shape = self.rows, self.columns, self.inner
-        return [
-            tiled(
-                "grouped_product.cu", "lsq_grouped_product", tile, shape, self, GROUP=self.b.group
-            )
-        ]
-
 
 def packed_bytes(product: GroupedProduct) -> int:
-    """Of b as the CPU packs it."""
+    """Bytes of b as the CPU packs it."""
     return tiles.packed_group_bytes(product.columns, product.inner, product.b.group)
 
 
 def copies_of(rows: int, inner: int, group: int) -> Spec:
-    """What the CPU needs for copies of a's rows."""
+    """Scratch memory of the CPU for copies of a's rows."""
     depth = -(-inner // group) * group
     return (-(-rows // tiles.PAIR) * tiles.PAIR * depth + tiles.ALIGNMENT,), torch.uint8
 
@@ -217,5 +199,5 @@ def whole_factor(number: NumberFormat) -> int | None:
 
 
 def aligned(memory: torch.Tensor) -> torch.Tensor:
-    """Of bytes, from a multiple of ALIGNMENT on."""
+    """Bytes from a multiple of ALIGNMENT on."""
     return memory[-memory.data_ptr() % tiles.ALIGNMENT :]

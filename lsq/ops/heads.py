@@ -1,4 +1,4 @@
-"""What attention and its gradient read: heads of queries, keys and values.
+"""Inputs of attention and its gradient: heads of queries, keys and values.
 
 The reference takes sentence after sentence.
 
@@ -38,7 +38,7 @@ class Projected(Value):
 
 
 class PositionBias(Value):
-    """What is added to scores for how far a key stands from its query (T5, Raffel et al. 2020).
+    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020).
 
     Query i of a sentence stands where key i + (keys - queries) does.
     """
@@ -85,10 +85,10 @@ class Heads(Value):
     """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden
     so."""
     bias: In[PositionBias] | None
-    share: float = 0.0
-    """What a product of query and key counts in a score; 0: D ** -0.5."""
+    softmax_scale: float = 0.0
+    """Factor of the product of query and key; 0: D ** -0.5."""
     dropout: In[Dropout] | None
-    """Of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
+    """Dropout of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
 
     @size
     def sentences(self) -> int:
@@ -112,7 +112,7 @@ class Heads(Value):
 
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
-        share = torch.tensor(self.share or self.width**-0.5, dtype=torch.float32)
+        share = torch.tensor(self.softmax_scale or self.width**-0.5, dtype=torch.float32)
         cu_seqlens, key_cu_seqlens = (
             one[: self.sentences + 1].tolist() for one in (self.cu_seqlens, self.key_cu_seqlens)
         )
@@ -149,7 +149,7 @@ class Heads(Value):
             )
 
     def _mask(self, queries: slice, scores: torch.Tensor) -> torch.Tensor | None:
-        """What dropout multiplies the probabilities of a sentence by, shaped as its scores [N, T,
+        """Factors of dropout for the probabilities of a sentence, shaped as its scores [N, T,
         S]."""
         if self.dropout is None:
             return None
@@ -161,7 +161,7 @@ class Heads(Value):
         return self.dropout.apply(torch.ones(element.shape, dtype=torch.float32), element)
 
     def columns_of(self, one: Projected) -> slice:
-        """Where all heads stand."""
+        """Columns of all heads."""
         count = self.count if one is self.q else self.key_count
         return slice(one.column, one.column + count * self.width)
 
@@ -170,7 +170,7 @@ class Heads(Value):
         return rows.unflatten(1, (-1, self.width)).transpose(0, 1)
 
     def of_keys(self, each: torch.Tensor) -> torch.Tensor:
-        """What every head of queries makes of a gradient [N, S, D], summed for the heads of keys [N
+        """Gradients [N, S, D] of all heads of queries, summed for the heads of keys [N
         / G, S, D]."""
         return each.unflatten(0, (self.key_count, self.group)).sum(dim=1)
 
@@ -198,7 +198,7 @@ class Sentence:
     pairs: torch.Tensor | None
     """int64 [T, S], of each pair the bucket of its bias."""
     q_factor: torch.Tensor | float
-    """What one of dscores @ k is worth in dq."""
+    """Factor of dscores @ k in dq."""
     k_factor: torch.Tensor | float
     v_scale: torch.Tensor | float
 

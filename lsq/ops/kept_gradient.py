@@ -1,5 +1,5 @@
-"""What the two kept words of each row add to both gradients of a vocabulary's loss: their gradient
-is no code.
+"""Both gradients of a vocabulary's loss from the two kept words of each row, whose gradients are no
+codes.
 
     dx[m] = sum over j of g[j, m] * dloss * weight[kept[j, m]]
     dweight[v] += sum over j and m with kept[j, m] = v of g[j, m] * dloss * x[m]
@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native.geometry import MANY_BLOCKS, row_blocks, row_defines
-from lsq.native.launch import FLOATS, float_define, launch
-from lsq.ops.embedding import scatter_launches, scatter_scratch
-from lsq.ops.kernels import float_operand
+from lsq.native.launch import FLOATS
 from lsq.ops.prediction import KeptWords, Prediction
 from lsq.program.declare import Activations, Floats, In, Out, Parameters, extent, size
 from lsq.program.operation import Operation
@@ -50,19 +47,7 @@ class KeptInputGradient(Operation):
             * (weight.codes[word].float() * weight.scale[word, None])
             for word, gradient in self.kept.words(self.prediction)
         ]
-        return (parts[0] + parts[1],)
-
-    def cuda(self):
-        return [
-            launch(
-                "kept_gradient.cu",
-                "lsq_kept_input_gradient",
-                self,
-                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
-                **float_define(self.dx),
-                **row_defines(self.columns),
-            )
-        ]
+        return {"dx": parts[0] + parts[1]}
 
 
 class KeptWeightGradient(Operation):
@@ -106,19 +91,8 @@ class KeptWeightGradient(Operation):
         for word, gradient in self.kept.words(given):
             found.index_add_(0, word, (gradient * self.dloss)[:, None] * given.x.coded.decode())
         outside = (weight.values.float().abs() > weight.clip.reshape(-1, 1)) & (not weight.absmax)
-        return ((self.others + torch.where(outside, 0.0, found)).to(self.dweight.dtype),)
-
-    def cuda_scratch(self):
-        return scatter_scratch(self.rows, self.columns)
-
-    def cuda(self, before, ordered, partial):
-        copied = (
-            [] if self.others is self.dweight else [float_operand(self.others, None, self.dweight)]
-        )
-        return [
-            *copied,
-            *scatter_launches(self, before, ordered, partial, tables=1, KEPT=1, FLOAT=0),
-        ]
+        dweight = self.others + torch.where(outside, 0.0, found)
+        return {"dweight": dweight.to(self.dweight.dtype)}
 
 
 def kept_limits(operation: KeptInputGradient | KeptWeightGradient) -> dict[str, int]:

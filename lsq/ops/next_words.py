@@ -11,14 +11,9 @@ words, W wanted ones.
 
 from __future__ import annotations
 
-import torch
-
 from lsq import gemm
-from lsq.native.geometry import VECTOR
-from lsq.native.launch import check, launch
-from lsq.ops.packed_weight import PackedWeight
-from lsq.ops.tiled_product import tiled
-from lsq.ops.vocabulary_loss import PRODUCT
+from lsq.native.launch import check
+from lsq.ops.packed_project import PackedWeight
 from lsq.program.declare import Floats, In, Indices, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Weight
@@ -77,7 +72,12 @@ class NextWords(Operation):
         found = logits.log_softmax(dim=1)
         order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.best]
         asked = None if self.wanted is None else found.gather(1, self.wanted)
-        return order, found.gather(1, order), asked, found
+        return {
+            "words": order,
+            "scores": found.gather(1, order),
+            "wanted_scores": asked,
+            "every": found,
+        }
 
     def cpu_scratch(self):
         check(
@@ -85,63 +85,3 @@ class NextWords(Operation):
             "NextWords reads packed weights on the CPU: give it `packed_weight`",
         )
         return ()
-
-    @property
-    def _tile(self) -> gemm.TileConfiguration | None:
-        """How logits are made, which is that of the vocabulary's loss; None: there are no rows."""
-        check(
-            self.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`"
-        )
-        return gemm.cuda_tile(PRODUCT, *self._shape)
-
-    def cuda_scratch(self):
-        """The largest logits of groups of eight words; what warps leave of the rows of a tile,
-        (largest logit, sum of exponentials); the best groups of each row, best first, and the
-        logits of their words.
-        """
-        tile = self._tile
-        across = 0 if tile is None else tile.blocks(*self._shape[:2])[0]
-        groups = across * tile.columns // VECTOR if tile is not None and self.best else 0
-        warps = across * tile.warps[1] if tile is not None else 0
-        chosen = min(self.best, -(-self.vocabulary // VECTOR))
-        return [
-            ((self.rows, groups), torch.float32),
-            ((self.rows, warps, 2), torch.float32),
-            ((self.rows, chosen), torch.int32),
-            ((self.rows, chosen * VECTOR), torch.float32),
-        ]
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        """(R, P, H)."""
-        return self.rows, self.columns, self.x.codes.shape[1]
-
-    def cuda(self, groups, parts, chosen, logits):
-        tile, inner = self._tile, self.x.codes.shape[1]
-        if tile is None:
-            return []
-        product = tiled(
-            "next_words_product.cu",
-            "lsq_next_words_product",
-            tile,
-            self._shape,
-            self,
-            inner,
-            groups,
-            parts,
-        )
-        join = launch(
-            "next_words.cu",
-            "lsq_next_words",
-            self,
-            inner,
-            groups,
-            groups.shape[1],
-            parts,
-            parts.shape[1],
-            chosen,
-            chosen.shape[1],
-            logits,
-            grid=self.rows,
-        )
-        return [product, join]

@@ -1,5 +1,4 @@
-"""Activation and dropout of a product, which stand at its end, and what is kept to undo them in the
-backward pass.
+"""Activation and dropout in a product's epilogue, and what the backward pass needs to undo them.
 
 M rows, P columns. GELU is x * Phi(x) (Hendrycks & Gimpel 2016), exactly or by the tanh of a
 polynomial; SiLU, also called swish, is x / (1 + exp(-x)) (Elfwing et al. 2018); squared ReLU is
@@ -24,7 +23,7 @@ SLOPE_UNIT = 112
 
 
 class Activation(IntEnum):
-    """What is applied to a product."""
+    """Activation functions."""
 
     none = 0
     relu = 1
@@ -56,19 +55,19 @@ class Nonlinearity(Value):
     activation: Activation = Activation.none
     dropout: In[Dropout] | None
     positive: Bits | None
-    """Of ReLU: y > 0."""
+    """For ReLU: y > 0."""
     slope: Codes | None
-    """Of one with a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
+    """For a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
     before: Activations | None
-    """Of others than ReLU in place of it, in float mode or where slopes have no bound: [M, P], y.
+    """For others in float mode, or without a bound: [M, P], y.
     """
 
     def apply(self, y: torch.Tensor) -> torch.Tensor:
         """Reference."""
         return dropped(Activation(self.activation).values(y), self.dropout)
 
-    def keep(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Reference: what the written fields hold."""
+    def keep(self, y: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Reference: the written fields."""
         slope = None
         if self.slope is not None:
             slope = (
@@ -77,7 +76,7 @@ class Nonlinearity(Value):
                 .nan_to_num(nan=0.0)
                 .to(torch.int8)
             )
-        return pack_bits(y > 0), slope, y
+        return {"positive": pack_bits(y > 0), "slope": slope, "before": y}
 
     def undo(self, gradient: torch.Tensor) -> torch.Tensor:
         """Reference: the gradient of y from that of the result."""
@@ -95,11 +94,14 @@ class Nonlinearity(Value):
         )
 
 
-def epilogue(y: torch.Tensor, nonlinearity: Nonlinearity | None, rounded: Coded | None) -> tuple:
-    """Reference: the result of a product y [M, P], and the written fields of both arguments."""
-    kept = (None,) * 3 if nonlinearity is None else nonlinearity.keep(y)
+def epilogue(y: torch.Tensor, nonlinearity: Nonlinearity | None, rounded: Coded | None) -> dict:
+    """Reference: the fields `out`, `rounded` and `nonlinearity` of a product y [M, P]."""
     result = y if nonlinearity is None else nonlinearity.apply(y)
-    return result, *(rounded.encode(result) if rounded is not None else (None,) * 5), *kept
+    return {
+        "out": result,
+        "rounded": rounded and rounded.encode(result),
+        "nonlinearity": nonlinearity and nonlinearity.keep(y),
+    }
 
 
 def _gelu_slope(y: torch.Tensor) -> torch.Tensor:

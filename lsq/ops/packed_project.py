@@ -8,12 +8,195 @@ keeps all of them busy. M rows, K inputs, P outputs.
 
 from __future__ import annotations
 
+import torch
+
 from lsq import gemm
-from lsq.ops.nonlinearity import Activation, Nonlinearity
-from lsq.ops.packed_weight import PackedWeight
-from lsq.program.declare import Floats, In, Out, extent
+from lsq.native import loader, tiles
+from lsq.ops.nonlinearity import Activation, Nonlinearity, epilogue
+from lsq.program.declare import Bytes, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
+
+SIDE = 16
+"""Outputs of a tile."""
+ALIGNMENT = 64
+"""Bytes to whose multiple tiles begin."""
+HALVES, WORDS, UNITS = 4, 64, 8
+"""Of a sparse block: halves of tiles; of each half, bytes that say what is kept, and units of four
+inputs."""
+INT4_BLOCK = 1088
+"""Bytes of two tiles of 4-bit codes, with their multipliers."""
+
+
+class PackedWeight(Value):
+    """Codes [P, K] as tiles, and their scales."""
+
+    tiles: Bytes
+    """Of tiles.packed_bytes(P, K) bytes, or less if sparse; aligned to 64 bytes."""
+    scale: Floats
+    """[P]"""
+    inner: int
+    """K."""
+    sparse: bool
+    """Whether tiles hold two of four inputs alone."""
+    bits: int
+    """8, or 4: groups of Int4 that products unpack in registers, as csrc/cpu/int4_tiles.h lays them
+    out."""
+    instructions: int
+    """Instructions that multiply; see lsq/native/tiles.py."""
+
+    columns = extent(0, "scale")
+    """P."""
+
+    @classmethod
+    def of(
+        cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None
+    ) -> PackedWeight:
+        """Pack codes int8 [P, K] with scale float32 [P], for the fastest instructions or those of
+        that name.
+
+        Raises:
+            ValueError: the processor has no such instructions, or the C++ library is missing.
+        """
+        chosen = _chosen(instructions)
+        memory = _aligned(tiles.packed_bytes(*codes.shape))
+        loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory))
+        return cls(
+            tiles=memory,
+            scale=scale,
+            inner=codes.shape[1],
+            sparse=False,
+            bits=8,
+            instructions=tiles.INSTRUCTIONS[chosen],
+        )
+
+    @classmethod
+    def of_sparse(
+        cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None
+    ) -> PackedWeight:
+        """Pack codes that are 2:4 sparse: of four neighbouring inputs, two at most are not 0.
+
+        Raises:
+            ValueError: they are not; see also `of`.
+        """
+        chosen = _chosen(instructions)
+        memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
+        fits = torch.zeros(1, dtype=torch.int64, device="cpu")
+        loader.call(
+            "lsq_pack_sparse", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory), fits
+        )
+        if not fits:
+            raise ValueError(
+                f"the codes {list(codes.shape)} are not 2:4 sparse: multiply them by a mask of"
+                " lsq.models.sparsity.choose, or "
+                "pack them with PackedWeight.of"
+            )
+        return cls(
+            tiles=memory,
+            scale=scale,
+            inner=codes.shape[1],
+            sparse=True,
+            bits=8,
+            instructions=tiles.INSTRUCTIONS[chosen],
+        )
+
+    @classmethod
+    def of_int4(
+        cls, stored: torch.Tensor, scale: torch.Tensor, inner: int, instructions: str | None = None
+    ) -> PackedWeight:
+        """Pack what Int4 stores of K = `inner` inputs, int8 [P, stored columns], with scale float32
+        [P].
+
+        Raises:
+            ValueError: see `of`.
+        """
+        chosen, columns = _chosen(instructions), len(stored)
+        blocks = _int4_shape(columns, inner)
+        memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # and a sum for each column
+        loader.call("lsq_pack_int4", stored.contiguous(), columns, inner, memory)
+        return cls(
+            tiles=memory,
+            scale=scale,
+            inner=inner,
+            sparse=False,
+            bits=4,
+            instructions=tiles.INSTRUCTIONS[chosen],
+        )
+
+    def codes(self) -> torch.Tensor:
+        """Reference: int8 [P, K]."""
+        if self.bits == 4:
+            return self._int4_codes()
+        columns, inner = (
+            -(-self.columns // tiles.PAIR) * tiles.PAIR,
+            -(-self.inner // tiles.INNER) * tiles.INNER,
+        )
+        whole = (
+            self._sparse_tiles() if self.sparse else self.tiles[: columns * inner].view(torch.int8)
+        )
+        whole = whole.view(columns // SIDE, -1, SIDE, SIDE, 4)
+        return whole.permute(0, 3, 1, 2, 4).reshape(columns, inner)[: self.columns, : self.inner]
+
+    def _sparse_tiles(self) -> torch.Tensor:
+        """int8, the tiles that csrc/cpu/tiles.h would have."""
+        pairs, depth, half = (
+            -(-self.columns // tiles.PAIR),
+            -(-self.inner // tiles.INNER),
+            tiles.SPARSE_BLOCK // HALVES,
+        )
+        halves = self.tiles[: pairs * depth * tiles.SPARSE_BLOCK].view(-1, half)
+        words, values = (
+            halves[:, :WORDS].contiguous().view(torch.int32),
+            halves[:, WORDS:].view(torch.int8),
+        )
+        shifts = torch.arange(4 * UNITS, device="cpu").view(UNITS, 1, 4)
+        kept = (words.long()[:, None, :, None] >> shifts & 1).bool()  # half, unit, column, input
+        found = torch.zeros_like(kept, dtype=torch.int8)
+        in_order = values.reshape(-1, UNITS // 2, SIDE, 2, 2).transpose(2, 3).reshape(-1)
+        found[kept] = in_order
+        return found.view(pairs, depth, 2, -1).transpose(1, 2).reshape(-1)
+
+    def _int4_codes(self) -> torch.Tensor:
+        shape = _int4_shape(self.columns, self.inner)
+        blocks = self.tiles[: shape.numel()].view(shape)
+        pairs, multipliers = blocks.split(
+            [2 * SIDE * tiles.INNER // 2, INT4_BLOCK - SIDE * tiles.INNER], dim=2
+        )
+        halves = torch.stack([pairs & 15, pairs >> 4], dim=3).view(torch.int8)
+        # pairs of columns, depth, tile, unit, column, element of it, group -> columns, inputs
+        codes = halves.view(*blocks.shape[:2], 2, 8, SIDE, 4, 2).permute(0, 2, 4, 1, 6, 3, 5)
+        factors = (
+            multipliers.view(torch.int8)
+            .reshape(*blocks.shape[:2], 2, SIDE, 2)
+            .permute(0, 2, 3, 1, 4)
+        )
+        factors = factors[..., None, None].contiguous()
+        signed = torch.where(factors < 0, 7 - codes, codes - 8)
+        whole = (signed * factors).reshape(len(blocks) * tiles.PAIR, -1)
+        return whole[: self.columns, : self.inner]
+
+
+def _int4_shape(columns: int, inner: int) -> torch.Size:
+    """[pairs of columns, depth, bytes of a block]."""
+    return torch.Size((-(-columns // tiles.PAIR), -(-inner // tiles.INNER), INT4_BLOCK))
+
+
+def _chosen(instructions: str | None) -> str:
+    """The instructions of that name, or the fastest here."""
+    if not tiles.usable():
+        raise ValueError("packed weights need the C++ host library; install g++ and reinstall lsq")
+    chosen = instructions or tiles.usable()[0]
+    if chosen not in tiles.usable():
+        raise ValueError(
+            f"{chosen!r} cannot run here; there are {', '.join(map(repr, tiles.usable()))}"
+        )
+    return chosen
+
+
+def _aligned(count: int) -> torch.Tensor:
+    """uint8 [count] at a multiple of ALIGNMENT."""
+    memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device="cpu")
+    return memory[-memory.data_ptr() % ALIGNMENT :][:count]
 
 
 class PackedProject(Operation):
@@ -37,5 +220,4 @@ class PackedProject(Operation):
         sums = gemm.reference(self.x.codes, self.weight.codes()).float()
         y = sums * (self.x.scale_of_codes * self.weight.scale)
         y = y if self.bias is None else y + self.bias
-        result = Nonlinearity(activation=self.activation).apply(y)
-        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 5)
+        return epilogue(y, Nonlinearity(activation=self.activation), self.rounded)

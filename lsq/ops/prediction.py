@@ -1,5 +1,4 @@
-"""What is predicted: logits of words, made from rows and read as they are made, and the words that
-are right.
+"""Predictions: logits of words, made from rows and read as they are made, and the target words.
 
 M rows, V words, P padded words, K inputs.
 """
@@ -7,15 +6,12 @@ M rows, V words, P padded words, K inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from lsq import gemm
 from lsq.native import loader
-from lsq.native.geometry import VECTOR
-from lsq.native.launch import Launch, Product, launch
-from lsq.ops.products import converted, converted_scratch
 from lsq.program.declare import Floats, In, Indices, Value, extent, factor, size
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import Rows, Weight
@@ -24,9 +20,6 @@ BLOCK_ROWS = 256
 """Rows of float logits that exist at a time."""
 BLOCK_COLUMNS = 256
 """Words whose logits the CPU adds up apart, whatever the blocks of the product."""
-CUDA_BLOCK_ROWS = 256
-"""Rows of float logits that exist at a time on CUDA: of 32,768 words 34 MB, which the L2 cache of
-an A100 holds."""
 
 
 class KeptWords(Value):
@@ -49,7 +42,7 @@ class KeptWords(Value):
 
 
 class Prediction(Value):
-    """What VocabularyLoss and its gradient read; both make the logits."""
+    """Inputs of VocabularyLoss and its gradient; both make the logits."""
 
     x: In[Rows]
     """[M, K]"""
@@ -83,7 +76,7 @@ class Prediction(Value):
         return 1.0 - self.smoothing - self.each
 
     def bare(self) -> Prediction:
-        """Of codes and scales alone."""
+        """The prediction with codes and scales alone."""
         return dataclasses.replace(self, x=self.x.bare(), weight=self.weight.bare())
 
     def limits(self) -> dict[str, int]:
@@ -147,7 +140,7 @@ class Prediction(Value):
         return -(-self.columns // BLOCK_COLUMNS)
 
     def cpu_memory(self, product: str) -> Spec:
-        """What `multiply` needs."""
+        """Scratch memory of `multiply`."""
         if self.x.coded is not None:
             return gemm.scratch_for(product, self.rows, *self.weight.matrix.shape)
         return (min(self.rows, BLOCK_ROWS), self.columns), torch.float32
@@ -169,58 +162,3 @@ class Prediction(Value):
             rows = self.x.floats[first : first + memory.shape[0]]
             logits = torch.mm(rows, self.weight.matrix.t(), out=memory[: rows.shape[0]])
             loader.call(f"lsq_end_{product}", operation, logits, first, rows.shape[0], *arguments)
-
-    def cuda_tile(self, product: str) -> gemm.TileConfiguration | None:
-        """Of codes, how a kernel of a GPU makes tiles of logits; None: there are no rows."""
-        return gemm.cuda_tile(product, self.rows, *self.weight.codes.shape)
-
-    def cuda_scratch(self) -> list[Spec]:
-        """Of floats: memory for a block of logits, and for the weight in the dtype of floats, where
-        it has another."""
-        columns = -(-self.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
-        block = (min(self.rows, CUDA_BLOCK_ROWS), columns), torch.float32
-        return [block, *converted_scratch(self.weight.matrix, self.x.tensor.dtype)]
-
-    def cuda_blocks(
-        self,
-        scratch: Sequence[torch.Tensor],
-        kernel: str,
-        operation: Operation,
-        *arguments,
-        **defines: int,
-    ) -> list[Launch | Product]:
-        """Of floats: for each block of rows the product that makes its logits, and a launch of
-        `kernel` to read them.
-
-        Args:
-            scratch: as `cuda_scratch` says.
-            kernel: of vocabulary_loss.cu; takes operation, logits, their stride, the first row and
-                `arguments`.
-        """
-        memory, *narrow = scratch
-        entries, weight = converted(self.weight.matrix, None, self.x.tensor.dtype, iter(narrow))
-        threads = 128
-        while threads < 512 and threads * 2 * VECTOR < self.columns:
-            threads *= 2
-        blocks = max(1, -(-self.rows // CUDA_BLOCK_ROWS))
-        # aligned from every block's first row on
-        rows = -(-self.rows // blocks // VECTOR) * VECTOR or 1
-        for first in range(0, self.rows, rows):
-            block = self.x.tensor[first : first + rows]
-            entries += [
-                Product(a=block, b=weight, out=memory[: len(block), : self.columns]),
-                launch(
-                    "vocabulary_loss.cu",
-                    kernel,
-                    operation,
-                    memory,
-                    memory.shape[1],
-                    first,
-                    *arguments,
-                    grid=len(block),
-                    block=threads,
-                    ROW_THREADS=threads,
-                    **defines,
-                ),
-            ]
-        return entries

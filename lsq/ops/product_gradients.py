@@ -1,5 +1,4 @@
-"""What the backward pass of a product appends to a program: the gradients of its input and of its
-weight."""
+"""The backward pass of a product: the gradients of its input and of its weight."""
 
 from lsq.ops.fake_quantize import fake_gradient
 from lsq.ops.input_gradient import ProjectInputGradient
@@ -41,7 +40,7 @@ def append_gradients(
         ProjectWeightGradient(
             x=product.x.bare(),
             weight=weight,
-            lsq=builder.quant.clip_gradient == "lsq",
+            learned_step=builder.quant.clip_gradient == "lsq",
             dweight=dweight,
             dclip=builder.parameter_gradient(weight.clip),
             **common,

@@ -1,4 +1,4 @@
-"""A product with a weight and its end: scale, bias, activation, dropout, rounding.
+"""A product with a weight and its epilogue: scale, bias, activation, dropout, rounding.
 
     y = x weight^T + bias;   result = dropout(activation(y)), as floats or rounded once to codes
 
@@ -15,24 +15,19 @@ import torch
 
 from lsq import gemm
 from lsq.native import loader, tiles
-from lsq.native.geometry import VECTOR, patches
-from lsq.native.launch import FLOATS, TICKET, Product, float_define, launch
+from lsq.native.launch import FLOATS
 from lsq.ops.gated import Gated
 from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of
 from lsq.ops.grouped_weight import unpacked_values
-from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
 from lsq.ops.product_gradients import append_gradients
-from lsq.ops.products import SUMS, converted, converted_scratch, int8_products, sums_scratch
-from lsq.ops.project_product import packed_tile, project_product
 from lsq.ops.rounding import Round, RoundGradient, unpacked
-from lsq.ops.scales import started
 from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 
 GEMM = "project"
-"""What lsq.gemm calls the product of codes."""
+"""Name of the product of codes in lsq.gemm."""
 
 
 class Project(Operation):
@@ -53,8 +48,8 @@ class Project(Operation):
     rounded: Out[Coded] | None
     """[M, P]; of codes, P is a multiple of 8."""
     nonlinearity: Out[Nonlinearity] | None
-    """What comes between bias and rounding."""
-    joins: Host[bool] = False
+    """Activation and dropout, between bias and rounding."""
+    accumulates: Host[bool] = False
     """Whether a product before this one reads x as well, whose gradient takes in that of this one.
     """
 
@@ -75,7 +70,7 @@ class Project(Operation):
         return self.bias
 
     @property
-    def _ends(self) -> bool:
+    def has_epilogue(self) -> bool:
         """Whether anything is done to a product of floats."""
         return self.bias is not None or self.nonlinearity is not None
 
@@ -105,7 +100,7 @@ class Project(Operation):
             else:
                 packed, number = aligned(self.weight.grouped), tiles.INSTRUCTIONS[tiles.usable()[0]]
                 loader.call("lsq_multiply_groups", self, packed, aligned(*scratch), number)
-            if self._ends:
+            if self.has_epilogue:
                 loader.call("lsq_end_floats", self)
             return
         if self.rows == 0:  # there is a scale to write
@@ -113,60 +108,16 @@ class Project(Operation):
             return
         gemm.multiply(GEMM, self, self.x.tensor, self.weight.codes, *scratch)
 
-    def cuda_scratch(self):
-        if self.x.coded is None:
-            return converted_scratch(self.weight.matrix, self.x.floats.dtype)
-        return (
-            sums_scratch(self.rows, self.columns, self.x.tensor.shape[1])
-            if self._tile is None
-            else []
-        )
-
-    @property
-    def _tile(self) -> gemm.TileConfiguration | None:
-        """How one kernel multiplies codes and ends the product; None: cuBLASLt multiplies, and a
-        kernel ends it."""
-        if self.weight.format.packed:
-            return packed_tile(self.rows, self.x.tensor.shape[1])
-        return gemm.cuda_tile(GEMM, self.rows, *self.weight.codes.shape)
-
-    def cuda(self, *scratch):
-        if self.x.coded is not None:
-            if not scratch:
-                return [project_product(self, self._tile)]
-            products = int8_products(self.x.tensor, self.weight.codes, *scratch, op=GEMM)
-            return [*products, self._end(scratch[-1])]
-        if self.rows == 0:
-            return []
-        conversion, weight = converted(self.weight.matrix, None, self.x.floats.dtype, iter(scratch))
-        product = Product(a=self.x.floats, b=weight, out=self.out, transpose_b=self.weight.turned)
-        return [*conversion, product, *([self._end(None)] if self._ends else [])]
-
-    def _end(self, sums):
-        check_columns(VECTOR, **{"the width of a product with an end": self.columns})
-        end = self.nonlinearity or Nonlinearity()
-        floats = [tensor for tensor in (self.x.floats, self.out, end.before) if tensor is not None]
-        return launch(
-            "project.cu",
-            "lsq_end",
-            self,
-            sums,
-            TICKET,
-            grid=patches(self.rows, self.columns),
-            ACTIVATION=int(end.activation),
-            SUMS=0 if sums is None else SUMS[sums.dtype],
-            **started(self.rounded),
-            **(float_define(*floats) if floats else {}),
-        )
-
     def gradient(self, builder) -> None:
         upstream = self._upstream(builder)
         if upstream == (None, None):
             return
         source, weight = self.x.tensor, unpacked(builder, self.weight)
-        if self.joins:
-            joined, dx = builder.join(source)
-            append_gradients(builder, self, weight, upstream, undoes=False, joined=joined, dx=dx)
+        if self.accumulates:
+            accumulated, dx = builder.accumulate_into(source)
+            append_gradients(
+                builder, self, weight, upstream, undoes=False, accumulated=accumulated, dx=dx
+            )
             return
         producer = builder.producer(source)
         end = {"nonlinearity": getattr(producer, "nonlinearity", None)}
@@ -179,7 +130,9 @@ class Project(Operation):
             )
             end["added"] = builder.take_gradient(source)
             builder.accumulate(source, end["dx"])
-        append_gradients(builder, self, weight, upstream, joined=builder.take_joined(source), **end)
+        append_gradients(
+            builder, self, weight, upstream, accumulated=builder.take_accumulated(source), **end
+        )
 
     def _dtype_for(self, producer, builder) -> torch.dtype:
         """Of the gradient that the one who made x reads, of those that read either."""

@@ -1,4 +1,4 @@
-"""What stands between two blocks, in one pass over each row: dropout, residual, norm, rounding.
+"""Dropout, residual, norm and rounding between two blocks, in one pass over each row.
 
     z = residual + dropout(update);   out = (z - mean) * rstd * weight + bias, as float, as codes,
     or both
@@ -16,14 +16,10 @@ from __future__ import annotations
 
 import torch
 
-from lsq.native.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
-from lsq.native.launch import TICKET, float_define, launch
-from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
-from lsq.ops.scales import started
-from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
+from lsq.ops.sums import PartialSums
 from lsq.program.declare import Activations, Codes, Floats, Host, In, Out, Value, extent, factor
 from lsq.program.operation import Operation
-from lsq.program.values import Coded
+from lsq.program.values import Coded, Dropout, RoundedGradient, dropped
 from lsq.quant import Format, arithmetic
 
 
@@ -42,16 +38,102 @@ class NormalisedRows(Value):
         """Q."""
         return float(self.format.largest)
 
-    def encode(
-        self, centred: torch.Tensor, rstd: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: codes and scale of centred [M, H] * rstd [M]."""
+    def encode(self, centred: torch.Tensor, rstd: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Reference: the written fields, from centred [M, H] * rstd [M]."""
         codes, scale = arithmetic.nearest_rows(centred, self.format.largest)
-        return codes, scale * rstd
+        return {"codes": codes, "scale": scale * rstd}
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [M, H]."""
         return self.codes.to(torch.float32) * self.scale[:, None]
+
+
+class ResidualSum(Value):
+    """z of a residual and what a block adds to it."""
+
+    residual: In[Activations]
+    """[M, H]"""
+    update: In[Activations] | None
+    """[M, H]"""
+    dropout: In[Dropout] | None
+    z: Activations | None
+    """[M, H]; None: nobody reads it."""
+
+    def compute(self) -> torch.Tensor:
+        """Reference: z."""
+        return (
+            self.residual
+            if self.update is None
+            else self.residual + dropped(self.update, self.dropout)
+        )
+
+    @property
+    def kept(self):
+        """The tensor in which a backward pass finds z."""
+        return self.residual if self.update is None else self.z
+
+    @property
+    def tensors(self) -> tuple:
+        """Every activation."""
+        return self.residual, self.update, self.z
+
+    def gradient(self, builder, normed: bool) -> ResidualSumGradient:
+        """Where the gradients go, with that of z so far; `normed`: one comes through a norm as
+        well.
+
+        Whoever adds the operation that writes them accumulates the gradient of the residual
+        afterwards.
+        """
+        found = ResidualSumGradient(
+            dropout=self.dropout, dupdate_sum=builder.bias_gradient(self.update)
+        )
+        if self.update is None:
+            found.dz = builder.take_gradient(self.residual)
+        else:
+            found.dz = builder.gradient_of(self.z)
+            found.dupdate, found.rounded = builder.product_gradient(self.update)
+        if normed:
+            found.dresidual = builder.like("d_" + self.residual.name, self.residual)
+        return found
+
+
+class ResidualSumGradient(Value):
+    """The gradients of a ResidualSum, from that of z itself and that which comes through a norm."""
+
+    dz: In[Activations] | None
+    """[M, H], of z itself."""
+    dropout: In[Dropout] | None
+    dresidual: Activations | None
+    """[M, H], both together; None where nothing comes through a norm: it is dz."""
+    dupdate: Activations | None
+    """[M, H]"""
+    rounded: RoundedGradient | None
+    """dupdate, rounded for the products that go back from there."""
+    dupdate_sum: Floats | None
+    """[H], dupdate summed over rows: the gradient of the bias that is in `update`."""
+
+    @property
+    def updated(self) -> bool:
+        """Whether anything was added to the residual."""
+        return self.dupdate is not None or self.rounded is not None
+
+    @property
+    def tensors(self) -> tuple:
+        """Every activation."""
+        return self.dz, self.dresidual, self.dupdate
+
+    def compute(self, through: torch.Tensor | None) -> dict:
+        """Reference: the written fields; `through` [M, H] comes through a norm."""
+        dresidual = sum(one for one in (through, self.dz) if one is not None)
+        if not self.updated:
+            return {"dresidual": dresidual}
+        dupdate = dropped(dresidual, self.dropout)
+        return {
+            "dresidual": dresidual,
+            "dupdate": dupdate,
+            "rounded": self.rounded and self.rounded.encode(dupdate),
+            "dupdate_sum": dupdate.sum(dim=0),
+        }
 
 
 class ResidualNorm(Operation):
@@ -84,35 +166,20 @@ class ResidualNorm(Operation):
     def reference(self):
         z = self.sum.compute()
         if self.weight is None:
-            return z, *(None,) * 10
+            return {"sum": {"z": z}}
         mean = None if self.mean is None else z.mean(dim=1)
         centred = z if mean is None else z - mean[:, None]
         rstd = (centred.square().mean(dim=1) + self.epsilon).rsqrt()
         out = centred * rstd[:, None] * self.weight
         out = out if self.bias is None else out + self.bias
-        kept = (None, None) if self.normalised is None else self.normalised.encode(centred, rstd)
-        return (
-            z,
-            mean,
-            rstd,
-            *kept,
-            out,
-            *(self.rounded.encode(out) if self.rounded is not None else (None,) * 5),
-        )
-
-    def cuda(self):
-        return [
-            launch(
-                "residual_norm.cu",
-                "lsq_residual_norm",
-                self,
-                TICKET,
-                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
-                **float_define(*self.sum.tensors, self.out),
-                **row_defines(self.columns),
-                **started(self.rounded),
-            )
-        ]
+        return {
+            "sum": {"z": z},
+            "mean": mean,
+            "rstd": rstd,
+            "normalised": self.normalised and self.normalised.encode(centred, rstd),
+            "out": out,
+            "rounded": self.rounded and self.rounded.encode(out),
+        }
 
     def gradient(self, builder) -> None:
         normed = self.weight is not None
@@ -164,82 +231,39 @@ class ResidualNormGradient(Operation):
     """[H]"""
     sum: Out[ResidualSumGradient]
     parts: Out[Floats] | None
-    """Of `dweight`, `dbias` and `sum.dupdate_sum`, in place of these; see lsq.ops.sums."""
+    """Parts of `dweight`, `dbias` and `sum.dupdate_sum`, in place of these; see lsq.ops.sums."""
 
     rows = extent(0, "dout", "sum.dz")
     columns = extent(1, "dout", "sum.dz")
 
     def reference(self):
         if self.dout is None:
-            found = None, None, *self.sum.compute(None)
-            return *found, self._as_parts(found)
+            return self._with_parts({"sum": self.sum.compute(None)})
         normalised = self._normalised()
         scaled = self.dout * self.weight
         projected = normalised * (scaled * normalised).mean(dim=1, keepdim=True)
         if self.centred:
             scaled = scaled - scaled.mean(dim=1, keepdim=True)
         through = self.rstd[:, None] * (scaled - projected)
-        found = (
-            (self.dout * normalised).sum(dim=0),
-            self.dout.sum(dim=0),
-            *self.sum.compute(through),
+        return self._with_parts(
+            {
+                "dweight": (self.dout * normalised).sum(dim=0),
+                "dbias": self.dout.sum(dim=0),
+                "sum": self.sum.compute(through),
+            }
         )
-        return *found, self._as_parts(found)
 
     def _normalised(self) -> torch.Tensor:
         if self.normalised is not None:
             return self.normalised.decode()
         return (self.z if self.mean is None else self.z - self.mean[:, None]) * self.rstd[:, None]
 
-    def _as_parts(self, found):
-        dweight, dbias, *_, dupdate_sum = found
-        return as_parts(self.parts, self._sums(self.parts, (dweight, dbias), dupdate_sum))
-
     @property
-    def _norm_sums(self) -> int:
-        """Sums over rows of the norm itself: its weight's, and that of LayerNorm's bias."""
-        return 0 if self.dout is None else 2 if self.centred else 1
+    def norm_sums(self) -> tuple[str, ...]:
+        """Sums over rows of the norm: its weight's gradient, and that of LayerNorm's bias."""
+        return () if self.dout is None else ("dweight", "dbias")[: 1 + self.centred]
 
-    def _sums(self, parts, of_norm, of_update) -> PartialSums:
-        outs = (*of_norm[: self._norm_sums], *([of_update] if self.sum.updated else []))
-        return PartialSums.of(parts, self.columns, outs)
-
-    def _parts(self):
-        return parts_of(self.rows, self.columns, self._norm_sums + self.sum.updated)
-
-    def leave_sums(self, tensor):
-        parts = tensor(self.outputs[0].name + ".parts", *self._parts()) if self.outputs else None
-        found = self._sums(parts, (self.dweight, self.dbias), self.sum.dupdate_sum)
-        if not found.wanted:
-            return []
-        self.parts, self.dweight, self.dbias, self.sum.dupdate_sum = parts, None, None, None
-        return [found]
-
-    def cuda_scratch(self):
-        return [] if self.parts is not None else [self._parts()]
-
-    def cuda(self, *scratch):
-        (partial,), down = scratch or (self.parts,), self.sum
-        if not (self._norm_sums or down.updated):
-            return []
-        finished = finish(
-            self._sums(partial, (self.dweight, self.dbias), down.dupdate_sum),
-            leaves=self.parts is not None,
-        )
-        return [
-            launch(
-                "residual_norm.cu",
-                "lsq_residual_norm_gradient",
-                self,
-                partial,
-                grid=len(partial),
-                shared=sums_in_shared_memory(self.columns, self._norm_sums),
-                NORM_SUMS=self._norm_sums,
-                NORMALISED=int(self.normalised is not None),
-                PRODUCT=int(down.updated),
-                ROUNDED=int(down.rounded is not None),
-                **float_define(self.dout, self.z, *down.tensors),
-                **row_defines(self.columns),
-            ),
-            *finished,
-        ]
+    def _with_parts(self, results: dict) -> dict:
+        totals = [results[name] for name in self.norm_sums]
+        totals += [results["sum"]["dupdate_sum"]] if self.sum.updated else []
+        return results | {"parts": PartialSums.of(self.parts, self.columns, totals).as_parts()}

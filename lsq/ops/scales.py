@@ -1,66 +1,40 @@
-"""The scales of a pass that come from clips, written before anything is rounded.
+"""The scales of a pass that follow from its clips, written before anything is rounded.
 
-Such a scale is known beforehand, but for a NaN among what is rounded; that of a row of a gated
-block is not. A GPU that starts scales has no block wait for another one to write them: those that
-meet a NaN write it. Programs for the CPU have none of this.
+Such a scale is known beforehand, unless a rounded value is NaN. So a GPU writes all scales at the
+beginning of a pass, no block waits for another, and a block that meets a NaN overwrites its scale.
+The scale of a row of a gated block is not known beforehand. Programs for the CPU start no scales.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lsq.native.launch import launch
-from lsq.program.declare import Out
+from lsq.program.declare import Array, Out
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, StartedScale
 
-TOGETHER = 16
-"""Scales of one StartScales, at most; a layer of a decoder has 10."""
-
 
 class StartScales(Operation):
-    """Writes the scales of the operations after it, one launch for all: the first operation of a
-    pass."""
+    """Writes the scales of the operations after it: the first operation of a pass."""
 
-    scale0: Out[StartedScale]
-    scale1: Out[StartedScale] | None
-    scale2: Out[StartedScale] | None
-    scale3: Out[StartedScale] | None
-    scale4: Out[StartedScale] | None
-    scale5: Out[StartedScale] | None
-    scale6: Out[StartedScale] | None
-    scale7: Out[StartedScale] | None
-    scale8: Out[StartedScale] | None
-    scale9: Out[StartedScale] | None
-    scale10: Out[StartedScale] | None
-    scale11: Out[StartedScale] | None
-    scale12: Out[StartedScale] | None
-    scale13: Out[StartedScale] | None
-    scale14: Out[StartedScale] | None
-    scale15: Out[StartedScale] | None
+    scales: Out[Array[StartedScale, 16]]
+    """A layer of a decoder has 10."""
 
     def reference(self):
-        every = (getattr(self, f"scale{number}") for number in range(TOGETHER))
-        return tuple(None if one is None else one.clip / one.largest for one in every)
+        return {"scales": [{"scale": scale.clip / scale.largest} for scale in self.scales]}
 
-    def cuda(self):
-        return [launch("scales.cu", "lsq_start_scales", self, grid=1, block=32)]
+
+TOGETHER = StartScales.fields[0].count
 
 
 def start_together(operations: Iterable[Operation]) -> list[Operation]:
-    """Let all `operations` of a pass find their scales written; what writes them, to be run
-    before."""
+    """Let all `operations` of a pass find their scales written; what writes them before."""
     every = (operation.rounding() for operation in operations)
-    found = [rounded for rounded in every if isinstance(rounded, Coded) and not rounded.by_row]
-    for rounded in found:
+    coded = [rounded for rounded in every if isinstance(rounded, Coded) and not rounded.by_row]
+    for rounded in coded:
         rounded.started = True
-    parts = (found[first : first + TOGETHER] for first in range(0, len(found), TOGETHER))
+    scales = [rounded.started_scale for rounded in coded]
     return [
-        StartScales(**{f"scale{number}": one.started_scale for number, one in enumerate(part)})
-        for part in parts
+        StartScales(scales=scales[first : first + TOGETHER])
+        for first in range(0, len(scales), TOGETHER)
     ]
-
-
-def started(rounded: Coded | None) -> dict[str, int]:
-    """-D of a kernel that rounds."""
-    return {"STARTED": int(rounded is not None and rounded.started)}

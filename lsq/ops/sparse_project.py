@@ -8,19 +8,98 @@ The integers are those of Project. M rows, K inputs, P outputs.
 
 from __future__ import annotations
 
+import torch
+
 from lsq import gemm
-from lsq.gemm.configuration import MOST_TILE_ROWS
-from lsq.native.launch import TICKET, check, float_define, launch
-from lsq.ops.kernels import check_columns
+from lsq.native.launch import check
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
-from lsq.ops.scales import started
-from lsq.ops.sparse_weight import OUTPUTS, SparseWeight
-from lsq.program.declare import Activations, Floats, In, Out, extent
+from lsq.program.declare import Activations, Bytes, Codes, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Rows
 
-ROWS, THREADS = 32, 128
-"""Of a block of the kernel."""
+OUTPUTS, INPUTS, GROUPS = 16, 64, 16
+"""Of a tile; groups of four inputs of a row in it."""
+EMPTY = 0 | 1 << 2
+"""The places of a group beyond the last input."""
+
+
+class SparseWeight(Value):
+    """Codes [P, K] of which two of four neighbours are kept, and their scales."""
+
+    values: Codes
+    """[P / 16, ceil(K / 64), 32 lanes, 16]"""
+    kept: Bytes
+    """[P / 16, ceil(K / 64), 32 lanes, 4]"""
+    scale: Floats
+    """[P]"""
+    inner: int
+    """K."""
+
+    columns = extent(0, "scale")
+    """P."""
+
+    @classmethod
+    def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
+        """From fields of lsq.models.sparsity.Packed, int8 [P, K / 2] and uint8 [P, ceil(K / 8)],
+        with scale float32 [P].
+
+        Raises:
+            ValueError: P is no multiple of 16.
+        """
+        rows, inner = len(values), 2 * values.shape[1]
+        if rows % OUTPUTS:
+            raise ValueError(
+                f"a sparse weight has {rows} outputs; kernels need a multiple of {OUTPUTS}"
+            )
+        steps, groups = -(-inner // INPUTS), inner // 4
+        places = (
+            torch.stack([indices & 15, indices >> 4], dim=2).flatten(1)[:, :groups].to(torch.int64)
+        )
+        missing = steps * GROUPS - groups
+        places = torch.nn.functional.pad(places, (0, missing), value=EMPTY)
+        values = torch.nn.functional.pad(values, (0, 2 * missing))
+        # [tile, half of its rows, row, step, part, word of b, ...] -> groups in the order of
+        # registers
+        places = _in_order(places.view(rows // OUTPUTS, 2, 8, steps, 4, 4))
+        values = _in_order(values.reshape(rows // OUTPUTS, 2, 8, steps, 4, 4, 2))
+        shifts = torch.arange(0, 32, 4, device=places.device)
+        # tile, half, row, step, half of the inputs
+        words = (places.view(*places.shape[:4], 2, 8) << shifts).sum(5)
+        words = words.permute(0, 3, 2, 4, 1).to(torch.uint32).contiguous()
+        lanes = values.view(*values.shape[:4], 2, 4, 4).permute(0, 3, 2, 5, 4, 1, 6)
+        return cls(
+            values=lanes.reshape(-1, steps, 32, 16),
+            kept=words.view(torch.uint8).view(-1, steps, 32, 4),
+            scale=scale,
+            inner=inner,
+        )
+
+    def codes(self) -> torch.Tensor:
+        """Reference: int8 [P, K]."""
+        tiles, steps = self.values.shape[:2]
+        # row, part, half of the inputs, of the rows, bytes
+        lanes = self.values.view(tiles, steps, 8, 4, 2, 2, 4)
+        values = lanes.permute(0, 5, 2, 1, 4, 3, 6).reshape(tiles, 2, 8, steps, GROUPS, 2)
+        words = (
+            self.kept.view(torch.int32).view(tiles, steps, 8, 2, 2).permute(0, 4, 2, 1, 3).long()
+        )
+        shifts = torch.arange(0, 32, 4, device=words.device)
+        places = (words[..., None] >> shifts & 15).flatten(4)
+        places = torch.stack([places & 3, places >> 2], dim=5)
+        found = torch.zeros(*places.shape[:5], 4, dtype=torch.int8, device=values.device).scatter_(
+            5, places, values
+        )
+        found = found.view(tiles, 2, 8, steps, 4, 4, 4).transpose(4, 5)
+        return found.reshape(tiles * OUTPUTS, steps * INPUTS)[:, : self.inner]
+
+
+def _in_order(groups: torch.Tensor) -> torch.Tensor:
+    """[tile, half, row, step, 4, 4, ...] -> [tile, half, row, step, 16 groups in another order
+    ...]."""
+    in_order = groups.transpose(4, 5).contiguous()
+    return in_order.view(*in_order.shape[:4], -1)
+
+
 MOST_ROWS = 128
 """Up to which decoding takes this kernel: the weight is read again for each 32 rows."""
 
@@ -56,29 +135,3 @@ class SparseProject(Operation):
             False,
             "SparseProject runs on CUDA; on the CPU take PackedProject with PackedWeight.of_sparse",
         )
-
-    def cuda(self):
-        inner, end = self.weight.inner, self.nonlinearity or Nonlinearity()
-        check_columns(
-            OUTPUTS,
-            **{"the inner width of an int8 product": inner, "its outer width": self.columns},
-        )
-        blocks = max(1, -(-self.rows // ROWS))
-        check(
-            blocks <= MOST_TILE_ROWS,
-            f"{self.rows} rows are more than {MOST_TILE_ROWS * ROWS}: take smaller batches",
-        )
-        return [
-            launch(
-                "sparse_project.cu",
-                "lsq_sparse_project",
-                self,
-                inner,
-                TICKET,
-                grid=(self.columns // OUTPUTS, blocks),
-                block=THREADS,
-                ACTIVATION=int(end.activation),
-                **started(self.rounded),
-                **({} if self.out is None else float_define(self.out)),
-            )
-        ]

@@ -1,9 +1,8 @@
-"""Sums over rows that blocks of a GPU leave in parts, and the operation that finishes those of a
-whole pass at once.
+"""A gradient with its sums over rows, and parts of sums that one operation finishes for a pass.
 
-B blocks, each with a row of S sums over N columns side by side, then numbers for the clip. Programs
-for the CPU have
-none of this: its loops finish their sums themselves.
+Blocks of a GPU leave their sums in parts: each of B blocks a row with S sums over N columns side by
+side, then numbers for the clip. FinishSums adds up all parts of a pass in one launch. Loops of the
+CPU finish their sums themselves.
 """
 
 from __future__ import annotations
@@ -12,25 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lsq.native.geometry import row_blocks
-from lsq.native.launch import Launch, check, launch
-from lsq.program.declare import Floats, In, Out, Value, extent
-from lsq.program.operation import Operation, Spec
+from lsq.program.declare import Activations, Array, Floats, In, Out, Value, extent
+from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded
-
-PADDING = 4
-"""Columns beyond its sums that a row of parts has; the clip's stands in the first, and rows stay
-16-byte aligned."""
-COLUMNS = 32
-"""Columns that a block of lsq_finish_sums adds up."""
-TOGETHER = 20
-"""PartialSums of one FinishSums, at most; so many has a layer of a decoder."""
+from lsq.program.values import Coded, RoundedGradient, Rows
 
 
 class PartialSums(Value):
-    """What the blocks of one kernel have summed, and where the totals go, which are taken in the
-    order of blocks."""
+    """Sums of the blocks of one kernel, and the tensors of their totals."""
 
     parts: In[Floats]
     """[B, W], W at least S * N, and `clip_parts` more where there is a clip."""
@@ -57,152 +45,71 @@ class PartialSums(Value):
         cls,
         parts,
         columns: int,
-        outs: Sequence,
+        totals: Sequence,
         clip=None,
         coded: Coded | None = None,
         clip_parts: int = 1,
     ) -> PartialSums:
-        """Those of `columns` columns that go to `outs`, None for nowhere; `coded` was rounded under
-        the clip."""
-        first, second, third = (*outs, None, None, None)[:3]
-        factor = 1.0 if coded is None else coded.clip_factor
+        """Sums of `columns` columns that go to `totals` (None: nowhere); `coded` has the clip."""
+        first, second, third = (*totals, None, None, None)[:3]
         return cls(
             parts=parts,
             first=first,
             second=second,
             third=third,
             clip=clip,
-            sums=len(outs),
+            sums=len(totals),
             columns=columns,
-            factor=factor,
+            factor=1.0 if coded is None else coded.clip_factor,
             clip_parts=clip_parts,
         )
 
+    @classmethod
+    def of_clips(cls, parts, clips: int, dclip: torch.Tensor | None) -> PartialSums:
+        """Gradients of the clips of a weight: columns where rows have clips, else one number."""
+        return cls.of(parts, clips, (dclip,)) if clips > 1 else cls.of(parts, 0, (), dclip)
+
     @property
-    def outs(self) -> tuple:
+    def totals(self) -> tuple:
         """Where the totals go."""
         return self.first, self.second, self.third, self.clip
 
     @property
     def wanted(self) -> bool:
-        """Whether any total is."""
-        return any(one is not None for one in self.outs)
+        """Whether any total goes anywhere."""
+        return any(total is not None for total in self.totals)
 
-    @property
-    def strips(self) -> int:
-        """Blocks that add them up, on a GPU."""
-        return max(1, -(-self.sums * self.columns // COLUMNS))
+    def add_up(self) -> dict[str, torch.Tensor]:
+        """Reference: the written fields."""
+        whole, names = self.parts.sum(dim=0), ("first", "second", "third")[: self.sums]
+        results = dict(zip(names, whole.split(self.columns or 1), strict=False))
+        begin = self.sums * self.columns
+        numbers = self.parts[:, begin : begin + self.clip_parts].double()
+        return results | {"clip": (numbers.sum() * self.factor).float()}
 
-    def totals(self) -> tuple[torch.Tensor | None, ...]:
-        """Reference: what the written fields hold."""
-        whole, width = self.parts.sum(dim=0), self.columns
-        found = [whole[first * width : (first + 1) * width] for first in range(self.sums)]
-        clip = None
-        if self.clip is not None:
-            first = self.sums * width
-            clip = (
-                self.parts[:, first : first + self.clip_parts].double().sum() * self.factor
-            ).float()
-        return *found, *(None,) * (3 - self.sums), clip
+    def as_parts(self) -> torch.Tensor | None:
+        """Reference: parts that come to the totals, all in the first row; None without parts."""
+        if self.parts is None:
+            return None
+        made, (*sums, clip) = torch.zeros_like(self.parts), self.totals
+        for number, total in enumerate(sums[: self.sums]):
+            made[0, number * self.columns : (number + 1) * self.columns] = total
+        if clip is not None:
+            made[0, self.sums * self.columns] = clip / self.factor
+        return made
 
 
 class FinishSums(Operation):
-    """Adds up the parts that the operations before it have left, one launch for all: the last
-    operation of a pass."""
+    """Adds up the parts that the operations before it have left: the last operation of a pass."""
 
-    sums0: Out[PartialSums]
-    sums1: Out[PartialSums] | None
-    sums2: Out[PartialSums] | None
-    sums3: Out[PartialSums] | None
-    sums4: Out[PartialSums] | None
-    sums5: Out[PartialSums] | None
-    sums6: Out[PartialSums] | None
-    sums7: Out[PartialSums] | None
-    sums8: Out[PartialSums] | None
-    sums9: Out[PartialSums] | None
-    sums10: Out[PartialSums] | None
-    sums11: Out[PartialSums] | None
-    sums12: Out[PartialSums] | None
-    sums13: Out[PartialSums] | None
-    sums14: Out[PartialSums] | None
-    sums15: Out[PartialSums] | None
-    sums16: Out[PartialSums] | None
-    sums17: Out[PartialSums] | None
-    sums18: Out[PartialSums] | None
-    sums19: Out[PartialSums] | None
-
-    @classmethod
-    def of(cls, found: Sequence[PartialSums]) -> FinishSums:
-        """Of up to TOGETHER of them."""
-        return cls(**{f"sums{number}": one for number, one in enumerate(found)})
-
-    @property
-    def found(self) -> list[PartialSums]:
-        """All that there are."""
-        every = (getattr(self, f"sums{number}") for number in range(TOGETHER))
-        return [one for one in every if one is not None]
+    sums: Out[Array[PartialSums, 20]]
+    """As many as a layer of a decoder has."""
 
     def reference(self):
-        found = [total for one in self.found for total in one.totals()]
-        return *found, *(None,) * (4 * TOGETHER - len(found))
-
-    def cuda(self):
-        strips = max(one.strips for one in self.found)
-        return [launch("sums.cu", "lsq_finish_sums", self, grid=(strips, len(self.found)))]
+        return {"sums": [partial.add_up() for partial in self.sums]}
 
 
-def parts_of(rows: int, columns: int, sums: int) -> Spec:
-    """(shape, dtype) of what a kernel on M rows leaves of `sums` sums over them."""
-    return (row_blocks(rows, columns), sums * columns + PADDING), torch.float32
-
-
-def check_parts(parts: torch.Tensor, wanted: Spec) -> None:
-    """Refuse parts that memory was planned for before other tuned files were named, which change
-    who leaves them.
-
-    Raises:
-        ValueError: they have another shape than `wanted`.
-    """
-    check(
-        tuple(parts.shape) == wanted[0],
-        f"parts of sums are {list(parts.shape)}, and products as they are tuned now leave"
-        f" {list(wanted[0])}: name "
-        "tuned files before memory is planned",
-    )
-
-
-def finish(found: PartialSums, leaves: bool) -> list[Launch]:
-    """What adds up parts at once, for an operation by itself; nothing where it `leaves` them, or
-    nobody wants any."""
-    if leaves or not found.wanted:
-        return []
-    return [
-        launch(
-            "sums.cu",
-            "lsq_finish_own_sums",
-            found.parts,
-            *found.outs,
-            found.sums,
-            found.columns,
-            found.blocks,
-            found.width,
-            found.clip_parts,
-            found.factor,
-            grid=found.strips,
-        )
-    ]
-
-
-def as_parts(parts: torch.Tensor | None, found: PartialSums) -> torch.Tensor | None:
-    """Reference: parts whose totals are the tensors in `found`, all in the first row."""
-    if parts is None:
-        return None
-    made, (*sums, clip) = torch.zeros_like(parts), found.outs
-    for number, total in enumerate(sums[: found.sums]):
-        made[0, number * found.columns : (number + 1) * found.columns] = total
-    if clip is not None:
-        made[0, found.sums * found.columns] = clip / found.factor
-    return made
+TOGETHER = FinishSums.fields[0].count
 
 
 def finish_together(
@@ -214,7 +121,52 @@ def finish_together(
         operations: virtual ones, of one pass.
         tensor: makes a virtual tensor of a name, a shape and a dtype.
     """
-    found = [one for operation in operations for one in operation.leave_sums(tensor)]
+    left = [partial for operation in operations for partial in operation.leave_sums(tensor)]
     return [
-        FinishSums.of(found[first : first + TOGETHER]) for first in range(0, len(found), TOGETHER)
+        FinishSums(sums=left[first : first + TOGETHER]) for first in range(0, len(left), TOGETHER)
     ]
+
+
+class SummedGradient(Value):
+    """The gradient [M, C] of what a product wrote, as floats or rounded, and its sums over rows."""
+
+    floats: Activations | None
+    """[M, C]"""
+    rounded: RoundedGradient | None
+    """The gradient, rounded."""
+    sum: Floats | None
+    """[C], over rows: the gradient of the product's bias."""
+    clip: Floats | None
+    """[1], of the clip under which the tensor was rounded."""
+    parts: Floats | None
+    """Parts of `sum` and `clip`, in place of these."""
+
+    @classmethod
+    def of(cls, rows: Rows, builder) -> SummedGradient:
+        """Where the gradient of those rows goes in a program of a lsq.program.builder.Builder."""
+        floats, rounded = builder.product_gradient(rows.tensor)
+        return cls(
+            floats=floats,
+            rounded=rounded,
+            sum=builder.bias_gradient(rows.tensor),
+            clip=builder.parameter_gradient(rows.clip),
+        )
+
+    def encode(self, gradient: torch.Tensor, coded: Coded | None) -> dict:
+        """Reference: the written fields, from the gradient of codes * scale or of floats."""
+        clip = torch.zeros(1, dtype=torch.float32)
+        if coded is not None:
+            gradient, clip = coded.straight_through(gradient)
+        total = gradient.sum(dim=0)
+        partial = PartialSums.of(self.parts, gradient.shape[1], (total,), clip, coded)
+        return {
+            "floats": gradient,
+            "rounded": self.rounded and self.rounded.encode(gradient),
+            "sum": total,
+            "clip": clip,
+            "parts": partial.as_parts(),
+        }
+
+    def partial(self, parts, columns: int, coded: Coded | None) -> PartialSums:
+        """The sums that a kernel leaves in `parts`."""
+        return PartialSums.of(parts, columns, (self.sum,), self.clip, coded)

@@ -1,5 +1,4 @@
-"""The projection onto the vocabulary, log-softmax and label smoothing in one operation, without the
-logits.
+"""Projection onto the vocabulary, log-softmax and label smoothing in one operation without logits.
 
 With logits l[v], p = softmax(l), smoothing e spread over all V words but counted as fairseq does,
 e' = e / (V - 1):
@@ -29,20 +28,18 @@ import dataclasses
 
 import torch
 
-from lsq import gemm
 from lsq.native import loader
-from lsq.native.launch import check, float_define, launch
+from lsq.native.launch import check
 from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
 from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
-from lsq.ops.vocabulary_loss_product import gradient_of_tiles, loss_of_tiles, tile_sums
 from lsq.program.declare import Activations, Floats, In, Out
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
 
 PRODUCT, GRADIENT_PRODUCT = "vocabulary_loss", "vocabulary_loss_gradient"
-"""What lsq.gemm calls the products of codes."""
+"""Names of the products of codes in lsq.gemm."""
 
 
 class VocabularyLoss(Operation):
@@ -72,13 +69,14 @@ class VocabularyLoss(Operation):
         nll = torch.where(counted, normaliser - logits[torch.arange(given.rows), given.target], 0.0)
         smooth = torch.where(counted, given.vocabulary * normaliser - logits.sum(dim=1), 0.0)
         loss = (given.target_weight * nll + given.each * smooth).sum()
+        results = {"loss": loss, "nll": nll.sum(), "normaliser": normaliser}
         if self.bound is None:
-            return loss, nll.sum(), normaliser, None, None, None
+            return results
         likeliest, gradient = given.kept(logits, normaliser)
         bound = given.bound(logits, normaliser, self.kept is not None)
         if self.kept is None:
             bound = bound.maximum((gradient[0] * given.weight.scale[given.target]).abs())
-        return loss, nll.sum(), normaliser, bound, likeliest, gradient
+        return results | {"bound": bound, "kept": {"likeliest": likeliest, "gradient": gradient}}
 
     def cpu_scratch(self):
         """Sums of blocks of columns, six numbers of each row; the logits of the targets; memory of
@@ -90,36 +88,6 @@ class VocabularyLoss(Operation):
     def cpu(self, parts, chosen, memory):
         self.prediction.multiply(PRODUCT, self, memory, parts, chosen)
         loader.call("lsq_finish_vocabulary_loss", self, parts, chosen)
-
-    @property
-    def _tile(self) -> gemm.TileConfiguration | None:
-        """Of codes, how a kernel of a GPU makes the logits; None: there are no rows."""
-        return self.prediction.cuda_tile(PRODUCT)
-
-    def cuda_scratch(self):
-        """Both losses of each row; of codes, what tiles leave of the rows and the logits of the
-        targets; of floats, what Prediction.cuda_scratch says.
-        """
-        given = self.prediction
-        row = (given.rows,), torch.float32
-        if given.x.coded is None:
-            return [row, row, *given.cuda_scratch()]
-        return [row, row, tile_sums(self._tile, given), row]
-
-    def cuda(self, losses, nlls, *scratch):
-        given = self.prediction
-        if given.x.coded is None:
-            check(
-                self.bound is None,
-                "the gradient of float logits is not rounded: leave its bound out",
-            )
-            entries = given.cuda_blocks(scratch, "lsq_vocabulary_loss", self, losses, nlls)
-        else:
-            entries = loss_of_tiles(self, self._tile, *scratch, losses, nlls)
-        return [
-            *entries,
-            launch("vocabulary_sums.cu", "lsq_sum_losses", self, losses, nlls, grid=2),
-        ]
 
     def gradient(self, builder) -> None:
         given = dataclasses.replace(
@@ -146,12 +114,12 @@ class VocabularyLoss(Operation):
         source = given.x.tensor
         dx = builder.tensor("d_" + source.name, source.shape)
         of_kept = {"prediction": given.bare(), "kept": self.kept, "dloss": dloss}
-        joined = None
+        accumulated = None
         if self.kept is not None and builder.needs_gradient(source):
-            joined = dx
+            accumulated = dx
             builder.add(KeptInputGradient(**of_kept, dx=dx))
         dweight = append_gradients(
-            builder, given, given.weight, (dlogits, rounded), dx=dx, joined=joined
+            builder, given, given.weight, (dlogits, rounded), dx=dx, accumulated=accumulated
         )
         if self.kept is not None and dweight is not None:
             builder.add(
@@ -194,25 +162,16 @@ class VocabularyLossGradient(Operation):
     def reference(self):
         gradient = self.prediction.gradient(self.prediction.logits(), self.normaliser)
         if self.rounded is None:
-            return gradient * self.dloss, None, None
-        codes, scale = self.rounded.encode(gradient, self.bound)
+            return {"dlogits": gradient * self.dloss}
+        rounded = self.rounded.encode(gradient, self.bound)
+        rounded["scale"] = rounded["scale"] * self.dloss
         if self.kept is not None:
             for word, _ in self.kept.words(self.prediction):
-                codes[torch.arange(len(codes)), word] = 0
-        return None, codes, scale * self.dloss
+                rounded["codes"][torch.arange(self.prediction.rows), word] = 0
+        return {"rounded": rounded}
 
     def cpu_scratch(self):
         return [self.prediction.cpu_memory(GRADIENT_PRODUCT)]
 
     def cpu(self, memory):
         self.prediction.multiply(GRADIENT_PRODUCT, self, memory)
-
-    def cuda_scratch(self):
-        return self.prediction.cuda_scratch() if self.prediction.x.coded is None else []
-
-    def cuda(self, *scratch):
-        if self.prediction.x.coded is not None:
-            return gradient_of_tiles(self, self.prediction.cuda_tile(GRADIENT_PRODUCT))
-        return self.prediction.cuda_blocks(
-            scratch, "lsq_vocabulary_loss_gradient", self, **float_define(self.dlogits)
-        )

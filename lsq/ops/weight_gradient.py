@@ -15,28 +15,8 @@ import torch
 
 from lsq import gemm
 from lsq.native import loader
-from lsq.native.geometry import MANY_BLOCKS, TILE, padded, row_blocks, row_defines, tiles
-from lsq.native.launch import Product, launch
-from lsq.ops.kernels import check_columns, zero
-from lsq.ops.products import (
-    SUMS,
-    converted,
-    converted_scratch,
-    float_product,
-    float_product_into,
-    int8_products,
-    narrow_scratch,
-    sums_scratch,
-)
-from lsq.ops.sums import as_parts, check_parts, finish
-from lsq.ops.transpose import transposed_scratch
-from lsq.ops.weight_gradient_product import (
-    split_scratch,
-    sums_of_clips,
-    tile_clip_sums,
-    weight_gradient_product,
-)
-from lsq.ops.weight_in_out import clip_sums_in_out, end_in_out
+from lsq.ops.products import float_product, float_product_into, narrow_scratch
+from lsq.ops.sums import PartialSums
 from lsq.program.declare import (
     Activations,
     Floats,
@@ -49,14 +29,12 @@ from lsq.program.declare import (
     factor,
     size,
 )
-from lsq.program.operation import Operation, Spec
+from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
 
 GEMM = "project_weight_gradient"
-"""What lsq.gemm calls the product of codes."""
-PARTS = 16
-"""Most runs of rows whose largest magnitudes per column are found apart."""
+"""Name of the product of codes in lsq.gemm."""
 
 
 class ProjectWeightGradient(Operation):
@@ -73,16 +51,16 @@ class ProjectWeightGradient(Operation):
     key: In[Indices] | None
     """[1]; with `subsequence`, of the random numbers under backward="int8"."""
     subsequence: int = 0
-    lsq: bool = False
-    """The clip learns by LSQ, not PACT."""
+    learned_step: bool = False
+    """The clip learns by LSQ (learned step size), not PACT."""
     dweight: Out[Parameters]
     """[N, K], or [K, N] where the weight is by inputs; of the dtype of its values."""
     dclip: Out[Floats] | None
     """[N] or [1], like the clip."""
     parts: Out[Floats] | None
-    """Of `dclip`, in its place; see lsq.ops.sums."""
+    """Parts of `dclip`, in its place; see lsq.ops.sums."""
     dtype: Host[str] = "float32"
-    """Of the product of floats."""
+    """dtype of the product of floats."""
 
     rows = extent(0, "gradient.codes", "floats")
     clips = extent(0, "weight.clip")
@@ -99,28 +77,23 @@ class ProjectWeightGradient(Operation):
 
     @factor
     def clip_factor(self) -> float:
-        if not self.lsq:
+        if not self.learned_step:
             return 1.0
         return arithmetic.lsq_factor(
             self.weight_rows * self.columns // self.clips, self.weight.format.bits
         )
 
     @property
-    def _upstream(self) -> torch.Tensor:
+    def upstream(self) -> torch.Tensor:
         return self.floats if self.gradient is None else self.gradient.codes
 
     @property
-    def _product_dtype(self) -> torch.dtype:
-        """Of the operands of a product of floats, on a GPU."""
-        return self.x.floats.dtype if self.x.coded is None else getattr(torch, self.dtype)
-
-    @property
-    def _float_mode(self) -> bool:
+    def float_mode(self) -> bool:
         return self.weight.codes is None and self.weight.clip is None
 
     def reference(self):
-        if self._float_mode:
-            return self._as_held(self.floats.t() @ self.x.floats), None, None
+        if self.float_mode:
+            return {"dweight": self._as_held(self.floats.t() @ self.x.floats)}
         if self.gradient is None:
             x = self.x.floats if self.x.coded is None else self.x.coded.decode()
             product = float_product(self.floats.t(), x, self.dtype)
@@ -137,9 +110,11 @@ class ProjectWeightGradient(Operation):
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
             product = product * (scale * shared) * (1.0 / self.weight.scale)[:, None]
         dweight, dclip = self._straight_through(product[: self.weight_rows])
-        dweight = self._as_held(dweight).to(self.weight.values.dtype)
-        found = None if self.parts is None else sums_of_clips(self.parts, self.clips, dclip)
-        return dweight, dclip, as_parts(self.parts, found)
+        return {
+            "dweight": self._as_held(dweight).to(self.weight.values.dtype),
+            "dclip": dclip,
+            "parts": PartialSums.of_clips(self.parts, self.clips, dclip).as_parts(),
+        }
 
     def _as_held(self, dweight: torch.Tensor) -> torch.Tensor:
         """[N, K] as the weight is, or the other way round."""
@@ -151,7 +126,7 @@ class ProjectWeightGradient(Operation):
         limit = clip.reshape(-1, 1)
         outside = (weight.abs() > limit) & (not self.weight.absmax)
         contribution = torch.where(outside, product * weight.sign(), 0.0)
-        if self.lsq:
+        if self.learned_step:
             rows = slice(self.weight_rows)
             decoded = self.weight.codes[rows].to(torch.float32) * self.weight.scale[rows, None]
             contribution = (
@@ -163,9 +138,9 @@ class ProjectWeightGradient(Operation):
         )
 
     def cpu_scratch(self):
-        if self._float_mode:
+        if self.float_mode:
             return []
-        (rows, inner), columns = self._upstream.shape, self.columns
+        (rows, inner), columns = self.upstream.shape, self.columns
         sums, x = ((self.weight_rows,), torch.float32), (rows, columns)
         if self.gradient is not None:
             memory = gemm.scratch_for(GEMM, inner, columns, rows)
@@ -177,7 +152,7 @@ class ProjectWeightGradient(Operation):
         return [sums, *floats, *narrow_scratch((inner, rows), product, self.dtype)]
 
     def cpu(self, *scratch):
-        if self._float_mode:
+        if self.float_mode:
             torch.mm(self.floats.t(), self.x.floats, out=self._as_held(self.dweight))
         elif self.rows == 0:
             self.dweight.zero_()
@@ -203,159 +178,3 @@ class ProjectWeightGradient(Operation):
                 loader.call("lsq_round_columns", self, codes, column_scale)
             gemm.multiply(GEMM, self, gradient, codes.t(), memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)
-
-    @property
-    def _tile(self) -> gemm.TileConfiguration | None:
-        """How one kernel of a GPU makes the product and ends it; None: a library makes it, another
-        kernel ends it."""
-        if self.gradient is None or self.weight.in_out:
-            return None
-        rows, inner = self.gradient.codes.shape
-        return gemm.cuda_tile(GEMM, inner, self.columns, padded(rows) if rows else 0)
-
-    @property
-    def _clip_sums(self) -> Spec:
-        """(shape, dtype) of what a GPU leaves of the gradients of the clips."""
-        if self.weight.in_out:
-            return clip_sums_in_out(self)
-        tile = self._tile
-        if tile is None:
-            return (self.weight_rows, 1), torch.float32
-        return tile_clip_sums(tile, self.weight_rows, self.columns, self.clips)
-
-    @property
-    def _leaves_no_sums(self) -> bool:
-        """Whether the kernel on rows makes the gradients of the clips, of which each row has
-        one."""
-        return self.clips > 1 and self._tile is None and not self.weight.in_out
-
-    def leave_sums(self, tensor):
-        if self.dclip is None or self._leaves_no_sums:
-            return []
-        found = sums_of_clips(
-            tensor(self.dclip.name + ".parts", *self._clip_sums), self.clips, self.dclip
-        )
-        self.parts, self.dclip = found.parts, None
-        return [found]
-
-    def cuda_scratch(self):
-        if self._float_mode:
-            return []
-        (rows, inner), columns, tile = self._upstream.shape, self.columns, self._tile
-        sums = [] if self.parts is not None else [self._clip_sums]
-        product = (columns, inner) if self.weight.in_out else (inner, columns)
-        if self.gradient is not None:
-            parts = max(1, min(PARTS, -(-rows // TILE)))
-            made = (
-                split_scratch(tile, self.weight_rows, columns)
-                if tile
-                else sums_scratch(*product, padded(rows))
-            )
-            return [
-                *sums,
-                transposed_scratch(rows, inner),
-                transposed_scratch(rows, columns),
-                ((parts, columns), torch.float32),
-                ((columns,), torch.float32),
-                *made,
-            ]
-        dtype = self._product_dtype
-        operands = [
-            *converted_scratch(self.x.tensor, dtype),
-            *converted_scratch(self.floats, dtype),
-        ]
-        return [*sums, (product, torch.float32), *operands]
-
-    def cuda(self, *scratch):
-        if self._float_mode:
-            return (
-                [self._floats(self.floats, self.x.floats, self.dweight)]
-                if self.rows
-                else [zero(self.dweight)]
-            )
-        sums, *scratch = scratch if self.parts is None else (self.parts, *scratch)
-        check_parts(sums, self._clip_sums)
-        if self.gradient is not None:
-            entries = self._int8_entries(sums, *scratch)
-        else:
-            entries = self._float_entries(sums, iter(scratch))
-        if self._leaves_no_sums:
-            return entries
-        return [
-            *entries,
-            *finish(sums_of_clips(sums, self.clips, self.dclip), leaves=self.parts is not None),
-        ]
-
-    def _floats(self, gradient, x, out) -> Product:
-        """gradient [M, N] and x [M, K] -> out [N, K], or [K, N]."""
-        a, b = (x, gradient) if self.weight.in_out else (gradient, x)
-        return Product(a=a, b=b, out=out, transpose_a=True, transpose_b=True)
-
-    def _int8_entries(self, sums, gradient, x, largest, scale, *made):
-        """Both operands transposed, x rounded once more with a scale for each column, their product
-        and its end."""
-        inner, columns, tile = self._upstream.shape[1], self.columns, self._tile
-        check_columns(
-            16, **{"the width of a weight": columns, "the width of its gradient's operand": inner}
-        )
-        parts, width = len(largest), x.shape[1]
-        (down, along), (_, strips) = tiles(width, inner), tiles(width, columns)
-        operands = [
-            launch(
-                "transpose.cu",
-                "lsq_begin_weight_gradient",
-                self,
-                gradient,
-                largest,
-                parts,
-                inner,
-                width,
-                grid=parts * strips + down * along,
-            ),
-            launch(
-                "transpose.cu",
-                "lsq_round_transposed",
-                self,
-                largest,
-                scale,
-                x,
-                parts,
-                width,
-                grid=(down, strips),
-            ),
-        ]
-        if tile is not None:
-            parts = made[0] if made else None
-            return [
-                *operands,
-                weight_gradient_product(self, tile, (gradient, x, scale), sums, parts),
-            ]
-        pair = (x, gradient) if self.weight.in_out else (gradient, x)
-        return [*operands, *int8_products(*pair, *made, op=GEMM), self._end(made[-1], scale, sums)]
-
-    def _end(self, product, column_scale, sums):
-        """The kernel on rows; the gradients of clips for rows are whole there."""
-        if self.weight.in_out:
-            return end_in_out(self, product, column_scale, sums)
-        per_channel = self.clips > 1 and self.dclip is not None
-        return launch(
-            "weight_gradient.cu",
-            "lsq_project_weight_gradient",
-            self,
-            product if self.rows else None,
-            column_scale,
-            self.dclip if per_channel else sums,
-            grid=row_blocks(self.weight_rows, self.columns, most=MANY_BLOCKS),
-            SUMS=0 if self.gradient is None else SUMS[product.dtype],
-            FLOAT=0,
-            **row_defines(self.columns),
-        )
-
-    def _float_entries(self, sums, scratch):
-        product, dtype = next(scratch), self._product_dtype
-        values, x = converted(
-            self.x.tensor, None if self.x.coded is None else self.x.scale, dtype, scratch
-        )
-        gradients, gradient = converted(self.floats, None, dtype, scratch)
-        products = [*values, *gradients, self._floats(gradient, x, product)] if self.rows else []
-        return [*products, self._end(product, None, sums)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lsq.native.places import contiguous_address
+from lsq.native.addresses import contiguous_address
 from lsq.ops.adam import NORM_RUN, NUMBERS, Adam, AdamSteps, GradientNorm, Table, tiles_of
 from lsq.program.values import Weight
 from lsq.run.backends import Backend

@@ -28,7 +28,7 @@ class Backend:
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
         packed_rows: up to how many rows a product reads its weight as a packed format stores it,
             instead of as codes.
-        packs_weights: whether decoding wants weights packed (lsq.ops.packed_weight), not as plain
+        packs_weights: whether decoding wants weights packed (lsq.ops.packed_project), not as plain
             codes.
         multiplies_groups: whether products of int8 codes with scales of groups are fast
             (lsq.ops.grouped_product).
@@ -60,7 +60,7 @@ class Backend:
         return ()
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
-        """What runs `calls` one after another on their tensors, as often as it is called.
+        """Return a function that runs `calls` one after another on their tensors.
 
         Raises:
             ValueError: an operation cannot take these tensors here.

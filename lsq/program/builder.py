@@ -2,7 +2,7 @@
 gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,16 +11,90 @@ from lsq.config import Adapter, QuantConfig
 from lsq.native import tiles
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
-from lsq.program.parameters import CLIPS, Kind
+from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program, lifetimes_of
-from lsq.program.recorder import Recorder
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import SEEN, Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT, Grain
 
-Add = Callable[[VirtualTensor, VirtualTensor, VirtualTensor], Operation]
-Begin = Callable[[Sequence[Operation]], Sequence[Operation]]
-Finish = Callable[[Sequence[Operation], Callable[..., VirtualTensor]], Sequence[Operation]]
+
+class Recorder:
+    """Collects operations over virtual tensors.
+
+    Args:
+        wanted: inputs and parameters of these names alone need a gradient; None: all do.
+    """
+
+    def __init__(self, wanted: Collection[str] | None = None):
+        self._wanted = wanted
+        self._needless: set[VirtualTensor] = set()
+        """Tensors that depend on nothing that needs a gradient."""
+        self._operations: list[Operation] = []
+        self._inputs: list[VirtualTensor] = []
+        self._parameters: dict[str, VirtualTensor] = {}
+        self._outputs: list[VirtualTensor] = []
+        self._producers: dict[VirtualTensor, Operation] = {}
+        self._names: set[str] = set()
+
+    def tensor(
+        self, name: str, shape, dtype=torch.float32, role: str = "temporary"
+    ) -> VirtualTensor:
+        """A new virtual tensor; a number is appended to a name that is taken."""
+        unique, number = name, 2
+        while unique in self._names:
+            unique, number = f"{name}.{number}", number + 1
+        self._names.add(unique)
+        return VirtualTensor(name=unique, shape=tuple(shape), dtype=dtype, role=role)
+
+    def like(self, name: str, tensor: VirtualTensor) -> VirtualTensor:
+        """A new tensor with the shape and dtype of another."""
+        return self.tensor(name, tensor.shape, tensor.dtype)
+
+    def input(self, name: str, shape, dtype=torch.float32) -> VirtualTensor:
+        """A tensor that each run brings along."""
+        tensor = self.tensor(name, shape, dtype, "input")
+        self._inputs.append(tensor)
+        self._note_need(tensor)
+        return tensor
+
+    def _note_need(self, leaf: VirtualTensor) -> None:
+        if self._wanted is not None and leaf.name not in self._wanted:
+            self._needless.add(leaf)
+
+    def parameter(
+        self, name: str, shape, kind: Kind, *, dtype=torch.float32, **start
+    ) -> VirtualTensor:
+        """A parameter, the same virtual tensor for each call with the same name; start: see
+        Parameter."""
+        if name not in self._parameters:
+            tensor = self.tensor(name, shape, dtype, role="parameter")
+            tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)
+            self._parameters[name] = tensor
+            self._note_need(tensor)
+        return self._parameters[name]
+
+    def output(self, tensor: VirtualTensor) -> None:
+        """Make `tensor` a result of the program."""
+        tensor.role = "output"
+        self._outputs.append(tensor)
+
+    def add(self, operation: Operation) -> Operation:
+        """Append an operation."""
+        self._operations.append(operation)
+        needless = self._wanted is not None and self._needless.issuperset(operation.inputs)
+        for tensor in operation.outputs:
+            self._producers.setdefault(tensor, operation)
+            if needless:
+                self._needless.add(tensor)
+        return operation
+
+    def needs_gradient(self, tensor: VirtualTensor | None) -> bool:
+        """Whether anything that needs a gradient gets one by way of that of `tensor`."""
+        return tensor is not None and tensor not in self._needless
+
+    def producer(self, tensor: VirtualTensor) -> Operation | None:
+        """The operation that wrote `tensor`, if one did."""
+        return self._producers.get(tensor)
 
 
 class Builder(Recorder):
@@ -34,10 +108,6 @@ class Builder(Recorder):
             names alone; without one, weights come in as codes.
         backend: where it will run, which decides how much scratch memory operations take and how
             wide activations are.
-        add: makes the operation that adds two tensors into a third.
-        begin: makes the first operations of a forward pass from the others.
-        finish: makes the last operations of a backward pass from the others and from what makes
-            virtual tensors.
     """
 
     def __init__(
@@ -48,19 +118,16 @@ class Builder(Recorder):
         training: bool,
         backward: bool | frozenset[str],
         backend: Backend,
-        add: Add,
-        begin: Begin = lambda operations: (),
-        finish: Finish = lambda operations, tensor: (),
     ):
         super().__init__(wanted=None if isinstance(backward, bool) else backward)
         self.name, self.quant = name, quant
         self.training, self.backward = training, bool(backward)
-        self._backend, self._make_add, self._begin, self._finish = backend, add, begin, finish
+        self._backend = backend
         self._gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._product_gradients: dict[
             VirtualTensor, tuple[VirtualTensor | None, RoundedGradient | None]
         ] = {}
-        self._joined: dict[VirtualTensor, VirtualTensor] = {}
+        self._accumulated: dict[VirtualTensor, VirtualTensor] = {}
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
@@ -69,6 +136,18 @@ class Builder(Recorder):
         self.activations: dict[str, VirtualTensor] = {}
         """Names of those that a clip was asked for, in order -> what is read of them."""
         self.key = self.input("random_key", (1,), torch.int64)
+
+    def make_add(self, a: VirtualTensor, b: VirtualTensor, total: VirtualTensor) -> Operation:
+        """The operation that adds two tensors into a third."""
+        raise NotImplementedError
+
+    def first_operations(self, forward: Sequence[Operation]) -> Sequence[Operation]:
+        """The operations of a forward pass that precede the others."""
+        return ()
+
+    def last_operations(self, backward: Sequence[Operation]) -> Sequence[Operation]:
+        """The operations of a backward pass that follow the others."""
+        return ()
 
     # Values
 
@@ -165,7 +244,7 @@ class Builder(Recorder):
     def _new_weight(
         self, name: str, shape: tuple[int, int], rows: int | None, in_out: bool, start: dict
     ) -> Weight:
-        """What all calls of `weight` share, with codes where products read those."""
+        """The weight that all calls of `weight` share, with codes where products read those."""
         form = self.quant.weight_form(name)
         clip = None if form is None else name + "_clip"
         held = shape[::-1] if in_out else shape
@@ -244,20 +323,20 @@ class Builder(Recorder):
             self._gradients.pop(one, None)
         return total
 
-    def join(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, VirtualTensor]:
+    def accumulate_into(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, VirtualTensor]:
         """Accumulate into the gradient that a product of `tensor` will take: (sum so far, new
         sum)."""
-        before = self._joined.get(tensor)
-        self._joined[tensor] = self.tensor("d_" + tensor.name + ".joined", tensor.shape)
-        return before, self._joined[tensor]
+        before = self._accumulated.get(tensor)
+        self._accumulated[tensor] = self.tensor("d_" + tensor.name + ".accumulated", tensor.shape)
+        return before, self._accumulated[tensor]
 
-    def take_joined(self, tensor: VirtualTensor) -> VirtualTensor | None:
-        """The sum that `join` has accumulated, if it was called."""
-        return self._joined.pop(tensor, None)
+    def take_accumulated(self, tensor: VirtualTensor) -> VirtualTensor | None:
+        """The sum that `accumulate_into` has accumulated, if it was called."""
+        return self._accumulated.pop(tensor, None)
 
     def _sum(self, a: VirtualTensor, b: VirtualTensor) -> VirtualTensor:
         total = self.like(a.name, a)
-        self.add(self._make_add(a, b, total))
+        self.add(self.make_add(a, b, total))
         return total
 
     def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
@@ -303,7 +382,7 @@ class Builder(Recorder):
     def product_gradient_of(
         self, tensor: VirtualTensor
     ) -> tuple[VirtualTensor | None, RoundedGradient | None]:
-        """What the reader of a product's result wrote; the gradient as it came in, for a result of
+        """The gradient that the reader of a product's result wrote, or that came in for a result of
         the program."""
         return self._product_gradients.get(tensor, (self._gradients.get(tensor), None))
 
@@ -326,10 +405,10 @@ class Builder(Recorder):
             for operation in reversed(forward):
                 if not self._needless.issuperset(operation.outputs):
                     operation.gradient(self)
-            for operation in self._finish(self._operations[len(forward) :], self.tensor):
+            for operation in self.last_operations(self._operations[len(forward) :]):
                 self.add(operation)
             differentiable, gradients = self._leaves()
-        begun = tuple(self._begin(forward))
+        begun = tuple(self.first_operations(forward))
         operations = (*begun, *self._operations)
         self._narrow()
         scratch = tuple(self._scratch(operation) for operation in operations)

@@ -19,6 +19,7 @@ import torch
 from lsq.native import declarations, loader
 
 T = TypeVar("T")
+N = TypeVar("N")
 
 
 class In(Generic[T]):
@@ -29,6 +30,10 @@ class Out(Generic[T]):
     """Marks a field that the operation writes."""
 
 
+class Array(Generic[T, N]):
+    """Marks a field of up to N values: a list in Python, an array in C++."""
+
+
 class Host(Generic[T]):
     """Marks a field that only Python knows."""
 
@@ -37,11 +42,11 @@ Activations = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
 """float32; on a GPU it may be bfloat16."""
 Floats = Annotated[torch.Tensor, torch.float32]
 Codes = Annotated[torch.Tensor, torch.int8]
-"""Of whatever format."""
+"""Codes of any format."""
 Bits = Annotated[torch.Tensor, torch.uint8]
 """Element i of what they tell of is bit i % 8 of byte i // 8."""
 Offsets = Annotated[torch.Tensor, torch.int32]
-"""Where each sentence begins among the rows."""
+"""Row at which each sequence begins."""
 Indices = Annotated[torch.Tensor, torch.int64]
 """Whole numbers from 0; Operation.limits says up to where."""
 Key = Annotated[torch.Tensor, torch.int64]
@@ -83,11 +88,19 @@ def extent(axis: int, *places: str) -> size:
     return size(find)
 
 
-def attribute(holder, path: Sequence[str]):
-    """What `holder` has at the end of a path of names; None where it, or a value on the way, is
-    missing."""
+Path = tuple[str | int, ...]
+"""Names of fields, and indices in arrays, that lead to a tensor."""
+
+
+def attribute(holder, path: Path):
+    """The end of a path from `holder`; None where it, or a value on the way, is missing."""
     for part in path:
-        holder = None if holder is None else getattr(holder, part)
+        if holder is None:
+            return None
+        if isinstance(part, int):
+            holder = holder[part] if part < len(holder) else None
+        else:
+            holder = getattr(holder, part)
     return holder
 
 
@@ -95,18 +108,22 @@ def attribute(holder, path: Sequence[str]):
 class Leaf:
     """A tensor field of a declaration, or of a value in it."""
 
-    path: tuple[str, ...]
+    path: Path
     kind: str
     written: bool
     optional: bool
 
     @property
     def name(self) -> str:
-        return ".".join(self.path)
+        return _dotted(self.path)
 
     def of(self, holder: "Declared"):
-        """What `holder` has there; None where it, or the value that would have it, is missing."""
+        """The tensor in `holder`; None where it, or the value that would have it, is missing."""
         return attribute(holder, self.path)
+
+    def owner(self, holder: "Declared") -> "Declared":
+        """The operation or value in `holder` whose field the tensor is."""
+        return attribute(holder, self.path[:-1])
 
 
 class Declared:
@@ -146,7 +163,7 @@ class Declared:
         ]
         cls.fields = (*filter(None, found), *derived)
         cls._given = tuple(
-            (one.name, one.name in cls._tensor_names()) for one in dataclasses.fields(cls)
+            (field.name, cls._kind_of(field.name)) for field in dataclasses.fields(cls)
         )
         nearby = {
             name: one
@@ -172,44 +189,53 @@ class Declared:
             if field.kind in KINDS:
                 yield Leaf((field.name,), field.kind, out, field.optional)
             elif issubclass(_DECLARED.get(field.kind, int), Value):
-                for leaf in _DECLARED[field.kind]._leaves(out):
-                    yield Leaf(
-                        (field.name, *leaf.path),
-                        leaf.kind,
-                        leaf.written,
-                        leaf.optional or field.optional,
-                    )
+                optional = field.optional or field.count > 0
+                for begin in _paths(field):
+                    for leaf in _DECLARED[field.kind]._leaves(out):
+                        path = (*begin, *leaf.path)
+                        yield Leaf(path, leaf.kind, leaf.written, leaf.optional or optional)
 
     def bind(self, resolve: Callable) -> Self:
-        """The same with resolve(tensor) in the place of every tensor."""
+        """A copy with resolve(tensor) for every tensor."""
         bound = object.__new__(type(self))
         values = bound.__dict__
-        for name, is_tensor in self._given:
+        for name, kind in self._given:
             value = getattr(self, name)
-            if is_tensor:
-                value = value if value is None else resolve(value)
-            elif isinstance(value, Declared):
-                value = value.bind(resolve)
+            if kind and value is not None:
+                if kind == _TENSOR:
+                    value = resolve(value)
+                elif kind == _VALUE:
+                    value = value.bind(resolve)
+                else:
+                    value = [element.bind(resolve) for element in value]
             values[name] = value
         return bound
 
     def attributes(self) -> dict[str, object]:
-        """What is no tensor, by name; what a value has, after the name of its field and a dot."""
+        """Everything but tensors, by dotted names as those of leaves."""
         found = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Declared):
-                found |= {
-                    f"{field.name}.{name}": inner for name, inner in value.attributes().items()
-                }
-            elif field.name not in self._tensor_names():
-                found[field.name] = value
+        for name, kind in self._given:
+            value = getattr(self, name)
+            if kind == _PLAIN or (kind == _VALUE and value is None):
+                found[name] = value
+            elif kind != _TENSOR:
+                values = value if kind == _ARRAY else [value]
+                for number, held in enumerate(values):
+                    path = (name, number) if kind == _ARRAY else (name,)
+                    inner = held.attributes().items()
+                    found |= {f"{_dotted(path)}.{end}": attribute for end, attribute in inner}
         return found
 
     @classmethod
-    @functools.cache
-    def _tensor_names(cls) -> frozenset[str]:
-        return frozenset(field.name for field in cls.fields if field.kind in KINDS)
+    def _kind_of(cls, name: str) -> int:
+        field = next((field for field in cls.fields if field.name == name), None)
+        if field is None:
+            return _PLAIN
+        if field.kind in KINDS:
+            return _TENSOR
+        if not issubclass(_DECLARED.get(field.kind, int), Value):
+            return _PLAIN
+        return _ARRAY if field.count else _VALUE
 
     def pack(self, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> bytes:
         """The struct, as C++ reads it.
@@ -240,11 +266,12 @@ class Declared:
             if dtypes is None:
                 if isinstance(value, Declared):
                     value._add_words(words, shapes, address, (*holders, self))
+                elif field.count:
+                    self._add_array(field, words, shapes, address, holders)
                 elif value is not None:
                     words.append(value)
                 elif field.optional:
-                    words.extend(_zeros(_DECLARED[field.kind]))
-                    shapes.extend([None] * len(_DECLARED[field.kind].leaves()))
+                    _add_missing(_DECLARED[field.kind], words, shapes)
                 else:
                     raise ValueError(
                         f"{_path(holders, self)}.{field.name} is None; it must be a {field.kind}"
@@ -260,14 +287,45 @@ class Declared:
             else:
                 _refuse(value, dtypes, f"{_path(holders, self)}.{field.name}")
 
+    def _add_array(self, field, words, shapes, address, holders) -> None:
+        values = getattr(self, field.name)
+        if not 0 < len(values) <= field.count:
+            raise ValueError(
+                f"{_path(holders, self)}.{field.name} has {len(values)} values; allowed: 1 to"
+                f" {field.count}"
+            )
+        for value in values:
+            value._add_words(words, shapes, address, (*holders, self))
+        for _ in range(field.count - len(values)):
+            _add_missing(_DECLARED[field.kind], words, shapes)
 
+
+_PLAIN, _TENSOR, _VALUE, _ARRAY = range(4)
+"""Kinds of fields."""
 _DECLARED: dict[str, type] = {}
 NOWHERE = 256
 """In the place of the address of a tensor without elements, which is there all the same."""
 
 
 class Value(Declared):
-    """What flows between operations: tensors that belong together."""
+    """Tensors that belong together and flow between operations."""
+
+
+def _add_missing(cls: type[Declared], words: list, shapes: list) -> None:
+    words.extend(_zeros(cls))
+    shapes.extend([None] * len(cls.leaves()))
+
+
+def _dotted(path: Path) -> str:
+    """("sums", 0, "parts") -> "sums0.parts"."""
+    return "".join(str(part) if isinstance(part, int) else f".{part}" for part in path)[1:]
+
+
+def _paths(field: declarations.Field) -> list[Path]:
+    """The path of each value of a field."""
+    if not field.count:
+        return [(field.name,)]
+    return [(field.name, number) for number in range(field.count)]
 
 
 def _path(holders: tuple[Declared, ...], last: Declared) -> str:
@@ -298,25 +356,26 @@ def _letters(cls: type) -> Iterator[str]:
         if field.kind == "float":
             yield "f"
         elif held is not None and issubclass(held, Value):
-            yield f"0q{''.join(_letters(held))}0q"
+            yield f"0q{''.join(_letters(held))}0q" * (field.count or 1)
         else:
             yield "P" if field.kind in KINDS else "q"
     yield "0q"
 
 
 @functools.cache
-def address_words(cls: type) -> dict[tuple[str, ...], int]:
-    """Which 8 bytes of the struct are the address of a tensor, by the tensor's path."""
+def address_words(cls: type) -> dict[Path, int]:
+    """By path: the number of the 8-byte word in the struct that is the tensor's address."""
     found, before = {}, ""
     for field, letters in zip(cls.fields, _letters(cls), strict=False):
         first = struct.calcsize(before + "0q") // 8
         if field.kind in KINDS:
             found[field.name,] = first
         elif letters.startswith("0q"):
-            found |= {
-                (field.name, *path): first + word
-                for path, word in address_words(_DECLARED[field.kind]).items()
-            }
+            held = _DECLARED[field.kind]
+            for number, begin in enumerate(_paths(field)):
+                offset = first + number * (_layout(held).size // 8)
+                words = address_words(held).items()
+                found |= {(*begin, *path): offset + word for path, word in words}
         before += letters
     return found
 
@@ -364,7 +423,7 @@ its value."""
 
 
 @functools.cache
-def _rules(cls: type[Declared]) -> list[tuple[int, tuple[str, ...], str, Shapes]]:
+def _rules(cls: type[Declared]) -> list[tuple[int, Path, str, Shapes]]:
     """(which leaf, whose names of sizes they are, field, allowed shapes) of each tensor of which
     something is stated.
 
@@ -374,6 +433,8 @@ def _rules(cls: type[Declared]) -> list[tuple[int, tuple[str, ...], str, Shapes]
     for number, leaf in enumerate(cls.leaves()):
         holder: type[Declared] = cls
         for depth, part in enumerate(leaf.path):
+            if isinstance(part, int):
+                continue
             declared = declarations.declarations().get(holder.__name__)
             field = (
                 next((one for one in declared.fields if one.name == part), None)
@@ -389,7 +450,7 @@ def _rules(cls: type[Declared]) -> list[tuple[int, tuple[str, ...], str, Shapes]
 
 
 def _choices(allowed: Shapes) -> tuple[int, int]:
-    """How many shapes are allowed, and how many sizes in them are computed of others."""
+    """The number of allowed shapes, and of sizes in them that are formulas."""
     return len(allowed), sum(
         not (name.isidentifier() or name.isdecimal()) for sizes in allowed for name in sizes
     )
@@ -398,7 +459,7 @@ def _choices(allowed: Shapes) -> tuple[int, int]:
 def _sizes(
     names: Sequence[str], shape: Sequence[int], known: dict[str, int]
 ) -> dict[str, int] | None:
-    """What names of sizes mean, with those that are `known`; None where `shape` is another one."""
+    """Sizes by name, with those already known; None where `shape` does not fit."""
     if "..." in names:
         return known
     if len(names) != len(shape):

@@ -1,43 +1,46 @@
-"""What an operation is: one declared class, with its reference, its gradient and its
-implementations.
+"""Operations: declared classes, each with its reference, its gradient and its implementations.
 
-`reference` is plain PyTorch and what every implementation is tested against. `cpu` and `cuda` write
-into tensors that
-are already allocated: `cpu` at once, `cuda` by the launches and products that it returns
-(lsq.native.launch), so that many operations can be replayed as one list. M rows, N columns wherever
-shapes are given.
+`reference` is plain PyTorch; every implementation is tested against it. `cpu` and `cuda` write into
+tensors that are already allocated: `cpu` at once, `cuda` by the launches and products that it
+returns (lsq.native.launch), so that many operations can be replayed as one list. M rows, N columns
+wherever shapes are given.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
 
 from lsq.native import loader
 from lsq.native.launch import Launch, Product
+from lsq.program import cuda
+from lsq.program.cuda import Spec
 from lsq.program.declare import Declared
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Value, Weight
-
-Spec = tuple[tuple[int, ...], torch.dtype]
-"""(shape, dtype) of scratch memory."""
 
 
 class Operation(Declared):
     """A fused operation.
 
-    Subclasses declare fields (see lsq.native.declarations) and override what follows.
+    Subclasses declare fields (see lsq.native.declarations) and override the methods below. Their
+    CUDA launches lie in a file of their own (see lsq.program.cuda).
     """
 
     fields = ()
     may_hide = ("gradient",)
-    """What an operation of a backward pass reads; it has no gradient of its own."""
+    """A field of an operation of a backward pass, which has no gradient of its own."""
     product_weight: Weight | None = None
-    """Of an operation whose result is a product with its end: the weight."""
+    """The weight, of an operation whose result is a product with its epilogue."""
     product_bias = None
-    """The bias in it, if any."""
+    """The bias in that product, if any."""
 
-    def reference(self) -> tuple[torch.Tensor | None, ...]:
-        """The results, in the order of the written fields; None for what is not wanted."""
+    def reference(self) -> dict:
+        """The written fields by name: of a value, or an array of values, a dict of its fields each.
+
+        Fields that nobody wants may be there as well.
+        """
         raise NotImplementedError
 
     def gradient(self, builder) -> None:
@@ -45,17 +48,16 @@ class Operation(Declared):
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def cpu_scratch(self) -> Sequence[Spec]:
-        """What `cpu` needs for itself while it runs; shapes and dtypes alone decide, and no size
-        falls as they grow."""
+        """Scratch memory of `cpu`; it depends on shapes and dtypes alone, and grows with them."""
         return ()
 
     def cpu(self, *scratch: torch.Tensor) -> None:
-        """Run on the CPU. As it stands here: by the C++ loop of the same name."""
+        """Run on the CPU; here by the C++ loop of the same name."""
         loader.run(self)
 
     def cuda_scratch(self) -> Sequence[Spec]:
-        """What `cuda` needs for itself."""
-        return ()
+        """Scratch memory of `cuda`."""
+        return cuda.scratch_of(self)
 
     def cuda(self, *scratch: torch.Tensor) -> list[Launch | Product]:
         """Launches and products that will run on a GPU.
@@ -63,42 +65,42 @@ class Operation(Declared):
         Raises:
             ValueError: kernels cannot take these shapes.
         """
-        raise ValueError(f"operation {type(self).__name__} has no CUDA implementation")
+        return cuda.launches(self, *scratch)
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
-        """From now on leave sums over rows in parts, in a program for a GPU; what has to be added
-        up then.
+        """Leave sums over rows in parts from now on, in a program for a GPU.
 
-        `tensor` makes a virtual tensor of a name, a shape and a dtype. See lsq.ops.sums.
+        Args:
+            tensor: makes a virtual tensor of a name, a shape and a dtype.
+
+        Returns:
+            the lsq.ops.sums.PartialSums that have to be added up.
         """
-        return ()
+        return cuda.leave_sums(self, tensor)
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
-        """The float values that are rounded under a clip here; calibration measures those.
+        """The float values that this operation rounds under a clip, for calibration.
 
-        As it stands here, for operations with a result `out` of floats: `run` runs this one without
-        its rounding.
+        Here, for operations with a float result `out`: `run` runs this one without its rounding.
         """
-        rounding, one = self.rounding(), self.bind(lambda tensor: tensor)
+        rounding, bare = self.rounding(), self.bind(lambda tensor: tensor)
         for field in self.fields:
             if getattr(self, field.name) is rounding:
-                setattr(one, field.name, None)
-        if one.out is None:
+                setattr(bare, field.name, None)
+        if bare.out is None:
             floats = (leaf.of(self) for leaf in self.leaves() if leaf.kind == "Activations")
             dtype = next((tensor.dtype for tensor in floats if tensor is not None), torch.float32)
-            one.out = torch.empty_like(rounding.codes, dtype=dtype)
-        run(one)
-        return one.out
+            bare.out = torch.empty_like(rounding.codes, dtype=dtype)
+        run(bare)
+        return bare.out
 
     @property
     def same_values(self) -> tuple:
-        """Tensors that have the same values, but for a rounding, and so share a gradient; None
-        where one is missing."""
+        """Tensors with the same values, but for a rounding, that share a gradient; some None."""
         return ()
 
     def limits(self) -> dict[str, int]:
-        """By the names of fields of Indices and Offsets: what indices stay below, and where offsets
-        end."""
+        """By names of fields: the bound of Indices (excluded) and the end of Offsets."""
         return {}
 
     @property
@@ -116,8 +118,8 @@ class Operation(Declared):
         return self._tensors(written=True)
 
     def _tensors(self, written: bool) -> tuple:
-        found = (leaf.of(self) for leaf in self.leaves() if leaf.written == written)
-        return tuple(tensor for tensor in found if tensor is not None)
+        tensors = (leaf.of(self) for leaf in self.leaves() if leaf.written == written)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     def rounding(self) -> Coded | None:
         """The value that is rounded under a clip here, if any."""
@@ -127,9 +129,9 @@ class Operation(Declared):
                 return value
         return None
 
-    def store(self, results: Sequence[torch.Tensor | None]) -> None:
+    def store(self, results: dict) -> None:
         """Copy what `reference` returned into the tensors that are written."""
-        places = [leaf.of(self) for leaf in self.leaves() if leaf.written]
-        for place, result in zip(places, results, strict=True):
-            if place is not None:
-                place.copy_(result)
+        for leaf in self.leaves():
+            tensor = leaf.of(self) if leaf.written else None
+            if tensor is not None:
+                tensor.copy_(functools.reduce(operator.getitem, leaf.path, results))

@@ -1,4 +1,4 @@
-"""What a program declares of its parameters: shape, kind and how they begin.
+"""Declared parameters of a program: shape, kind and initialisation.
 
 A module makes them real.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class Kind(Enum):
-    """What a parameter is for."""
+    """Kinds of parameters."""
 
     WEIGHT = "of a product; rounded, where anything is"
     BIAS = "added to a product"
@@ -31,19 +31,19 @@ class Parameter:
     """A float32 parameter."""
 
     name: str
-    """As in a module's state dict."""
+    """Its name in a module's state dict."""
     shape: tuple[int, ...]
     kind: Kind
     start: float = 0.0
-    """Every element's first value, where nothing else is said."""
+    """Initial value of every element, unless bound or deviation is given."""
     bound: float = 0.0
     """Elements begin uniformly in ±bound, where it is not 0."""
     deviation: float = 0.0
     """Elements begin normally distributed with this standard deviation, where it is not 0."""
     clip: str | None = None
-    """Of a WEIGHT: the name of its clip, where it is rounded."""
+    """The name of a WEIGHT's clip, if it is rounded."""
     in_out: bool = False
-    """Of a WEIGHT: it is [K, N], and rounded as its transpose."""
+    """Whether a WEIGHT is [K, N]; its transpose is rounded."""
 
     def initialise(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` with first values."""

@@ -21,7 +21,7 @@ class Program:
     name: str
     operations: tuple[Operation, ...]
     scratch: tuple[tuple[VirtualTensor, ...], ...]
-    """What each operation needs for itself while it runs."""
+    """Scratch memory of each operation."""
     forward_length: int
     inputs: tuple[VirtualTensor, ...]
     parameters: tuple[VirtualTensor, ...]
@@ -40,8 +40,7 @@ class Program:
 
     @cached_property
     def prepared(self) -> dict:
-        """What is kept to run it off planned memory, as long as it is there; see
-        lsq.run.frames."""
+        """Prepared passes outside planned memory (lsq.run.frames), kept as long as the program."""
         return {}
 
     @cached_property
@@ -60,8 +59,8 @@ class Program:
 
     @cached_property
     def outputs_of(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """What each operation is the first to write, scratch left out; an input that it changes is
-        there already."""
+        """Outputs that each operation is the first to write; an input that it changes is there
+        already."""
         found, before = [], set(self.inputs)
         for operation in self.operations:
             found.append(tuple(tensor for tensor in operation.outputs if tensor not in before))
@@ -70,7 +69,7 @@ class Program:
 
     @cached_property
     def dying(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """What no later operation of the program reads, for each operation; results stay."""
+        """Tensors that each operation is the last to need; results stay."""
         used = ((*one.inputs, *one.outputs) for one in self.operations)
         return tuple(
             tuple(
@@ -89,7 +88,7 @@ class Program:
         )
 
     def written(self, index: int) -> tuple[VirtualTensor, ...]:
-        """What operation `index` needs memory for when it runs: its outputs, then its scratch."""
+        """Tensors that operation `index` needs memory for: its outputs, then its scratch."""
         return self._written[index]
 
     @property
@@ -110,7 +109,7 @@ class Program:
         return sum(tensor.size for tensor in self.saved)
 
     def __str__(self) -> str:
-        from lsq.program.text import describe
+        from lsq.program.program import describe
 
         return describe(self)
 
@@ -139,3 +138,33 @@ def lifetimes_of(
         if tensor is not None:
             lifetimes[tensor] = (lifetimes[tensor][0], len(used) - 1)
     return lifetimes
+
+
+def describe(program: Program) -> str:
+    """The program with each operation's inputs, outputs, shapes, dtypes and the outputs'
+    lifetimes."""
+    lines = [
+        f"program {program.name}: {program.forward_length} operations forward, "
+        f"{len(program.operations) - program.forward_length} backward"
+    ]
+    for heading, tensors in (("inputs", program.inputs), ("outputs", program.outputs)):
+        lines.append(f"  {heading}: " + ", ".join(map(repr, tensors)))
+    for index, operation in enumerate(program.operations):
+        if index == program.forward_length:
+            lines.append("  backward")
+        lines.append(
+            f"  {index:3d} "
+            f" {operation.name}({', '.join(tensor.name for tensor in operation.inputs)})"
+        )
+        lines.extend(
+            f"         -> {_with_lifetime(program, tensor)}" for tensor in operation.outputs
+        )
+        lines.extend(f"         uses {tensor!r}" for tensor in program.scratch[index])
+    lines.append(f"  saved for the backward pass: {program.saved_bytes:,} bytes")
+    lines.extend(f"         {tensor!r}: {tensor.size:,} bytes" for tensor in program.saved)
+    return "\n".join(lines)
+
+
+def _with_lifetime(program: Program, tensor: VirtualTensor) -> str:
+    first, last = program.lifetimes[tensor]
+    return f"{tensor!r}  alive {first}..{last}"

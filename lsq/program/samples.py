@@ -43,7 +43,7 @@ class Sampler:
         self._generator = torch.Generator(self.place).manual_seed(seed)
 
     def operation(self, operation: Operation) -> Operation:
-        """The same with real tensors: drawn where it reads, memory that holds anything where it
+        """A copy with real tensors: drawn where it reads, memory that holds anything where it
         only writes."""
         bound = placed(operation, self.place, self.activations)
         for leaf in operation.leaves():
@@ -52,10 +52,8 @@ class Sampler:
         return bound
 
     def tensor(self, operation: Operation, leaf: Leaf) -> torch.Tensor:
-        """What `operation` might read there."""
-        like, holder = leaf.of(operation), operation
-        for part in leaf.path[:-1]:
-            holder = getattr(holder, part)
+        """A tensor that `operation` might read there."""
+        like, holder = leaf.of(operation), leaf.owner(operation)
         within = _WITHIN_VALUES.get((type(holder), leaf.path[-1]))
         if within is not None:
             return within(self, like.shape, holder)
@@ -157,7 +155,7 @@ def placed(
     activations: torch.dtype = torch.float32,
     made: dict[VirtualTensor, torch.Tensor] | None = None,
 ) -> Operation:
-    """The same with real tensors that hold anything, activations in a dtype; on "meta" they take no
+    """A copy with real tensors that hold anything, activations in a dtype; on "meta" they take no
     memory.
 
     made: real tensors that are there already; it gains the others.

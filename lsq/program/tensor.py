@@ -18,7 +18,7 @@ class VirtualTensor:
     role: str = "temporary"
     """"input", "parameter", "output", "gradient" (of an input or parameter) or "temporary"."""
     declared: Parameter | None = None
-    """What is known of a parameter."""
+    """The declaration of a parameter."""
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""What flows between operations beside plain tensors. M rows, N columns, K inputs of a weight."""
+"""Values that flow between operations. M rows, N columns, K inputs of a weight."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Coded(Value):
 
     @property
     def scale_of_codes(self) -> torch.Tensor:
-        """What codes are multiplied by: [1], or [M, 1]."""
+        """Scale to multiply codes by: [1], or [M, 1]."""
         return self.scale[:, None] if self.by_row else self.scale
 
     @property
@@ -88,20 +88,20 @@ class Coded(Value):
         """The scale as it is without NaN."""
         return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error,
-        seen."""
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """Reference: the written fields, from x [M, N]."""
         seen = (
             None
             if self.seen is None
             else torch.cat([self.seen, x.detach().abs().flatten()]).amax().view(1)
         )
         if self.by_row:
-            return *arithmetic.nearest_rows(x, self.format.largest), None, None, seen
+            codes, scale = arithmetic.nearest_rows(x, self.format.largest)
+            return {"codes": codes, "scale": scale, "seen": seen}
         codes, scale, clipped, error = arithmetic.round_activation(
             x, self.clip, bits=self.format.bits, error=self.error is not None
         )
-        return codes, scale, clipped if self.clipped is not None else None, error, seen
+        return {"codes": codes, "scale": scale, "clipped": clipped, "error": error, "seen": seen}
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [M, N]."""
@@ -141,7 +141,7 @@ class Rows(Value):
 
     @property
     def scale(self) -> torch.Tensor | float:
-        """Of the codes: [1], or [M, 1]."""
+        """Scale of the codes: [1], or [M, 1]."""
         return 1.0 if self.coded is None else self.coded.scale_of_codes
 
     @property
@@ -149,7 +149,7 @@ class Rows(Value):
         return self.coded and self.coded.clip
 
     def bare(self) -> Rows:
-        """Of codes and their scale alone."""
+        """Codes and their scale alone, or floats."""
         return self if self.coded is None else Rows(coded=self.coded.bare())
 
 
@@ -176,7 +176,7 @@ class Weight(Value):
     grouped: Bytes | None
     """In the place of decoded, without a backward pass: what lsq.ops.grouped_weight packs."""
     group: int = 0
-    """Of what is grouped: values along K whose products are summed as integers."""
+    """Group size of `grouped`: values along K whose products are summed as integers."""
     in_out: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
     absmax: bool = False
@@ -202,22 +202,22 @@ class Weight(Value):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """What is multiplied: codes, what is decoded, or the values in float mode."""
+        """The operand of products: codes, decoded values, or the values in float mode."""
         return next(one for one in (self.codes, self.decoded, self.values) if one is not None)
 
     @property
-    def turned(self) -> bool:
-        """Whether what is multiplied is [K, N]."""
+    def operand_in_out(self) -> bool:
+        """Whether the operand of products is [K, N]."""
         return self.in_out and self.codes is None and self.decoded is None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of `matrix` by rows: [P, K], or [N, K] of floats."""
-        return self.matrix.shape[::-1] if self.turned else self.matrix.shape
+        """[P, K] of codes, or [N, K] of floats."""
+        return self.matrix.shape[::-1] if self.operand_in_out else self.matrix.shape
 
     @property
     def floats_by_rows(self) -> torch.Tensor:
-        """Of no codes, what is multiplied: float32 [N, K]."""
+        """The operand of products without codes: float32 [N, K]."""
         return self.values_by_rows if self.decoded is None else self.decoded
 
     @property
@@ -244,7 +244,7 @@ class Dropout(Value):
     key: In[Key]
     """[1]"""
     subsequence: int
-    """Of the random numbers: another for each mask of a program."""
+    """Stream of random numbers; each mask of a program has its own."""
     probability: Host[float]
 
     @size
@@ -254,7 +254,7 @@ class Dropout(Value):
 
     @factor
     def keep(self) -> float:
-        """What the others are multiplied by."""
+        """Factor of the elements that stay."""
         return random.keep_factor(self.probability)
 
     def apply(self, x: torch.Tensor, element: torch.Tensor | None = None) -> torch.Tensor:
@@ -287,12 +287,13 @@ class RoundedGradient(Value):
 
     def encode(
         self, gradient: torch.Tensor, bound: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: codes and scale of `gradient` [M, N]; `bound` [M] in place of the largest
-        magnitudes."""
-        return arithmetic.round_rows(
+    ) -> dict[str, torch.Tensor]:
+        """Reference: the written fields, from `gradient` [M, N]; `bound` [M] in place of the
+        largest magnitudes."""
+        codes, scale = arithmetic.round_rows(
             gradient, self.weight_scale, self.key, self.subsequence, self.format.largest, bound
         )
+        return {"codes": codes, "scale": scale}
 
 
 def dropped(x: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:

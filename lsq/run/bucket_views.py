@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lsq.native.places import ALIGNMENT
+from lsq.native.addresses import ALIGNMENT
 from lsq.program.tensor import VirtualTensor
 from lsq.run.parameter_state import known_state, state_of
 

@@ -17,9 +17,9 @@ from lsq import emulator
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
 from lsq.native import compiler
+from lsq.native.addresses import StructAddresses, contiguous_address, tensor_address
 from lsq.native.device import Device
 from lsq.native.launch_list import LaunchList, Part
-from lsq.native.places import MovingPlaces, contiguous_address, tensor_address
 from lsq.native.products import ProductLibrary, find_cublaslt
 from lsq.native.runtime import Driver
 from lsq.program.backend import Backend, Call
@@ -150,11 +150,13 @@ class CUDA(Backend):
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
         parts = [part_of(*call, self.place) for call in calls]
         made = LaunchList(self.device, parts)
-        moving = [part.places for (_, scratch), part in zip(calls, parts, strict=True) if scratch]
+        moving = [
+            part.addresses for (_, scratch), part in zip(calls, parts, strict=True) if scratch
+        ]
 
         def run() -> None:
-            for places in moving:
-                places.follow()
+            for addresses in moving:
+                addresses.follow()
             made.run()
 
         return run
@@ -210,7 +212,7 @@ def part_of(
 
     Args:
         operation: its struct, Operation.packed, is read at every run.
-        scratch: tensors for itself, which stay; where their memory lies is looked up when places
+        scratch: tensors for itself, which stay; where their memory lies is looked up when addresses
             `follow`.
         place: the device where they must lie.
         hold: whether the list keeps the operation and its memory.
@@ -223,17 +225,17 @@ def part_of(
         return (*operation.inputs, *operation.outputs, *scratch)
 
     bound, memory = operation.bind(_without_memory), [_without_memory(tensor) for tensor in scratch]
-    places = MovingPlaces(bound, operation.packed, held if hold else tuple)
+    addresses = StructAddresses(bound, operation.packed, held if hold else tuple)
     words = address_words(type(operation))
     for leaf in operation.leaves():
         tensor = leaf.of(operation)
         if tensor is not None:
             contiguous_address(tensor, place, f"{operation.name}.{leaf.name}")
-            places.know_field(leaf.of(bound), words[leaf.path])
+            addresses.know_field(leaf.of(bound), words[leaf.path])
     for tensor, known in zip(scratch, memory, strict=True):
         contiguous_address(tensor, place, f"scratch memory of {operation.name}")
-        places.know_scratch(known, tensor)
-    return Part(entries=bound.cuda(*memory), places=places, title=operation.name)
+        addresses.know_scratch(known, tensor)
+    return Part(entries=bound.cuda(*memory), addresses=addresses, title=operation.name)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from lsq.memory import kept
 from lsq.memory.workspace import Room, Workspace
 from lsq.program.backend import Backend
-from lsq.program.declare import NOWHERE, Declared, Leaf, address_words
+from lsq.program.declare import NOWHERE, Leaf, address_words
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -40,10 +40,7 @@ class Slot:
     __slots__ = ("fields", "name", "struct", "word")
 
     def __init__(self, operation: Operation, leaf: Leaf):
-        holder: Declared = operation
-        for part in leaf.path[:-1]:
-            holder = getattr(holder, part)
-        self.fields, self.name = vars(holder), leaf.path[-1]
+        self.fields, self.name = vars(leaf.owner(operation)), leaf.path[-1]
         self.struct, self.word = operation.packed, address_words(type(operation))[leaf.path]
 
     def put(self, tensor: torch.Tensor) -> None:

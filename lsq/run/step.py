@@ -194,7 +194,7 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
         margin: bytes kept free behind every tensor.
     """
     buffers = buffers_of(passes, names, margin=margin)
-    made = plan(list(buffers.values()))
+    made = plan(buffers.values(), method="training")
     return StepPlan(
         passes=passes,
         starts=_starts(passes),

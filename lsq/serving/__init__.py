@@ -10,14 +10,17 @@ from lsq.serving.engine import Engine
 from lsq.serving.search import search
 from lsq.serving.search_options import SearchOptions
 from lsq.serving.steps import Candidates, Hypothesis, Steps, Symbols
+from lsq.serving.translator import RefusedLine, Translation
 
 __all__ = [
     "Candidates",
     "DecodingModel",
     "Engine",
     "Hypothesis",
+    "RefusedLine",
     "SearchOptions",
     "Steps",
     "Symbols",
+    "Translation",
     "search",
 ]

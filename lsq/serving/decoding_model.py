@@ -240,14 +240,14 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
 
 def _rounded(module: ProgramModule, name: str, clip: str) -> Weight:
     """Round one weight, as the module does when it runs."""
-    values, form, place = module.values_of(name).detach(), module.quant.weights, module.target
+    values, form, target = module.values_of(name).detach(), module.quant.weights, module.target
     rows = module.padded if isinstance(module, VocabularyProjection) else len(values)
     weight = Weight(
         format=form,
         values=values,
         clip=module.own_parameter(clip).detach(),
-        codes=place.allocate((rows, form.stored_columns(values.shape[1])), form.storage),
-        scale=place.allocate((rows,), torch.float32),
+        codes=target.allocate((rows, form.stored_columns(values.shape[1])), form.storage),
+        scale=target.allocate((rows,), torch.float32),
     )
-    place.run(RoundWeight(weight=weight))
+    target.run(RoundWeight(weight=weight))
     return weight

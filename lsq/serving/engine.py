@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lsq.layers.blocks import PackedSequences
 from lsq.ops.next_words import NextWords
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedWeight
 from lsq.program.values import Coded
 from lsq.run import backends
 from lsq.run.backends import Backend

@@ -10,11 +10,10 @@ import torch
 
 from lsq.layers import blocks
 from lsq.layers.blocks import Epilogue, PackedSequences, Residual
-from lsq.layers.feed_forward_block import feed_forward_block
+from lsq.layers.builder import LayerBuilder
 from lsq.layers.programs import Mode
 from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.embedding import Embed
-from lsq.program.builder import Builder
 from lsq.program.parameters import Kind
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -25,7 +24,7 @@ from lsq.serving.architecture import Architecture, StackArchitecture
 PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
 
-def builder_of(name: str, architecture: Architecture, backend: Backend) -> Builder:
+def builder_of(name: str, architecture: Architecture, backend: Backend) -> LayerBuilder:
     """Begin a program for decoding; its weights need not be unpacked, however they are stored."""
     quant = architecture.decoder.config.quant
     quant = replace(quant, weight_format="int8", clips="learned" if quant.learned else "absmax")
@@ -98,7 +97,7 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
     norm = last_norm("decoder", stack)
     if config.pre_norm and not stack.final_norm:
         last = blocks.leave(b, config, residual, update, norm)
-        coded = blocks.quantize(b, last, PROJECTION_CLIP).coded
+        coded = b.round(last, PROJECTION_CLIP).coded
     else:
         clip, following = PROJECTION_CLIP, "decoder.layer_norm"
         names = {"own": norm, "following": following, "clip": clip}
@@ -108,7 +107,7 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
     return b.build()
 
 
-def embedded(b: Builder, architecture: Architecture, side: str, rows: int) -> VirtualTensor:
+def embedded(b: LayerBuilder, architecture: Architecture, side: str, rows: int) -> VirtualTensor:
     """Sum the embeddings [M, H] of `tokens` and `positions`, normalised if the stack says so."""
     stack: StackArchitecture = architecture.stacks[side]
     hidden, prefix = stack.config.hidden, f"{side}.embed_tokens."
@@ -120,7 +119,7 @@ def embedded(b: Builder, architecture: Architecture, side: str, rows: int) -> Vi
     b.add(
         Embed(
             tokens=tokens,
-            places=positions,
+            positions=positions,
             weight=b.parameter(words, (stack.words, hidden), Kind.TABLE),
             table=b.parameter(table, size, Kind.TABLE) if learned else b.input(table, size),
             scale=stack.embedding_scale,
@@ -138,7 +137,7 @@ def embedded(b: Builder, architecture: Architecture, side: str, rows: int) -> Vi
 
 
 def layers(
-    b: Builder,
+    b: LayerBuilder,
     side: str,
     stack: StackArchitecture,
     x: VirtualTensor,
@@ -170,7 +169,7 @@ def layers(
             own, update = norm, attend_to_encoder(prefix, residual.rows)
         norm, clip = prefix + "final_layer_norm", prefix + "feed_forward.input_clip"
         residual = blocks.between(b, config, residual, update, own=own, following=norm, clip=clip)
-        update = feed_forward_block(b, config, residual.rows, prefix + "feed_forward.")
+        update = blocks.feed_forward(b, config, residual.rows, prefix + "feed_forward.")
     return residual, update
 
 
@@ -180,7 +179,7 @@ def last_norm(side: str, stack: StackArchitecture) -> str:
 
 
 def indices(
-    b: Builder, rows: int, lists: str, lengths: str, owned: str
+    b: LayerBuilder, rows: int, lists: str, lengths: str, owned: str
 ) -> dict[str, VirtualTensor]:
     """Declare inputs of these names, by which rows find keys in caches."""
     return {
@@ -191,21 +190,19 @@ def indices(
 
 
 def attended(
-    b: Builder, stack: StackArchitecture, prefix: str, queries: Rows, **cached
+    b: LayerBuilder, stack: StackArchitecture, prefix: str, queries: Rows, **cached
 ) -> VirtualTensor:
     """Add attention of queries to a cache and its output projection: floats [R, H]."""
     config, rows = stack.config, queries.tensor.shape[0]
-    context = Epilogue(name=prefix + "context", clip=prefix + "context_clip").rows(
-        b, (rows, config.hidden)
-    )
+    context = b.result(prefix + "context", (rows, config.hidden), prefix + "context_clip")
     b.add(
         CachedAttention(
-            queries=queries.coded.bare(), heads=config.heads, context=context.coded, **cached
+            queries=queries.coded.bare(), heads=config.heads, context=context.rounded, **cached
         )
     )
     return blocks.project(
         b,
-        context,
+        context.rows,
         prefix + "out_weight",
         (config.hidden, config.hidden),
         Epilogue(name=prefix + "out"),

@@ -250,35 +250,35 @@ def _costs(content: Any) -> Costs:
         Costs,
         fields,
         "",
-        formats=lambda value, place: json_file.sequence(value, place, _text),
-        tensors=lambda value, place: json_file.sequence(value, place, _tensor),
+        formats=lambda value, where: json_file.sequence(value, where, _text),
+        tensors=lambda value, where: json_file.sequence(value, where, _tensor),
     )
 
 
-def _text(value: Any, place: str) -> str:
-    check_text(place, value)
+def _text(value: Any, where: str) -> str:
+    check_text(where, value)
     return value
 
 
-def _size(value: Any, place: str) -> int:
-    check_whole(place, value, 0, LARGEST)
+def _size(value: Any, where: str) -> int:
+    check_whole(where, value, 0, LARGEST)
     return value
 
 
-def _tensor(value: Any, place: str) -> TensorCosts:
+def _tensor(value: Any, where: str) -> TensorCosts:
     return json_file.record(
         TensorCosts,
         value,
-        place,
-        shape=lambda sizes, place: json_file.sequence(sizes, place, _size),
+        where,
+        shape=lambda sizes, where: json_file.sequence(sizes, where, _size),
         formats=_formats,
     )
 
 
-def _formats(value: Any, place: str) -> dict[str, Cost]:
+def _formats(value: Any, where: str) -> dict[str, Cost]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is {shown(value)}; it must be an object")
+        raise ValueError(f"{where} is {shown(value)}; it must be an object")
     return {
-        name: json_file.record(Cost, cost, json_file.within(place, name))
+        name: json_file.record(Cost, cost, json_file.within(where, name))
         for name, cost in value.items()
     }

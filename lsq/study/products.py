@@ -273,7 +273,7 @@ def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
     """Put a model into eval mode within this context; lsq's modules compute in floats, watched."""
     trained = [module for module in model.modules() if module.training]
     programs = [module for module in model.modules() if isinstance(module, ProgramModule)]
-    before = [(module, module.backend, module.schedule.float_fallback) for module in programs]
+    before = [(m, m.backend, m.schedule.float_fallback) for m in programs]
     watching = functools.cache(lambda inner: _Watching(inner, seen))
     try:
         model.eval()
@@ -285,8 +285,8 @@ def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
     finally:
         for module in programs:
             vars(module).pop("values_of", None)
-        for module, backend, fallen in before:
-            module.backend, module.schedule.float_fallback = backend, fallen
+        for module, backend, fallback in before:
+            module.backend, module.schedule.float_fallback = backend, fallback
         for module in trained:
             module.training = True
 

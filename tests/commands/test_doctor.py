@@ -142,7 +142,7 @@ def test_advice_is_empty_when_all_is_well(sound):
         ({"cpu_features": ("AVX2",)}, "no int8 dot-product instructions"),
         (
             {"product": SLOW},
-            "int8 products take 1.5 times as long as those of float32 here: `lsq tune` may",
+            "int8 products take 1.5 times as long as those of float32 here. Run this again",
         ),
         (
             {"faults": {"launcher": "libruntime.so is damaged"}},

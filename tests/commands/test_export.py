@@ -53,10 +53,8 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):
     source = run_files.find(output / "int8")
     found, exported = trained.load(source), model_file.read(path)
     assert same(found.model, exported.model.tensors)
-    assert (list(exported.source), list(exported.target)) == (
-        found.source.symbols,
-        found.target.symbols,
-    )
+    assert list(exported.source) == found.source.symbols
+    assert list(exported.target) == found.target.symbols
     assert exported.subwords == source.subwords.read_bytes()
     assert exported.trained_length == 40
 
@@ -70,10 +68,8 @@ def test_weights_of_4_bits(lsq_export, output, tmp_path):
     assert all(
         torch.equal(tensor, same_again.tensors[name]) for name, tensor in after.tensors.items()
     )
-    name, form = (
-        "decoder.layers.0.feed_forward.fc2_weight.codes",
-        after.architecture.decoder.config.quant.weights,
-    )
+    name = "decoder.layers.0.feed_forward.fc2_weight.codes"
+    form = after.architecture.decoder.config.quant.weights
     rows, inner = before.tensors[name].shape
     assert form.name == "int4" and after.tensors[name].shape == (rows, form.stored_columns(inner))
     assert len(list(Translator(narrow).translate(["a b c"]))) == 1

@@ -74,24 +74,10 @@ assert not found, found
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_service_from_beginning_to_end(output, translator, number):
-    command = [
-        sys.executable,
-        "-m",
-        "lsq.commands.cli",
-        "serve",
-        "--model",
-        str(output),
-        "--port",
-        "0",
-        "--beam",
-        "2",
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    command = f"{sys.executable} -m lsq.commands.cli serve --model {output} --port 0 --beam 2"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment["OMP_NUM_THREADS"] = "1"
+    process = subprocess.Popen(command.split(), env=environment, stderr=subprocess.PIPE, text=True)
     said = process.stderr.readline()
     address = re.fullmatch(
         r"serving .*/int8/model/checkpoint_best.pt at (http://127.0.0.1:\d+)\n", said

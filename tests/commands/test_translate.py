@@ -83,11 +83,8 @@ def test_prefixes(lsq_translate, text, tmp_path):
     prefixes = tmp_path / "prefixes.txt"
     prefixes.write_text("GREEN\n\n\nBLUE CAT\n")
     found = lsq_translate(text, "--prefix", prefixes)
-    assert (
-        found[0].startswith("GREEN")
-        and found[1] == found[2] == ""
-        and found[3].startswith("BLUE CAT")
-    )
+    assert found[0].startswith("GREEN") and found[3].startswith("BLUE CAT")
+    assert found[1] == found[2] == ""
     for content, message in (
         ("GREEN\n", rf"{prefixes} has 1 lines, and there are more to translate \({text}, line 2\)"),
         ("\n" * 5, f"{prefixes} has more lines than the 4 that are to be translated"),
@@ -109,23 +106,16 @@ def test_output_is_written_whole_or_not_at_all(lsq_translate, text, tmp_path):
 
 
 def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):
-    before = files_in(output)
-    for written in (
-        "int8/model/checkpoint_best.pt",
-        "vocabulary/sentencepiece.model",
-        "data/dict.src.txt",
-    ):
-        with pytest.raises(ValueError, match="is what is read, or part of it; choose another"):
-            lsq_translate(text, "--output", output / written)
-    checkpoint, subwords = (
-        output / "int8/model/checkpoint_best.pt",
-        output / "vocabulary/sentencepiece.model",
-    )
+    before, subwords = files_in(output), output / "vocabulary/sentencepiece.model"
+    checkpoint, words = output / "int8/model/checkpoint_best.pt", output / "data/dict.src.txt"
     given = ("--model", checkpoint, "--data", output / "data", "--sentencepiece-model", subwords)
     (tmp_path / "link").symlink_to(output / "data")
-    for written in (subwords, tmp_path / "link" / "dict.src.txt"):
+    for options, written in (
+        *(((), path) for path in (checkpoint, subwords, words)),
+        *((given, path) for path in (subwords, tmp_path / "link" / "dict.src.txt")),
+    ):
         with pytest.raises(ValueError, match="is what is read, or part of it; choose another"):
-            lsq_translate(text, *given, "--output", written)
+            lsq_translate(text, *options, "--output", written)
     assert files_in(output) == before
 
 
@@ -137,19 +127,6 @@ def test_output_has_one_writer_at_a_time(lsq_translate, text, tmp_path):
     ):
         lsq_translate(text, "--output", written)
     assert list(tmp_path.iterdir()) == [text]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"red\nred\0cat\n", "in.txt, line 2: a NUL byte is no text"),
-        (b"red\ncat\xe4\n", "in.txt, line 2: byte 0xe4 is not valid UTF-8"),
-    ],
-)
-def test_a_line_that_is_refused_is_named(lsq_translate, text, content, message):
-    text.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        lsq_translate(text)
 
 
 def test_long_lines(lsq_translate, text, caplog):
@@ -169,12 +146,10 @@ def test_long_lines(lsq_translate, text, caplog):
         (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert said == (
             f"lines of more than 40 subwords are too long for the model: 2 such lines {done} (see"
-            " --long-lines), the"
-            f" first of them {text}, line 2"
+            f" --long-lines), the first of them {text}, line 2"
         )
-    with pytest.raises(
-        ValueError, match="in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"
-    ):
+    said = "in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"
+    with pytest.raises(ValueError, match=said):
         lsq_translate(text, "--long-lines", "refuse")
 
 
@@ -182,9 +157,7 @@ def test_empty_files_are_called_empty(lsq_translate, text, tmp_path, caplog):
     empty = tmp_path / "empty.txt"
     empty.touch()
     for given in ([empty], [text, empty], ["--prefix", empty, text]):
-        with pytest.raises(
-            ValueError, match="empty.txt is empty; it must hold one sentence a line"
-        ):
+        with pytest.raises(ValueError, match="empty.txt is empty; it must hold one sentence a"):
             lsq_translate(*given)
     for option in ("--model", "--sentencepiece-model"):
         with pytest.raises(ValueError, match="empty.txt is empty; it was not written whole"):
@@ -238,35 +211,16 @@ def test_mistakes_in_options(lsq_translate, text, options, message):
 
 
 def start(output: Path, *options: str, **streams) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "lsq.commands.cli",
-        "translate",
-        "--model",
-        str(output),
-        "--beam",
-        "1",
-        *options,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(command, env=environment, **streams)
+    command = f"{sys.executable} -m lsq.commands.cli translate --model {output} --beam 1".split()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment["OMP_NUM_THREADS"] = "1"
+    streams = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen([*command, *options], env=environment, **streams)
 
 
 @pytest.mark.thorough
 def test_whoever_reads_may_go(output):
-    found = start(
-        output,
-        "--buffer",
-        "1",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    found = start(output, "--buffer", "1", stdout=subprocess.PIPE)
     found.stdin.write(b"red\n")
     found.stdin.flush()
     assert found.stdout.readline()
@@ -282,15 +236,7 @@ def test_whoever_reads_may_go(output):
 )
 def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):
     written = tmp_path / "out.txt"
-    found = start(
-        output,
-        "--output",
-        str(written),
-        "--buffer",
-        "1",
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    found = start(output, "--output", str(written), "--buffer", "1")
     found.stdin.write(b"red\n")
     found.stdin.flush()
     while not list(tmp_path.iterdir()):
@@ -304,14 +250,7 @@ def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):
 @pytest.mark.thorough
 def test_a_line_at_a_time_at_a_terminal(output):
     ours, theirs = pty.openpty()
-    found = start(
-        output,
-        "--long-lines",
-        "refuse",
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    found = start(output, "--long-lines", "refuse", stdin=theirs, stdout=subprocess.PIPE)
     assert found.stderr.readline() == b"one sentence a line; Ctrl-D ends\n"
     os.write(ours, b"red cat\n")
     first = found.stdout.readline()
@@ -326,23 +265,24 @@ def test_mistakes_are_one_line(output, tmp_path, capsys):
     text.write_bytes(b"red\n\xff")
     assert cli.main(["translate", "--model", str(output), str(text)]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith(
-        f"lsq translate: error: {text}, line 2: byte 0xff"
-    )
-    assert printed.err.count("\n") == 1
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"lsq translate: error: {text}, line 2: byte 0xff")
 
 
 def read(content: bytes) -> list[str]:
     return list(read_lines(io.BytesIO(content), "in.txt"))
 
 
-def test_lines_end_at_line_feeds_only():
-    assert read("a\r\n\u2028b\n\nc".encode()) == ["a\r\n", "\u2028b\n", "\n", "c"]
-    assert read(b"") == []
-
-
-def test_byte_order_mark_is_no_text():
-    assert read(b"\xef\xbb\xbfa\n\xef\xbb\xbfb") == ["a\n", "\ufeffb"]
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        ("a\r\n\u2028b\n\nc".encode(), ["a\r\n", "\u2028b\n", "\n", "c"]),
+        (b"", []),
+        (b"\xef\xbb\xbfa\n\xef\xbb\xbfb", ["a\n", "\ufeffb"]),  # a byte-order mark is no text
+    ],
+)
+def test_lines_end_at_line_feeds_only(content, lines):
+    assert read(content) == lines
 
 
 @pytest.mark.parametrize(

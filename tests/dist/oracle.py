@@ -8,7 +8,7 @@ import numpy
 f32 = numpy.float32
 
 
-def rounded(values: numpy.ndarray, block: int = 128, largest: int = 127) -> numpy.ndarray:
+def rounded(values: numpy.ndarray, block: int = 128) -> numpy.ndarray:
     """Values float32 [n] after rounding to the nearest code, with a scale for each block."""
     out = numpy.empty_like(values)
     for start in range(0, len(values), block):
@@ -20,7 +20,7 @@ def rounded(values: numpy.ndarray, block: int = 128, largest: int = 127) -> nump
         if magnitude < 1e-35:
             out[start : start + block] = 0
             continue
-        scale = upwards(magnitude / f32(largest))
+        scale = upwards(magnitude / f32(127))
         out[start : start + block] = numpy.rint(part * (f32(1) / scale)) * scale
     return out
 
@@ -46,28 +46,24 @@ def in_order(rows) -> numpy.ndarray:
     return total
 
 
-def two_hop(
-    rows: list[numpy.ndarray], factor: float, block: int = 128, first_largest: int = 127
-) -> numpy.ndarray:
+def two_hop(rows: list[numpy.ndarray], factor: float) -> numpy.ndarray:
     """Of each worker's values [n]: the mean that all get."""
     cut = [shards(row, len(rows)) for row in rows]
     pieces = []
     for owner in range(len(rows)):
-        total = in_order([rounded(mine[owner], block, first_largest) for mine in cut])
-        pieces.append(rounded(total * f32(factor), block))
+        total = in_order([rounded(mine[owner]) for mine in cut])
+        pieces.append(rounded(total * f32(factor)))
     return numpy.concatenate(pieces)[: len(rows[0])]
 
 
-def hierarchical(
-    rows: list[numpy.ndarray], node_size: int, block: int = 128, first_largest: int = 127
-) -> numpy.ndarray:
+def hierarchical(rows: list[numpy.ndarray], node_size: int) -> numpy.ndarray:
     n, length = len(rows[0]), math.ceil(len(rows[0]) / (node_size * 32)) * 32
     nodes = [in_order(rows[first : first + node_size]) for first in range(0, len(rows), node_size)]
     pieces = []
     for start in range(0, node_size * length, length):
         pieces_of_nodes = [node[start : start + length] for node in nodes]
         mine = [numpy.pad(piece, (0, length - len(piece))) for piece in pieces_of_nodes]
-        pieces.append(two_hop(mine, 1 / len(rows), block, first_largest))
+        pieces.append(two_hop(mine, 1 / len(rows)))
     return numpy.concatenate(pieces)[:n]
 
 

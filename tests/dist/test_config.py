@@ -8,22 +8,14 @@ from lsq.dist.config import gcq_levels, kept_largest
     ("options", "words"),
     [
         ({"mode": "int7"}, ["mode", "'int7'", "'int8_hier'"]),
-        ({"block": 100}, ["block", "100", "256"]),
-        ({"rounding": "down"}, ["rounding", "'down'", "'stochastic'"]),
-        ({"mode": "gcq", "rounding": "stochastic"}, ["gcq", "nearest"]),
-        ({"mode": "bf16", "error_feedback": True}, ["error_feedback", "bf16", "int8"]),
-        (
-            {"mode": "fp16", "rounding": "stochastic"},
-            ["rounding", "fp16", "int8", "leave rounding out"],
-        ),
+        ({"mode": "int4_hier"}, ["'int4_hier' is gone", "take 'int8_hier'"]),
+        ({"block": 64}, ["block is 64", "always 128 now"]),
+        ({"rounding": "stochastic"}, ["rounding is 'stochastic'", "always 'nearest' now"]),
+        ({"error_feedback": True}, ["error_feedback is True", "always False now"]),
         ({"node_size": 0}, ["node_size", "0", "whole number above 0"]),
         ({"node_size": 2.0}, ["node_size", "2.0"]),
-        ({"row": None}, ["row", "None"]),
-        ({"row": True}, ["row", "True"]),
-        ({"quantile": 0.0}, ["quantile", "0.0", "at most 1"]),
+        ({"quantile": 1.0}, ["quantile is 1.0", "always 0.99 now"]),
         ({"timeout_s": -1}, ["timeout_s", "-1"]),
-        ({"seed": "x"}, ["seed", "'x'"]),
-        ({"seed": 2**32}, ["seed", "4294967296", "4294967295"]),
     ],
 )
 def test_values_that_are_not_allowed_are_named(options, words):
@@ -32,11 +24,12 @@ def test_values_that_are_not_allowed_are_named(options, words):
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_rounding_goes_by_mode_unless_it_is_given():
-    assert not GradientConfig(mode="int8").stochastic
-    assert GradientConfig(mode="int4_hier").stochastic
-    assert GradientConfig(mode="int8", rounding="stochastic").stochastic
-    assert not GradientConfig(mode="int4_hier", rounding="nearest").stochastic
+def test_fields_of_version_0_1_with_their_defaults():
+    with pytest.warns(FutureWarning, match="block is always 128 now: leave it out"):
+        found = GradientConfig(
+            mode="int8", block=128, rounding=None, error_feedback=False, row=1024, seed=7
+        )
+    assert found == GradientConfig(mode="int8")
 
 
 def test_clip_of_gcq_is_a_quantile():

@@ -53,7 +53,7 @@ def train(
     model = DistributedDataParallel(
         net, gradient_as_bucket_view=views, find_unused_parameters=True, bucket_cap_mb=0.05
     )
-    compress_gradients(model, config(mode, rounding="nearest" if mode == "int8" else None))
+    compress_gradients(model, config(mode))
     optimizer, found = Adam(net.parameters(), lr=0.01), []
     if planned:
         plan_memory(net, lambda: net(batch(rank, 0), True))

@@ -7,9 +7,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.dist import GradientConfig, hooks
-from lsq.dist.codec import Codec
+from lsq.dist.collectives import Scratch
 from lsq.dist.gcq import GCQ
-from lsq.dist.scratch import Scratch
 from lsq.dist.two_hop import TwoHop
 from tests.dist import oracle
 from tests.dist.processes import run
@@ -21,11 +20,10 @@ SIZES = (1, 1000, 20011)
 
 def averages(rank: int) -> list[torch.Tensor]:
     world, scratch = distributed.group.WORLD, Scratch(GPU)
-    codec = Codec(block=128, first_bits=8, stochastic=False, device=GPU)
     ways = (
-        TwoHop(world, codec, scratch),
-        TwoHop(world, codec, scratch, world),
-        GCQ(world, 1024, 0.99, scratch),
+        TwoHop(world, scratch),
+        TwoHop(world, scratch, world),
+        GCQ(world, scratch),
     )
     results = []
     for size in SIZES:
@@ -58,7 +56,7 @@ def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     topology = hooks.Topology(world_size=1, rank=0, node_size=1)
     compression = hooks.GradientCompression(mode, topology, model.process_group)
     model.register_comm_hook(compression, hooks.GradientCompression.exchange)
-    compression._prepare(GradientConfig(mode=mode, error_feedback=True), model, GPU)
+    compression._prepare(GradientConfig(mode=mode), GPU)
     results = []
     for _ in range(5):
         x = torch.randn(64, 512, device=GPU)

@@ -2,6 +2,7 @@
 else."""
 
 import contextlib
+import gc
 import io
 import os
 import re
@@ -150,10 +151,13 @@ def assert_printed(expected: str, printed: str) -> None:
 
 
 @contextlib.contextmanager
-def page_left_behind() -> Iterator[None]:
-    """Within this context a page may make a process group; it is gone afterwards."""
+def page_left_behind(reader: Reader) -> Iterator[None]:
+    """Within this context a page may make process groups. They are gone afterwards: a forked
+    process, such as one that loads data, would wait for their threads when it collects them."""
     try:
         yield
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        reader.namespace.clear()
+        gc.collect()

@@ -49,7 +49,7 @@ def reader(tmp_path) -> Reader:
     ],
 )
 def test_page(page, reader):
-    with page_left_behind():
+    with page_left_behind(reader):
         for block in blocks(ROOT / page):
             reader.read(block)
 

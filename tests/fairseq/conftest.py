@@ -12,7 +12,8 @@ from fairseq_cli import preprocess
 from fairseq_cli import train as fairseq_train
 from torch import distributed
 
-from lsq.fairseq import checkpoint, save_folder  # registers the plugin, too
+from lsq.fairseq import checkpoint  # registers the plugin, too
+from lsq.fairseq.compatibility import checkpoints
 from tests.configurations import quick_configurations  # noqa: F401
 
 WORDS = "abcdefghij"
@@ -144,7 +145,7 @@ def train(parse):
         try:
             fairseq_train.main(convert_namespace_to_omegaconf(parse(extra)))
         finally:
-            save_folder.release()
+            checkpoints.release_folder()
         return torch.load(folder / "checkpoint_last.pt")
 
     return train

@@ -3,7 +3,8 @@
 import torch
 
 from lsq.fairseq import calibration
-from lsq.layers import ProgramModule, quantized_tensors
+from lsq.layers import ProgramModule
+from lsq.observe import quantized_tensors
 
 
 def clips_of(model) -> dict[str, torch.Tensor]:

@@ -5,7 +5,8 @@ import torch
 from fairseq import checkpoint_utils
 
 from lsq.fairseq import checkpoint
-from lsq.layers import clip_format, quantized_tensors
+from lsq.layers import clip_format
+from lsq.observe import quantized_tensors
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --task translation"
 

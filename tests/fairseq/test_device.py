@@ -12,7 +12,8 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import train as fairseq_train
 
-from lsq.fairseq import device, save_folder
+from lsq.fairseq import device
+from lsq.fairseq.compatibility import checkpoints
 from lsq.fairseq.task import LSQTranslationTask
 from lsq.layers import ProgramModule
 from lsq.run.backends import backend
@@ -145,7 +146,7 @@ def run(toy, losses, monkeypatch):
         try:
             fairseq_train.main(convert_namespace_to_omegaconf(args))
         finally:
-            save_folder.release()
+            checkpoints.release_folder()
         return torch.tensor(losses)
 
     return run

@@ -13,8 +13,9 @@ from fairseq_cli import hydra_train
 from omegaconf import OmegaConf
 
 import lsq
-from lsq.fairseq import options, save_folder
+from lsq.fairseq import options
 from lsq.fairseq.checkpoint import options_in, quantization
+from lsq.fairseq.compatibility import checkpoints
 from lsq.fairseq.model import LSQTransformerModel
 
 USER_DIR = Path(lsq.__file__).parent / "user_dir" / "lsq_fairseq"
@@ -63,7 +64,7 @@ def train_by_hydra(toy, tmp_path):
         try:
             hydra_train._hydra_main(configuration)
         finally:
-            save_folder.release()
+            checkpoints.release_folder()
         return torch.load(folder / "checkpoint_last.pt")
 
     return train_by_hydra

@@ -18,11 +18,12 @@ from lsq.commands import generate, limits
 from lsq.commands.plan import parse_step
 from lsq.commands.train import parse_training
 from lsq.config import QuantConfig
-from lsq.fairseq import checkpoint, language_model, memory, signals
+from lsq.fairseq import checkpoint, language_model, memory
 from lsq.fairseq.generator import LSQGenerator, engine_place
 from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
+from lsq.observe import signals
 from tests.fairseq.comparison import (
     Beam,
     assert_close_in_int8,

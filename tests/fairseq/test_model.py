@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.fairseq import checkpoint
-from lsq.layers import quantized_tensors
+from lsq.observe import quantized_tensors
 from lsq.run import rehearsal
 from tests.fairseq.comparison import (
     Beam,

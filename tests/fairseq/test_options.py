@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lsq.config import QuantConfig
-from lsq.config.quantization import CONSTANT
+from lsq.config.earlier import CONSTANT
 from lsq.fairseq import options
 from lsq.quant import WEIGHT_FORMATS
 

@@ -7,7 +7,7 @@ import torch
 
 from lsq.commands import cli
 from lsq.fairseq.other_format import converted
-from lsq.layers import quantized_tensors
+from lsq.observe import quantized_tensors
 from tests.sampling import first
 
 LAST = "checkpoint_last.pt"
@@ -38,7 +38,10 @@ def test_a_checkpoint_in_another_format_goes_on(train, trained, tmp_path):
     folder, before = trained
     found = converted(folder / LAST, {"weight_format": "int4"})
     after = found.state
-    assert (found.weights, found.activations_due, found.optimizer) == (23, False, KEPT)
+    assert str(found.measured) == (
+        "clips of 23 weights are measured anew, those of activations are kept"
+    )
+    assert found.optimizer == KEPT
     changed = {
         name for name, one in before["model"].items() if not torch.equal(after["model"][name], one)
     }
@@ -57,7 +60,7 @@ def test_a_checkpoint_in_another_format_goes_on(train, trained, tmp_path):
 def test_formats_that_change_activations_or_shapes(trained):
     folder, before = trained
     found = converted(folder / LAST, {"bits": 4})
-    assert found.activations_due and found.optimizer == KEPT
+    assert found.measured.activations_due and found.optimizer == KEPT
     assert not any(one for name, one in found.state["model"].items() if name.endswith("calibrated"))
     found = converted(folder / LAST, {"weight_granularity": "tensor"})
     assert (
@@ -75,14 +78,14 @@ def test_patterns_and_formats_without_clips(train, trained, tmp_path):
     found = converted(
         folder / LAST, {"weight_format": "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"}
     )
-    assert found.weights == 19 and "it is of " in found.optimizer
+    assert len(found.measured.weights) == 19 and "it is of " in found.optimizer
     assert not any(
         name.startswith("encoder.layers.0.") and name.endswith(CLIPS)
         for name in found.state["model"]
     )
     torch.save(found.state, tmp_path / LAST)
     back = converted(tmp_path / LAST, {"weight_format": "int8"})
-    assert back.weights == 23 and back.optimizer == "it holds no optimizer's state"
+    assert len(back.measured.weights) == 23 and back.optimizer == "it holds no optimizer's state"
     assert back.state["model"].keys() == before["model"].keys()
     (tmp_path / "on").mkdir()
     resumed = train(
@@ -118,7 +121,9 @@ def test_of_a_language_model(train, corpus, tmp_path):
     )
     assert cli.main(["train", str(corpus), *arguments.split(), "--save-dir", str(tmp_path)]) == 0
     found = converted(tmp_path / LAST, {"weight_format": "int4"})
-    assert found.weights == 5 and found.state["cfg"]["model"].lsq_weight_format == "int4"
+    assert (
+        len(found.measured.weights) == 5 and found.state["cfg"]["model"].lsq_weight_format == "int4"
+    )
 
 
 def test_what_is_not_converted(train, trained, tmp_path):

@@ -65,6 +65,24 @@ def test_places(tmp_path, text, message):
         json_file.read(path, points, "throw it away")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"this is not JSON \(line 1, column 1"),
+        ("\ufeff{}", "this is not JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ('{"a": 0.' + "1" * 5000 + "}", "the content has the unknown field 'a'"),
+        ('{"a":' * 100_000, "objects and lists stand too deep"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_no_json(tmp_path, text, message):
+    path = tmp_path / "points.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        json_file.read(path, points, "remedy")
+
+
 @pytest.mark.parametrize("depth", [8, 50, 100_000])
 def test_depth(tmp_path, depth):
     path = tmp_path / "deep.json"

@@ -20,7 +20,7 @@ COMMANDS = {
         BUFFERS,
         ["plan", "given/file.csv", "--method", "exact", "--time-limit", "0.1", "--quiet"],
     ),
-    "tune": (PRODUCTS, ["tune", "--shapes", "given/file.csv", "--list", "--device", "cpu"]),
+    "tune": (PRODUCTS, ["tune", "--shapes", "given/file.csv", "--list"]),
 }
 
 

@@ -65,7 +65,7 @@ COMMANDS = {
         [],
     ),
     "tune": (
-        words("tune --shapes given/p.csv --device cpu --beam 5 --max-tokens 64 --output t.json"),
+        words("tune --shapes given/p.csv --device cuda --beam 5 --max-tokens 64 --output t.json"),
         known(tune.parser()),
         ["--list"],
     ),

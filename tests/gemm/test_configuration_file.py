@@ -91,20 +91,13 @@ def contents(wanted: ConfigurationFile):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "this is not JSON (line 1, column 1"),
         ("{", "this is not JSON (line 1, column 2"),
-        ("\ufeff{}", "this is not JSON"),
         ("[]", "the content is a list; it must be an object with validators, entries"),
         ("null", "the content is None; it must be an object"),
         ("{}", "the content has no field 'validators'; needed: validators, entries"),
         ('{"a": NaN}', "NaN is no number in these files"),
         ('{"a": -Infinity}', "-Infinity is no number in these files"),
         ('{"a": 1, "a": 2}', "the field 'a' stands twice in one object"),
-        ('{"a": ' + "9" * 5000 + "}", "Exceeds the limit"),
-        ('{"a": 0.' + "1" * 5000 + "}", "the content has the unknown field 'a'"),
-        ("[" * 100_000, "objects and lists stand too deep"),
-        ('{"a":' * 100_000, "objects and lists stand too deep"),
-        ("[" * 8 + "]" * 8, "the content is a list"),
         (
             changed(1, "extra"),
             "the content has the unknown field 'extra'; allowed: validators, entries",
@@ -272,14 +265,6 @@ def test_not_a_file(path):
     os.mkfifo(path.with_name("pipe"))
     with pytest.raises(ValueError, match="this is not a regular file"):
         read(path.with_name("pipe"))
-
-
-def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
-    write(path, CPU_FILE)
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write(path, GPU_FILE)
-    assert read(path) == CPU_FILE
 
 
 def test_a_file_sorts_its_entries():

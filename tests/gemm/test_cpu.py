@@ -9,7 +9,7 @@ import torch
 from lsq import gemm
 from lsq.gemm import cpu
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.product_key import REQUESTS, TILED
+from lsq.gemm.product_key import OPERATIONS, TILED
 from lsq.native import loader, tiles
 from tests.gemm.operands import asked, codes
 
@@ -75,7 +75,7 @@ def test_instructions_that_are_not_here_are_refused(monkeypatch):
 
 @built
 @pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
-@pytest.mark.parametrize("op", REQUESTS)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_a_loop_gets_the_product_as_configured(op, kernel, monkeypatch):
     if kernel not in tiles.usable():
         pytest.skip(f"this processor has no {kernel}")
@@ -96,14 +96,14 @@ def test_a_loop_gets_the_product_as_configured(op, kernel, monkeypatch):
     assert (product.memory is None) == op.startswith("vocabulary")
 
 
-@pytest.mark.parametrize("op", REQUESTS)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_more_tokens_never_need_less_memory(op):
     key = asked(op, 8, 24, 8)
     tokens = [*range(1, 200), gemm.LARGEST_INNER, gemm.LARGEST_INNER + 1, 2 * gemm.LARGEST_INNER]
-    keys = [{"m": 8, "n": 24, "k": 8} | {key.request.tokens: count} for count in tokens]
+    keys = [{"m": 8, "n": 24, "k": 8} | {key.token_dimension: count} for count in tokens]
     sizes = [gemm.scratch_for(op, **numbers)[0][0] for numbers in keys]
     assert sizes == sorted(sizes)
-    longest = op in TILED and key.request.tokens == "k"
+    longest = op in TILED and key.token_dimension == "k"
     assert (sizes[-1] > sizes[-3]) == longest  # two blocks of sums
 
 

@@ -14,7 +14,7 @@ import torch
 
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products
 from lsq.gemm.product_key import TILED, key_of
-from lsq.native.stream_memory import aligned_workspace
+from lsq.native.device import aligned_workspace
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked, codes, matmul, product, run
 

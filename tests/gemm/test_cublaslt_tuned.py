@@ -14,7 +14,7 @@ import torch
 from lsq.gemm.configuration_file import SearchedFile
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice
 from lsq.gemm.lookup import Table
-from lsq.native.stream_memory import aligned_workspace
+from lsq.native.device import aligned_workspace
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked, codes, matmul, product, run
 from tests.gemm.tuned import GPU, cublas_entry, file, tile

@@ -7,7 +7,7 @@ import torch
 
 from lsq.gemm.product_key import (
     LARGEST_INNER,
-    REQUESTS,
+    OPERATIONS,
     ProductKey,
     inner_parts,
     key_of,
@@ -95,9 +95,9 @@ def test_no_such_product(changes, message):
 
 
 def test_an_operation_says_all_but_the_size():
-    for op, request in REQUESTS.items():
-        assert asked(op, 8, 16, 32).layout == request.layout
-        assert asked(op, 8, 16, 32) == ProductKey(op=op, m=8, n=16, k=32, layout=request.layout)
+    for op, layout in OPERATIONS.items():
+        assert asked(op, 8, 16, 32).layout == layout
+        assert asked(op, 8, 16, 32) == ProductKey(op=op, m=8, n=16, k=32, layout=layout)
 
 
 def test_text():

@@ -7,9 +7,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lsq.config import QuantConfig
-from lsq.layers import QuantizedLinear, observe
+from lsq.layers import QuantizedLinear
 from lsq.layers.followed_clips import KEPT
 from lsq.layers.schedule import WINDOW
+from lsq.observe import observe
 from lsq.optim import Adam
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from fairseq.data import data_utils
 
-from lsq.layers import Packing, TransformerEncoderLayer, observe
+from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.memory import plan_memory
 from lsq.layers.packing import packing_options
+from lsq.observe import observe
 from lsq.run.backends import backend
 from tests.layers.shapes import HIDDEN, config_of
 

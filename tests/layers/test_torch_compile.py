@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.layers import QuantizedLinear, TransformerEncoderLayer, VocabularyProjection, observe
+from lsq.layers import QuantizedLinear, TransformerEncoderLayer, VocabularyProjection
 from lsq.layers.memory import plan_memory
+from lsq.observe import observe
 from tests.layers.toy import largest, losses, twins
 
 

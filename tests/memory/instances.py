@@ -62,7 +62,7 @@ def guillotine(
 
 
 def assert_separate(buffers: list[Buffer], plan: Plan) -> None:
-    """Compare every pair of buffers; every one keeps to its alignment, segment and pool."""
+    """Compare every pair of buffers; every one keeps to its alignment and segment."""
     assert plan.offsets.keys() == plan.segments.keys() == {buffer.name for buffer in buffers}
     for one, other in itertools.combinations([buffer for buffer in buffers if buffer.size], 2):
         together = one.first <= other.last and other.first <= one.last
@@ -76,12 +76,11 @@ def assert_separate(buffers: list[Buffer], plan: Plan) -> None:
             not buffer.size
             or offset + buffer.size <= plan.used[segment] <= plan.capacities[segment]
         )
-        assert plan.pools[segment] == buffer.pool
         assert buffer.offset in (None, offset)
 
 
 def smallest_peak(buffers: list[Buffer]) -> int:
-    """The optimum of one pool: every buffer in the lowest free place, in every order; given offsets
+    """The optimum: every buffer in the lowest free place, in every order; given offsets
     stay.
 
     Some order is the order of offsets of an optimal plan whose buffers have all been moved down.

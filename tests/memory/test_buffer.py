@@ -27,12 +27,12 @@ def test_live_load_and_lower_bound():
     buffers = buffers_of((10, 0, 2), (5, 2, 3), (7, 3, 3))
     assert live_load(buffers) == [(0, 10), (2, 15), (3, 12), (4, 0)]
     assert plan([]).lower_bound == 0 and plan(buffers).lower_bound == 15
-    other = Buffer(name="y", size=6, first=5, last=5, pool="other")
-    assert plan([*buffers, other]).lower_bound == 21
+    placed = Buffer(name="y", size=6, first=5, last=5, offset=256)
+    assert plan([*buffers, placed]).lower_bound == 262
 
 
 def test_peak_and_gap():
-    empty = {"offsets": {}, "segments": {}, "pools": ("a", "a"), "method": "", "seconds": 0.0}
+    empty = {"offsets": {}, "segments": {}, "method": "", "seconds": 0.0}
     made = Plan(**empty, used=(11, 4), capacities=(20, 20), lower_bound=12)
     assert made.peak == 15 and made.gap == 0.25
     assert Plan(**empty, used=(0, 0), capacities=(0, 0), lower_bound=0).gap == 0.0

@@ -133,14 +133,6 @@ def test_without_a_library_plans_are_the_same(method, monkeypatch):
         assert (found.offsets, found.segments) == (expected.offsets, expected.segments)
 
 
-def test_pools_have_their_own_segments():
-    buffers = buffers_of((8, 0, 1), (8, 1, 2), (8, 5, 6))
-    buffers[1] = replace(buffers[1], pool="host")
-    made = plan(buffers)
-    assert made.pools == ("default", "host") and made.segments == {"a": 0, "b": 1, "c": 0}
-    assert made.used == (8, 8) and made.lower_bound == 16
-
-
 @given(small_instances(most=6, alignments=(1, 2, 4)))
 @QUICK
 def test_no_plan_is_better_than_the_best(buffers):
@@ -175,7 +167,6 @@ def test_offsets_that_no_plan_can_keep_to_are_refused():
         ValueError, match="'a' and 'b' overlap at operation 3 at the offsets .*, 0 and 3"
     ):
         plan([replace(a, offset=0), replace(b, offset=3)])
-    plan([replace(a, offset=0), replace(b, offset=3, pool="other")])
     with pytest.raises(ValueError, match="'b' has an offset, 3, and cap makes several segments"):
         plan([a, replace(b, offset=3)], cap=8)
 
@@ -294,19 +285,6 @@ def test_random_plans_keep_to_the_cap(cap):
             for used, capacity in zip(made.used, made.capacities, strict=True)
         )
         assert made.peak >= made.lower_bound and all(made.used)
-
-
-def test_pools_have_segments_of_their_own():
-    buffers = [
-        Buffer(name=name, size=size, first=0, last=1, pool=name)
-        for name, size in (("a", UNIT), ("b", 0))
-    ]
-    made = plan(buffers, cap=UNIT)
-    assert (
-        made.segments == {"a": 0, "b": 1}
-        and made.pools == ("a", "b")
-        and made.capacities == (UNIT, 0)
-    )
 
 
 def test_a_buffer_that_is_too_large():

@@ -9,7 +9,7 @@ from torch import nn
 import lsq
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
-from lsq.models.clip_state import clip_names, clip_state, load_clip_state
+from lsq.models.clips import clip_names, clip_state, load_clip_state
 from lsq.models.other_format import load_other_format
 
 
@@ -37,14 +37,14 @@ def test_clips_of_weights_are_measured_anew_and_those_of_activations_stay():
     expected = copy.deepcopy(second[2])
     expected.calibrate_weights()
     second[2].weight_clip.data.fill_(3.0)
-    assert not load_other_format(second, state, clip_names(second))
+    assert not load_other_format(second, state, clip_names(second)).activations_due
     assert second[2].input_clip.item() == 7.0 and second[2].passes == 1 and second[2].calibrated
     assert torch.equal(second[2].weight_clip, expected.weight_clip)
 
 
 def test_clips_of_activations_are_measured_in_the_next_pass_where_their_format_changes():
     first, second = made(), made(bits=3)
-    assert load_other_format(second, clip_state(first), clip_names(second))
+    assert load_other_format(second, clip_state(first), clip_names(second)).activations_due
     assert not second[0].calibrated and second[0].passes == 1
     second(torch.randn(5, 64))
     assert second[0].calibrated
@@ -91,8 +91,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
 def test_clips_of_earlier_versions_are_of_integers():
     state = {name: one for name, one in clip_state(made()).items() if not name.endswith(".format")}
     second = made(activation_format="fp8-e4m3/tensor", gradient_format="float32")
-    assert load_other_format(second, state, clip_names(second)) and not second[0].calibrated
-    assert not load_other_format(made(weight_format="int4"), state, state.keys())
+    assert load_other_format(second, state, clip_names(second)).activations_due
+    assert not second[0].calibrated
+    int4 = made(weight_format="int4")
+    assert not load_other_format(int4, state, state.keys()).activations_due
 
 
 def test_clips_that_are_fixed_are_not_lost_in_silence():
@@ -124,7 +126,7 @@ def test_clips_that_are_fixed_are_not_lost_in_silence():
 def test_formats_of_every_kind(before, after, later):
     first, second, fresh = ours(**before), ours(**after), ours(**after)
     state = clip_state(first)
-    assert load_other_format(second, state, clip_names(second)) is later
+    assert load_other_format(second, state, clip_names(second)).activations_due is later
     x = torch.randn(5, 64)
     if not later and before.get("activation_format") == after.get("activation_format"):
         for layer in (0, 1):

@@ -5,15 +5,16 @@ import torch
 from torch import nn
 
 from lsq.config import QuantConfig
-from lsq.models.selection import choose
+from lsq.models.selection import conversions
 from tests.models.models import Model, model
 
 
 def reasons(
     model: nn.Module, quant: QuantConfig | None = None, *, skip=(), minimum_width=64, tied=False
 ):
-    choices = choose(model, quant or QuantConfig(), skip, minimum_width=minimum_width, tied=tied)
-    return {choice.layer.name: choice.layer.reason for choice in choices}
+    options = {"minimum_width": minimum_width, "tied": tied, "fused": False}
+    found = conversions(model, quant or QuantConfig(), skip, **options)
+    return {one.entry.name: one.entry.reason for one in found}
 
 
 def chosen(*arguments, **options) -> set[str]:
@@ -61,8 +62,8 @@ def test_what_peft_puts_beside_a_layer_is_an_adapter():
             self.base_layer = nn.Linear(64, 64)
             self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 8)})
 
-    choices = choose(nn.Sequential(Wrapped()), QuantConfig(), (), minimum_width=64, tied=False)
-    assert {choice.layer.name: choice.layer.adapter for choice in choices} == {
+    found = conversions(nn.Sequential(Wrapped()), QuantConfig(), minimum_width=64)
+    assert {one.entry.name: one.entry.adapter for one in found} == {
         "0.base_layer": False,
         "0.lora_A.default": True,
     }

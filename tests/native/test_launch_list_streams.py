@@ -55,7 +55,7 @@ def rounding(scale: float = 1.0) -> Round:
 
 
 def codes_of(operation: Round) -> torch.Tensor:
-    return operation.reference()[0]
+    return operation.reference()["rounded"]["codes"]
 
 
 def slot(operation: Round, name: str) -> Slot:

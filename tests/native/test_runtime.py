@@ -4,7 +4,6 @@ something fails."""
 import ctypes
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,10 @@ from lsq.native.device import Device
 from lsq.native.launch import TICKET, Product, launch
 from lsq.native.runtime import Driver
 from lsq.run import cuda
+from tests.native.stub import stub_device
 
 FAULTY = str(Path(__file__).parents[1] / "emulator" / "kernels" / "faulty.cu")
-BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-STORE = f"{BENCHMARKS}/store_values.cu"
+STORE = str(Path(__file__).parent / "store_values.cu")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -29,9 +28,8 @@ def emulated():
 
 
 @pytest.fixture
-def stub(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return import_module("stub").stub_device(tmp_path)
+def stub(tmp_path):
+    return stub_device(tmp_path)
 
 
 def store(memory, first, *values):

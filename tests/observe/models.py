@@ -4,6 +4,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import lsq
+from lsq.config import QuantConfig
+
 WIDTH, FEED_FORWARD, WORDS = 64, 128, 96
 OUTLIERS = 3
 
@@ -50,6 +53,13 @@ def gated_model(*spikes: float, seed: int = 1) -> GatedModel:
     """One with the weights of that seed."""
     torch.manual_seed(seed)
     return GatedModel(spikes or (1.0, 1.0))
+
+
+def converted(*spikes: float, **options) -> GatedModel:
+    """The same model in int8; `options` of QuantConfig."""
+    model = gated_model(*spikes)
+    lsq.convert(model, QuantConfig(**options))
+    return model
 
 
 def batch(seed: int = 2) -> torch.Tensor:

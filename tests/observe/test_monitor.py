@@ -16,18 +16,12 @@ from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.layers.memory import plan_memory
 from lsq.models import float_state_dict
 from lsq.observe import Bounds, Reading
-from lsq.observe.reading import QUANTITIES
-from tests.observe.models import batch, gated_model, loss_of
+from lsq.observe.noise import QUANTITIES
+from tests.observe.models import batch, converted, gated_model, loss_of
 
 ALL_BELOW = Bounds(**dict.fromkeys(QUANTITIES, math.inf))
 NONE_BELOW = Bounds(**dict.fromkeys(QUANTITIES, -math.inf))
 DOWN = "blocks.1.down"
-
-
-def converted(*spikes: float, **options) -> nn.Module:
-    made = gated_model(*spikes)
-    lsq.convert(made, QuantConfig(**options))
-    return made
 
 
 def train(model: nn.Module, monitor, steps: int, first: int = 0, passes: int = 1) -> list[float]:

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lsq
 from lsq.observe import Bounds
 from tests.dist.processes import run
-from tests.observe.models import batch, loss_of
-from tests.observe.test_monitor import ALL_BELOW, converted
+from tests.observe.models import batch, converted, loss_of
+from tests.observe.test_monitor import ALL_BELOW
 
 UP = "blocks.0.up"
 

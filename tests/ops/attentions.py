@@ -7,7 +7,7 @@ import torch
 
 from lsq.ops.attention import Attention, AttentionGradient
 from lsq.ops.heads import Heads, PositionBias, Projected
-from lsq.ops.summed_gradient import SummedGradient
+from lsq.ops.sums import SummedGradient
 from lsq.program.values import Rows
 from lsq.quant import random
 from tests.ops.compare import KEY, dropout_of, empty, on_reference, to_round
@@ -51,7 +51,7 @@ def attention(
     heads=HEADS,
     group=1,
     window=0,
-    share=0.0,
+    softmax_scale=0.0,
     biased=False,
     behind=0,
     to=None,
@@ -79,7 +79,7 @@ def attention(
         causal=causal,
         window=window,
         dropout=dropout_of(dropout),
-        share=share,
+        softmax_scale=softmax_scale,
         bias=bias_of(heads) if biased else None,
     )
     return Attention(
@@ -135,7 +135,7 @@ def dense(operation, dtype):
     )
     shared = torch.arange(heads.count) // heads.group
     k, v = k[:, shared], v[:, shared]
-    scores = q @ k.transpose(2, 3) * (heads.share or width**-0.5)
+    scores = q @ k.transpose(2, 3) * (heads.softmax_scale or width**-0.5)
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     if heads.bias is not None:
         distances = [

@@ -10,7 +10,7 @@ import torch
 
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, Dropout, RoundedGradient
+from lsq.program.values import Coded, Dropout, RoundedGradient, Value
 from lsq.quant import GRADIENT, Format, Grain, WeightFormat, pack_bits
 from lsq.run.backends import backend
 
@@ -164,6 +164,13 @@ def compare(operation: Operation) -> Operation:
 def written(operation: Operation) -> dict[str, torch.Tensor | None]:
     """What an operation wrote, by the names of its fields."""
     return {leaf.name: leaf.of(operation) for leaf in operation.leaves() if leaf.written}
+
+
+def assert_holds(value: Value, fields: dict[str, torch.Tensor | None]) -> None:
+    """The tensors of a value are those of a reference, where both are there."""
+    for name, wanted in fields.items():
+        tensor = getattr(value, name)
+        assert tensor is None or wanted is None or torch.equal(tensor, wanted), name
 
 
 def assert_same(found: Operation, expected: Operation, where: str) -> None:

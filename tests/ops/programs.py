@@ -13,7 +13,7 @@ from lsq.run.backends import backend
 def builder(name: str, **options) -> Builder:
     """A builder of training programs whose tensors have one reader each."""
     return Builder(
-        name, QuantConfig(**options), training=True, backward=True, backend=backend("cpu"), add=None
+        name, QuantConfig(**options), training=True, backward=True, backend=backend("cpu")
     )
 
 

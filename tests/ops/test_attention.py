@@ -20,6 +20,7 @@ from tests.ops.attentions import (
 )
 from tests.ops.compare import (
     assert_accurate,
+    assert_holds,
     compare,
     dropout_of,
     empty,
@@ -49,10 +50,10 @@ CASES = [
     {"window": 6, "causal": True, "dropout": 0.2, "heads": 6, "group": 2},
     {"window": 20, "causal": True, "coded": False},
     {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True, "window": 4},
-    {"share": 1.0, "coded": False},
+    {"softmax_scale": 1.0, "coded": False},
     {"biased": True},
     {"biased": True, "coded": False, "causal": True, "dropout": 0.2, "heads": 4, "group": 2},
-    {"biased": True, "causal": True, "window": 5, "share": 0.5},
+    {"biased": True, "causal": True, "window": 5, "softmax_scale": 0.5},
     {"biased": True, "others": OTHERS},
 ]
 
@@ -93,18 +94,12 @@ def test_the_context_is_rounded(width, heads):
     forward.out, forward.rounded = empty(sum(LENGTHS), heads * width), None
     wanted = rounding.encode(on_cpu(forward).out)
     assert torch.equal(unrounded, on_cpu(forward).out)
-    assert all(map(torch.equal, (found.codes, found.scale, found.clipped, found.error), wanted))
+    assert_holds(found, wanted)
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"others": OTHERS},
-        {"width": 5, "heads": 3},
-        {"coded": False},
-        {"heads": 4, "group": 2},
-    ],
+    [{}, {"others": OTHERS}, {"width": 5, "heads": 3}, {"coded": False}, {"heads": 4, "group": 2}],
 )
 @pytest.mark.parametrize("to_rounded", [False, True])
 def test_ends_of_gradients(options, to_rounded):

@@ -32,7 +32,7 @@ def compare_both(dtype=torch.float32, to_rounded=False, **options):
     [
         {"causal": True, "dropout": 0.3},
         {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
-        {"biased": True, "causal": True, "share": 1.0},
+        {"biased": True, "causal": True, "softmax_scale": 1.0},
         *(
             pytest.param(one, marks=pytest.mark.thorough)
             for one in (

@@ -60,9 +60,9 @@ def test_what_is_not_finite_stays_so_in_bfloat16():
     torch.testing.assert_close(found.out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("rows, lsq", [(7, False), (341, False), (41, True)])
-def test_the_gradient_of_a_weight_ends_in_bfloat16(rows, lsq):
-    plain = case(rows, "int8", lsq=lsq)
+@pytest.mark.parametrize("rows, learned_step", [(7, False), (341, False), (41, True)])
+def test_the_gradient_of_a_weight_ends_in_bfloat16(rows, learned_step):
+    plain = case(rows, "int8", learned_step=learned_step)
     values = plain.weight.values.bfloat16()
     plain = dataclasses.replace(
         plain, weight=dataclasses.replace(plain.weight, values=values.float())
@@ -77,14 +77,14 @@ def test_the_gradient_of_a_weight_ends_in_bfloat16(rows, lsq):
     torch.testing.assert_close(found.dclip, expected.dclip, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lsq", [False, True])
+@pytest.mark.parametrize("learned_step", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_the_gradient_of_an_input_ends_in_bfloat16(rows, lsq):
+def test_the_gradient_of_an_input_ends_in_bfloat16(rows, learned_step):
     weight = weight_of(32)
     fields = {
         **upstream("int8", weight, rows),
         "weight": weight.bare(),
-        "x": coded(torch.randn(rows, 48), lsq=lsq),
+        "x": coded(torch.randn(rows, 48), learned_step=learned_step),
         "dclip": empty(1),
     }
     found = on_cpu(ProjectInputGradient(**fields, dx=empty(rows, 48, dtype=torch.bfloat16)))
@@ -110,20 +110,18 @@ def test_a_weight_in_out_has_the_codes_of_its_transpose(inputs, outputs, padded,
             )
         )
 
-    found, expected = (
-        rounded(values=values.t().contiguous(), in_out=True),
-        rounded(values=values),
-    )
+    found, expected = (rounded(values=values.t().contiguous(), in_out=True), rounded(values=values))
     assert torch.equal(found.weight.codes, expected.weight.codes)
     assert torch.equal(found.weight.scale.nan_to_num(9), expected.weight.scale.nan_to_num(9))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None), (64, False, None)]
+    "rows, learned_step, clips",
+    [(1, False, None), (41, True, 1), (341, True, None), (64, False, None)],
 )
-def test_the_gradient_of_a_weight_in_out_is_that_of_its_transpose(mode, rows, lsq, clips):
-    plain = case(rows, mode, lsq=lsq, clips=clips)
+def test_the_gradient_of_a_weight_in_out_is_that_of_its_transpose(mode, rows, learned_step, clips):
+    plain = case(rows, mode, learned_step=learned_step, clips=clips)
     outputs, inputs = plain.weight.values.shape
     found = compare(
         dataclasses.replace(plain, weight=in_out(plain.weight), dweight=empty(inputs, outputs))
@@ -164,9 +162,9 @@ def test_a_weight_in_bfloat16_has_the_codes_of_its_values(inputs, outputs, padde
 
 
 @pytest.mark.parametrize("in_out", [False, True])
-@pytest.mark.parametrize("rows, lsq, clips", [(41, True, 1), (341, False, None)])
-def test_the_gradient_of_a_weight_in_bfloat16_is_rounded_to_that(rows, lsq, clips, in_out):
-    plain = case(rows, "int8", lsq=lsq, clips=clips)
+@pytest.mark.parametrize("rows, learned_step, clips", [(41, True, 1), (341, False, None)])
+def test_the_gradient_of_a_weight_in_bfloat16_is_rounded_to_that(rows, learned_step, clips, in_out):
+    plain = case(rows, "int8", learned_step=learned_step, clips=clips)
     values = plain.weight.values.bfloat16()
     values = values.t().contiguous() if in_out else values
 

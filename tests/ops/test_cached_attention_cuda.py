@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lsq.native.compiler import compile_kernels
-from lsq.ops import cached_attention
+from lsq.ops import cached_attention_cuda
 from tests.ops.cuda import compare_cuda, run
 from tests.ops.test_cached_attention import example
 
@@ -28,9 +28,9 @@ def compared(operation):
 def turns():
     """Three turns of a block over keys, and of a block that joins three others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached_attention, "LEAST", 512)
+        patch.setattr(cached_attention_cuda, "LEAST", 512)
         compared(example(1, 1, 64, 385, appends=False, lengths=[385]))
-        patch.setattr(cached_attention, "LEAST", 16)
+        patch.setattr(cached_attention_cuda, "LEAST", 16)
         compared(example(2, 1, 16, 48, appends=True, lengths=[48, 40]))
 
 
@@ -54,7 +54,7 @@ def test_against_the_reference(rows, heads, width, capacity, appends):
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("lengths", [[1, 16, 17], [63, 0, 64]])
 def test_blocks_share_long_lists(appends, lengths, monkeypatch):
-    monkeypatch.setattr(cached_attention, "LEAST", 16)
+    monkeypatch.setattr(cached_attention_cuda, "LEAST", 16)
     operation = example(3, 2, 24, 64, appends=appends, lengths=lengths)
     [(shape, _)] = operation.cuda_scratch()
     assert shape == (6, 4, 28)
@@ -89,7 +89,7 @@ def test_rows_that_share_lists():
 
 @pytest.mark.parametrize("least", [2, 256])
 def test_an_empty_list_gives_zeros(least, monkeypatch):
-    monkeypatch.setattr(cached_attention, "LEAST", least)
+    monkeypatch.setattr(cached_attention_cuda, "LEAST", least)
     found = compared(example(3, 2, 16, 5, appends=True, lengths=[2, 0, 5]))
     assert not found.context.codes[1].any() and found.context.codes[0].any()
 
@@ -105,7 +105,7 @@ def test_scores_of_the_largest_codes():
 
 @pytest.mark.parametrize("least", [2, 256])
 def test_nan_poisons_the_scale(least, monkeypatch):
-    monkeypatch.setattr(cached_attention, "LEAST", least)
+    monkeypatch.setattr(cached_attention_cuda, "LEAST", least)
     for started in (False, True):
         operation = example(2, 2, 16, 5, appends=False)
         operation.context.started = started
@@ -131,6 +131,6 @@ def test_heads_that_kernels_do_not_have_are_refused():
 def test_kernels_spill_no_registers():
     for width in (8, 40, 64, 120, 128):
         for target in ("sm_80", "sm_90a", "sm_120"):
-            defines = (("LEAST", cached_attention.LEAST), ("STARTED", 1), ("WIDTH", width))
+            defines = (("LEAST", cached_attention_cuda.LEAST), ("STARTED", 1), ("WIDTH", width))
             for taken in compile_kernels("cached_attention.cu", defines, target).resources.values():
                 assert not taken.spill_bytes, f"{width}, {target}"

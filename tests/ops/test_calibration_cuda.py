@@ -5,7 +5,7 @@ import torch
 
 from lsq import quant
 from lsq.native.compiler import compile_kernels
-from lsq.ops.calibration import HELD, MOST_WARPS, RUN
+from lsq.ops.calibration_cuda import HELD, MOST_WARPS, RUN
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, ORDERS, run
 from tests.ops.test_calibration import clip_of

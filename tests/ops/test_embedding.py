@@ -16,7 +16,7 @@ def embed(rows: int, columns: int, dropout: float = 0.0, learned: bool = True) -
     """Some of the tokens are padding."""
     return Embed(
         tokens=torch.randint(0, VOCABULARY, (rows,)),
-        places=torch.randint(0, POSITIONS, (rows,)),
+        positions=torch.randint(0, POSITIONS, (rows,)),
         weight=torch.randn(VOCABULARY, columns),
         table=torch.randn(POSITIONS, columns),
         scale=SCALE,
@@ -28,14 +28,14 @@ def embed(rows: int, columns: int, dropout: float = 0.0, learned: bool = True) -
 
 
 def embed_gradient(
-    gradient, tokens, places=None, dropout: float = 0.0, learned: bool = True, **sizes
+    gradient, tokens, positions=None, dropout: float = 0.0, learned: bool = True, **sizes
 ) -> EmbedGradient:
-    """Of tokens that stand at `places`, or at places of the same numbers."""
+    """Of tokens that stand at `positions`, or at positions of the same numbers."""
     columns, sizes = gradient.shape[1], {"vocabulary": VOCABULARY, "positions": POSITIONS} | sizes
     return EmbedGradient(
         gradient=gradient,
         tokens=tokens,
-        places=tokens if places is None else places,
+        positions=tokens if positions is None else positions,
         dropout=dropout_of(dropout, 5),
         scale=SCALE,
         padding=PADDING,
@@ -54,13 +54,13 @@ def test_against_autograd(rows, columns, dropout, learned):
     leaves = [forward.weight.requires_grad_(), forward.table.requires_grad_()]
     x = (
         torch.nn.functional.embedding(tokens, leaves[0], PADDING) * SCALE
-        + leaves[1][forward.places]
+        + leaves[1][forward.positions]
     )
     expected = random.dropout(x, dropout, KEY, 5)
     assert not found[tokens == PADDING].any()
     expected = torch.where(tokens[:, None] == PADDING, 0.0, expected)
     torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-6)
-    made = compare(embed_gradient(upstream, tokens, forward.places, dropout, learned))
+    made = compare(embed_gradient(upstream, tokens, forward.positions, dropout, learned))
     kept = torch.where(tokens[:, None] == PADDING, 0.0, upstream)
     dweight, dtable = torch.autograd.grad(expected, leaves, kept)
     torch.testing.assert_close(made.dweight, dweight, atol=1e-5, rtol=1e-5)
@@ -99,15 +99,15 @@ def test_gradients_of_a_program_are_those_of_the_operation(learned):
         made.parameter(name, (rows, 48), Kind.TABLE)
         for name, rows in (("weight", VOCABULARY), ("table", POSITIONS))
     )
-    tokens, places, x = (
+    tokens, positions, x = (
         made.input("tokens", (21,)),
-        made.input("places", (21,)),
+        made.input("positions", (21,)),
         made.tensor("x", (21, 48)),
     )
     made.add(
         Embed(
             tokens=tokens,
-            places=places,
+            positions=positions,
             weight=weight,
             table=table,
             scale=SCALE,
@@ -118,9 +118,9 @@ def test_gradients_of_a_program_are_those_of_the_operation(learned):
     )
     made.output(x)
     program, upstream = made.build(), torch.randn(21, 48)
-    given = {tokens: one.tokens, places: one.places, weight: one.weight, table: one.table}
+    given = {tokens: one.tokens, positions: one.positions, weight: one.weight, table: one.table}
     found = run(program, given | {program.output_gradients[0]: upstream})
-    wanted = on_cpu(embed_gradient(upstream, one.tokens, one.places, learned=learned))
+    wanted = on_cpu(embed_gradient(upstream, one.tokens, one.positions, learned=learned))
     gradients = dict(zip(program.differentiable, program.gradients, strict=True))
     assert torch.equal(found[x], on_cpu(one).x) and torch.equal(
         found[gradients[weight]], wanted.dweight
@@ -133,7 +133,7 @@ def test_gradients_of_a_program_are_those_of_the_operation(learned):
 
 def test_limits_of_indices():
     forward = embed(21, 48)
-    assert forward.limits() == {"tokens": VOCABULARY, "places": POSITIONS}
+    assert forward.limits() == {"tokens": VOCABULARY, "positions": POSITIONS}
     gradient = torch.randn(21, 48)
     assert embed_gradient(gradient, forward.tokens).limits() == forward.limits()
     assert embed_gradient(gradient, forward.tokens, learned=False).limits() == {

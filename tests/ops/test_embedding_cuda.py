@@ -17,7 +17,9 @@ def test_both_passes(rows, dtype, dropout):
     compare_cuda(forward, dtype)
     for learned in (False, True):
         compare_cuda(
-            embed_gradient(torch.randn(rows, 48), forward.tokens, forward.places, dropout, learned),
+            embed_gradient(
+                torch.randn(rows, 48), forward.tokens, forward.positions, dropout, learned
+            ),
             dtype,
         )
 
@@ -25,7 +27,7 @@ def test_both_passes(rows, dtype, dropout):
 def test_wide_rows():
     forward = embed(35, 1040, 0.1)
     compare_cuda(forward)
-    compare_cuda(embed_gradient(torch.randn(35, 1040), forward.tokens, forward.places, 0.1))
+    compare_cuda(embed_gradient(torch.randn(35, 1040), forward.tokens, forward.positions, 0.1))
 
 
 def test_rare_words_are_summed_in_the_order_of_the_cpu():

@@ -8,7 +8,7 @@ import torch
 
 from lsq.ops.gated import Gated, GatedGradient
 from lsq.ops.nonlinearity import Activation
-from lsq.ops.summed_gradient import SummedGradient
+from lsq.ops.sums import SummedGradient
 from lsq.program.values import Rows, dropped
 from lsq.quant import arithmetic
 from tests.ops.compare import (
@@ -63,11 +63,13 @@ def gated_gradient(
     *,
     coded=True,
     to_codes=True,
-    lsq=False,
+    learned_step=False,
     bits=8,
 ):
     """Its gradient."""
-    both = operands(rows, columns, **({"error": lsq, "bits": bits} if coded else {}), coded=coded)
+    both = operands(
+        rows, columns, **({"error": learned_step, "bits": bits} if coded else {}), coded=coded
+    )
     return GatedGradient(
         gradient=torch.randn(rows, columns),
         **both,
@@ -138,18 +140,20 @@ def test_floats(kind, rows, columns):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("coded, to_codes", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(
-    "rows, columns, dropout, lsq",
-    [
-        (0, 16, 0.0, False),
-        (1, 16, 0.0, False),
-        (41, 48, 0.3, True),
-        (341, 88, 0.1, False),
-    ],
+    "rows, columns, dropout, learned_step",
+    [(0, 16, 0.0, False), (1, 16, 0.0, False), (41, 48, 0.3, True), (341, 88, 0.1, False)],
 )
-def test_gradients_are_the_references(kind, coded, to_codes, rows, columns, dropout, lsq):
+def test_gradients_are_the_references(kind, coded, to_codes, rows, columns, dropout, learned_step):
     compare(
         gated_gradient(
-            rows, columns, kind, dropout, coded=coded, to_codes=to_codes, lsq=lsq, bits=8 - lsq
+            rows,
+            columns,
+            kind,
+            dropout,
+            coded=coded,
+            to_codes=to_codes,
+            learned_step=learned_step,
+            bits=8 - learned_step,
         )
     )
 
@@ -213,10 +217,10 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 
 @pytest.mark.parametrize(
-    "rows, dropout, lsq", [(41, 0.3, True), (41, 0.3, False), (341, 0.0, False)]
+    "rows, dropout, learned_step", [(41, 0.3, True), (41, 0.3, False), (341, 0.0, False)]
 )
-def test_a_gradient_in_bfloat16_counts_as_its_values(rows, dropout, lsq):
-    wide = gated_gradient(rows, dropout=dropout, lsq=lsq)
+def test_a_gradient_in_bfloat16_counts_as_its_values(rows, dropout, learned_step):
+    wide = gated_gradient(rows, dropout=dropout, learned_step=learned_step)
     narrow = dataclasses.replace(wide, gradient=wide.gradient.bfloat16())
     expected = on_cpu(dataclasses.replace(wide, gradient=narrow.gradient.float()))
     assert all(map(torch.equal, compare(narrow).outputs, expected.outputs))

@@ -36,15 +36,13 @@ def test_floats(dtype, kind, rows):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "rows, columns, dropout, lsq",
-    [
-        (0, 16, 0.0, False),
-        (41, 48, 0.3, True),
-        (7, 1040, 0.1, False),
-    ],
+    "rows, columns, dropout, learned_step",
+    [(0, 16, 0.0, False), (41, 48, 0.3, True), (7, 1040, 0.1, False)],
 )
-def test_rounded_gradients_are_exact(kind, rows, columns, dropout, lsq):
-    compare_cuda(gated_gradient(rows, columns, kind, dropout, lsq=lsq), exact=True)
+def test_rounded_gradients_are_exact(kind, rows, columns, dropout, learned_step):
+    compare_cuda(
+        gated_gradient(rows, columns, kind, dropout, learned_step=learned_step), exact=True
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

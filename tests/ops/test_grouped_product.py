@@ -47,14 +47,7 @@ def by(product: GroupedProduct, instructions: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize(
-    "rows, columns, inner",
-    [
-        (1, 1, 1),
-        (7, 33, 100),
-        (41, 64, 130),
-        (70, 97, 256),
-        (9, 16, 515),
-    ],
+    "rows, columns, inner", [(1, 1, 1), (7, 33, 100), (41, 64, 130), (70, 97, 256), (9, 16, 515)]
 )
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_products(group, rows, columns, inner, of_rows):

@@ -43,10 +43,10 @@ def weight_of(outputs=OUTPUTS, columns=COLUMNS, *, clips=None, bits=8, padded=PA
     )
 
 
-def coded(x, clip=1.2, *, bits=8, lsq=False):
+def coded(x, clip=1.2, *, bits=8, learned_step=False):
     """x [M, K] after rounding."""
     codes, scale, clipped, error = arithmetic.round_activation(
-        x, torch.tensor([clip]), bits=bits, error=lsq
+        x, torch.tensor([clip]), bits=bits, error=learned_step
     )
     return Coded(
         format=format_of(bits),
@@ -94,8 +94,8 @@ def case(
     *,
     kind=Activation.none,
     dropout=0.0,
-    lsq=False,
-    joined=False,
+    learned_step=False,
+    accumulated=False,
     added=False,
     rounded=False,
     clips=None,
@@ -106,7 +106,7 @@ def case(
 ):
     """(operation, y before the activation); `rest`: sums are wanted as well; of a weight [padded -
     3, columns]."""
-    bits = 4 if lsq else 8
+    bits = 4 if learned_step else 8
     weight = weight_of(padded - 3, columns, clips=clips, bits=bits, padded=padded)
     y, mask = torch.randn(rows, columns), dropout_of(dropout)
     x = PLAIN[kind](y)
@@ -117,9 +117,9 @@ def case(
         weight=Weight(format=weight_format_of(), values=weight.values)
         if float_mode
         else weight.bare(),
-        x=None if float_mode else coded(x, bits=bits, lsq=lsq),
+        x=None if float_mode else coded(x, bits=bits, learned_step=learned_step),
         nonlinearity=end_of(kind, mask, y, mode),
-        joined=torch.randn(rows, columns) if joined else None,
+        accumulated=torch.randn(rows, columns) if accumulated else None,
         added=torch.randn(rows, columns) if added else None,
         dx=None if rounded else empty(rows, columns),
         rounded=gradient_to_round(rows, columns) if rounded else None,
@@ -150,8 +150,8 @@ def by_autograd(operation, y):
     else:
         given, matrix = operation.floats, weight.values.double()
     total = total + (x @ matrix.t() * given.double()).sum()
-    if operation.joined is not None:
-        total = total + (x * operation.joined.double()).sum()
+    if operation.accumulated is not None:
+        total = total + (x * operation.accumulated.double()).sum()
     if operation.added is not None:
         total = total + (y * operation.added.double()).sum()
     return torch.autograd.grad(total, (y, clip))
@@ -178,7 +178,7 @@ def plain_of(operation):
         x=operation.x,
         nonlinearity=Nonlinearity(dropout=operation.nonlinearity.dropout),
         dx=empty(*operation.dx.shape),
-        joined=operation.joined,
+        accumulated=operation.accumulated,
         sum=empty(COLUMNS),
         dclip=empty(1),
     )
@@ -187,7 +187,7 @@ def plain_of(operation):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", list(Activation))
 @pytest.mark.parametrize(
-    "rows, dropout, lsq, added, clips",
+    "rows, dropout, learned_step, added, clips",
     [
         (1, 0.0, False, False, None),
         (7, 0.3, True, True, 1),
@@ -195,17 +195,22 @@ def plain_of(operation):
         (41, 0.0, True, False, 1),
     ],
 )
-def test_gradients_are_autograds(mode, kind, rows, dropout, lsq, added, clips):
-    operation, y = case(rows, mode, kind=kind, dropout=dropout, lsq=lsq, added=added, clips=clips)
+def test_gradients_are_autograds(mode, kind, rows, dropout, learned_step, added, clips):
+    operation, y = case(
+        rows, mode, kind=kind, dropout=dropout, learned_step=learned_step, added=added, clips=clips
+    )
     assert_is_autograds(compare(operation), y)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "kind, lsq", [(Activation.none, False), (Activation.relu, True), (Activation.silu, False)]
+    "kind, learned_step",
+    [(Activation.none, False), (Activation.relu, True), (Activation.silu, False)],
 )
-def test_another_product_joins_before_the_mask(mode, kind, lsq):
-    operation, y = case(41, mode, kind=kind, dropout=0.2, lsq=lsq, joined=True, added=True)
+def test_another_product_accumulates_before_the_mask(mode, kind, learned_step):
+    operation, y = case(
+        41, mode, kind=kind, dropout=0.2, learned_step=learned_step, accumulated=True, added=True
+    )
     assert_is_autograds(compare(operation), y)
 
 
@@ -227,7 +232,7 @@ def test_rounded_rows_of_floats(mode):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_neither_products_nor_threads_change_a_bit(way, threads):
-    operation, _ = case(341, kind=Activation.relu, dropout=0.2, lsq=True)
+    operation, _ = case(341, kind=Activation.relu, dropout=0.2, learned_step=True)
     assert_same_bits(operation, way, threads)
 
 
@@ -242,7 +247,7 @@ def test_narrow_products():
 @pytest.mark.parametrize("rounded", [False, True])
 def test_an_empty_batch(mode, rounded):
     operation, _ = case(
-        0, mode, kind=Activation.relu, dropout=0.1, lsq=True, added=True, rounded=rounded
+        0, mode, kind=Activation.relu, dropout=0.1, learned_step=True, added=True, rounded=rounded
     )
     found = compare(operation)
     assert not found.sum.any() and not found.dclip.any()
@@ -281,14 +286,14 @@ def test_floats_or_codes():
         ProjectInputGradient(weight=None, dx=torch.zeros(3, 16), rounded=torch.zeros(3, 16))
 
 
-def check_joined_in_place(run, lsq: bool) -> None:
-    """What is joined may lie where dx goes."""
-    operation, _ = case(41, lsq=lsq, joined=True)
+def check_accumulated_in_place(run, learned_step: bool) -> None:
+    """What is accumulated may lie where dx goes."""
+    operation, _ = case(41, learned_step=learned_step, accumulated=True)
     wanted = run(operation).dx
-    operation.dx = operation.joined = operation.joined.clone()
+    operation.dx = operation.accumulated = operation.accumulated.clone()
     assert torch.equal(run(operation).dx, wanted)
 
 
-@pytest.mark.parametrize("lsq", [False, True])
-def test_joined_in_place(lsq):
-    check_joined_in_place(on_cpu, lsq)
+@pytest.mark.parametrize("learned_step", [False, True])
+def test_accumulated_in_place(learned_step):
+    check_accumulated_in_place(on_cpu, learned_step)

@@ -11,7 +11,7 @@ from lsq.native import geometry
 from lsq.ops.nonlinearity import Activation
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
-from tests.ops.test_input_gradient import MODES, case, check_joined_in_place
+from tests.ops.test_input_gradient import MODES, case, check_accumulated_in_place
 from tests.ops.tiles import SMALL, in_one
 
 HALF = torch.bfloat16
@@ -25,13 +25,13 @@ def products_by_themselves():
 
 
 ENDS = [
-    {"kind": Activation.none, "lsq": True},
+    {"kind": Activation.none, "learned_step": True},
     {"kind": Activation.relu, "dropout": 0.3, "added": True},
     {"kind": Activation.gelu, "dropout": 0.1, "clips": 1},
     {"kind": Activation.gelu_tanh},
     {"kind": Activation.silu},
     {"kind": Activation.squared_relu, "dropout": 0.1},
-    {"dropout": 0.3, "joined": True, "added": True},
+    {"dropout": 0.3, "accumulated": True, "added": True},
 ]
 
 
@@ -103,7 +103,7 @@ def test_wide_rows(rounded):
 @pytest.mark.parametrize("rounded", [False, True])
 def test_an_empty_batch(mode, rounded):
     operation, _ = case(
-        0, mode, kind=Activation.relu, dropout=0.1, lsq=True, added=True, rounded=rounded
+        0, mode, kind=Activation.relu, dropout=0.1, learned_step=True, added=True, rounded=rounded
     )
     found = compare_cuda(operation)
     assert not found.sum.any() and not found.dclip.any()
@@ -139,7 +139,7 @@ def test_three_turns(rows, columns, rounded, monkeypatch):
 
 def turns(rows, columns, rounded):
     operation, _ = case(
-        rows, kind=Activation.relu, dropout=0.1, lsq=True, rounded=rounded, columns=columns
+        rows, kind=Activation.relu, dropout=0.1, learned_step=True, rounded=rounded, columns=columns
     )
     in_one(operation, None)
 
@@ -151,6 +151,6 @@ def test_widths_that_kernels_cannot_take():
 
 
 @pytest.mark.parametrize("tile", [None, SMALL])
-def test_joined_in_place(tile):
+def test_accumulated_in_place(tile):
     with gemm.ended_by(tile):
-        check_joined_in_place(run, lsq=False)
+        check_accumulated_in_place(run, learned_step=False)

@@ -9,7 +9,7 @@ import torch
 
 from lsq import gemm
 from lsq.native.launch import Launch
-from lsq.ops.input_gradient_product import input_gradient_product
+from lsq.ops.input_gradient_cuda import input_gradient_product
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.sums import FinishSums
 from tests.ops.compare import empty, on_cpu
@@ -38,7 +38,9 @@ KERNEL = "lsq_input_gradient_product"
 def turns():
     """Three steps along K and more, and all rows of a tile's quarter."""
     for tile in (*TILES, *WARPGROUPS):
-        compare(150, tile, kind=Activation.relu, dropout=0.1, lsq=True, columns=144, padded=272)
+        compare(
+            150, tile, kind=Activation.relu, dropout=0.1, learned_step=True, columns=144, padded=272
+        )
 
 
 def compare(rows, tile, **given):
@@ -80,7 +82,7 @@ def test_sums_that_are_left_are_finished_alike():
         expected = run(operation)
         (left,) = operation.leave_sums(lambda name, shape, dtype: empty(*shape))
         left.parts = run(operation).parts
-    finished = run(FinishSums.of([left])).sums0
+    finished = run(FinishSums(sums=[left])).sums[0]
     assert finished.first.equal(expected.sum) and finished.clip.equal(expected.dclip)
 
 

@@ -37,10 +37,7 @@ def rounded_rest(loss, dloss: float = 2.0):
 def input_gradient(loss) -> KeptInputGradient:
     given = loss.prediction
     return KeptInputGradient(
-        prediction=given,
-        kept=loss.kept,
-        dloss=DLOSS,
-        dx=empty(*given.x.tensor.shape),
+        prediction=given, kept=loss.kept, dloss=DLOSS, dx=empty(*given.x.tensor.shape)
     )
 
 
@@ -135,10 +132,13 @@ def gradients(loss, split: bool) -> tuple[torch.Tensor, torch.Tensor]:
     given = loss.prediction
     found = on_cpu(loss if split else dataclasses.replace(loss, kept=None))
     rounded = on_cpu(rounded_rest(found, 0.5)).rounded
-    joined = on_cpu(input_gradient(found)).dx if split else None
+    accumulated = on_cpu(input_gradient(found)).dx if split else None
     dx = on_cpu(
         ProjectInputGradient(
-            gradient=rounded, weight=given.weight, joined=joined, dx=empty(*given.x.tensor.shape)
+            gradient=rounded,
+            weight=given.weight,
+            accumulated=accumulated,
+            dx=empty(*given.x.tensor.shape),
         )
     ).dx
     whole = weight_gradient(found) if split else None

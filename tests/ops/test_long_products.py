@@ -10,10 +10,7 @@ from tests.ops.products import multiplied
 
 EXACT = 1e-6
 """What float32 loses: a relative error of the sums and of their scales."""
-WAYS = [
-    ("plain", 0),
-    *((kernel, 32) for kernel in tiles.INSTRUCTIONS if kernel != "plain"),
-]
+WAYS = [("plain", 0), *((kernel, 32) for kernel in tiles.INSTRUCTIONS if kernel != "plain")]
 
 
 @pytest.fixture(params=WAYS, ids=str)

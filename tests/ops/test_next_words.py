@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from lsq.native import tiles
 from lsq.ops.next_words import NextWords
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedWeight
 from lsq.quant import Grain
 from lsq.quant.formats import Int4
 from tests.ops.compare import empty, on_cpu, on_reference, rounded

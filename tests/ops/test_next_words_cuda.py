@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lsq.ops.next_words import NextWords
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedWeight
 from lsq.program.values import Weight
 from tests.ops.compare import empty, on_cpu, on_reference, rounded, weight_format_of
 from tests.ops.cuda import run
@@ -99,12 +99,7 @@ def test_of_equal_words_the_lower_number_comes_first(best, spread):
 
 
 @pytest.mark.parametrize(
-    "inner",
-    [
-        16,
-        80,
-        *(pytest.param(more, marks=pytest.mark.thorough) for more in (512, 1040)),
-    ],
+    "inner", [16, 80, *(pytest.param(more, marks=pytest.mark.thorough) for more in (512, 1040))]
 )
 def test_any_inner_width(inner):
     operation = example(7, 333, 6, 2, every=True, inner=inner)

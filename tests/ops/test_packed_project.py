@@ -11,8 +11,7 @@ from lsq import gemm
 from lsq.models.sparsity import choose
 from lsq.native import loader, shared_library, tiles
 from lsq.ops.nonlinearity import Activation, Nonlinearity
-from lsq.ops.packed_project import PackedProject
-from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.packed_project import PackedProject, PackedWeight
 from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
 from lsq.quant import Grain
@@ -65,14 +64,7 @@ def test_three_of_four_are_refused():
 @pytest.mark.parametrize("instructions", tiles.usable())
 @pytest.mark.parametrize(
     "rows, columns, inner",
-    [
-        (0, 32, 64),
-        (1, 16, 16),
-        (3, 48, 80),
-        (8, 64, 4224),
-        (17, 544, 208),
-        (161, 96, 576),
-    ],
+    [(0, 32, 64), (1, 16, 16), (3, 48, 80), (8, 64, 4224), (17, 544, 208), (161, 96, 576)],
 )
 def test_products_and_their_ends(instructions, rows, columns, inner, sparse):
     torch.manual_seed(rows)

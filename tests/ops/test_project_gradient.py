@@ -40,7 +40,7 @@ class StubBuilder:
     def take_gradient(self, tensor):
         return self.filed.pop(tensor, None)
 
-    def take_joined(self, tensor):
+    def take_accumulated(self, tensor):
         """No two products join their gradients."""
 
     def accumulate(self, tensor, gradient):
@@ -118,7 +118,7 @@ def test_the_end_of_a_project_before_is_undone():
     assert dx.nonlinearity is end
     assert dx.rounded is builder.of_products[hidden.codes][1] and dx.dx is None and dx.added is None
     assert dx.sum == builder.parameter_gradient(first.bias)
-    assert dweight.subsequence == 9 and dweight.key is KEY and dweight.lsq
+    assert dweight.subsequence == 9 and dweight.key is KEY and dweight.learned_step
     before, _ = differentiated(first, builder)
     assert before.gradient is dx.rounded and before.nonlinearity is None
 

@@ -7,7 +7,7 @@ import torch
 from lsq.emulator import profile
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
-from lsq.ops.project_product import packed_tile, project_product
+from lsq.ops.project_cuda import packed_tile, project_product
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
@@ -31,14 +31,7 @@ def weights(inner, outputs):
 
 @pytest.mark.parametrize(
     "rows, inner, outputs",
-    [
-        (1, 16, 16),
-        (3, 32, 80),
-        (41, 48, 32),
-        (64, 272, 144),
-        (5, 208, 64),
-        (130, 528, 48),
-    ],
+    [(1, 16, 16), (3, 32, 80), (41, 48, 32), (64, 272, 144), (5, 208, 64), (130, 528, 48)],
 )
 @pytest.mark.parametrize("activation", [Activation.none, Activation.gelu])
 def test_codes_are_exact(rows, inner, outputs, activation):

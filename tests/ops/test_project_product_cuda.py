@@ -10,7 +10,7 @@ import torch
 from lsq.emulator import profile
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
-from lsq.ops.project_product import project_product
+from lsq.ops.project_cuda import project_product
 from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import empty
 from tests.ops.cuda import DTYPES

@@ -51,7 +51,7 @@ def test_kernels_compile_without_spills(target, normed):
             ("LANES", lanes),
             ("NORMED", normed),
             ("ROUNDED", 1),
-            ("TURNED", 64),
+            ("ROTATED", 64),
             ("WIDTH", 64),
         )
         found = compiler.compile_kernels("rotation.cu", defines, target).resources

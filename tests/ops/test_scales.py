@@ -13,15 +13,12 @@ def scales(clips) -> StartScales:
     each = [
         StartedScale(clip=torch.tensor([clip]), scale=empty(1), largest=127.0) for clip in clips
     ]
-    return StartScales(**{f"scale{number}": one for number, one in enumerate(each)})
+    return StartScales(scales=each)
 
 
 def test_a_scale_is_the_clip_by_the_largest_code():
     found = on_reference(scales([127.0, 2.54]))
-    assert [found.scale0.scale.item(), found.scale1.scale.item()] == [
-        1.0,
-        torch.tensor(2.54).div(127).item(),
-    ]
+    assert [one.scale.item() for one in found.scales] == [1.0, torch.tensor(2.54).div(127).item()]
 
 
 def test_all_roundings_of_a_pass_are_started_together():
@@ -31,14 +28,14 @@ def test_all_roundings_of_a_pass_are_started_together():
     ]
     first, second = start_together([*rounding, Add(a=empty(3), b=empty(3), out=empty(3))])
     for number, one in enumerate(rounding):
-        made = getattr(first if number < TOGETHER else second, f"scale{number % TOGETHER}")
+        made = (*first.scales, *second.scales)[number]
         assert (
             one.rounded.started
             and made.scale is one.rounded.scale
             and made.clip is one.rounded.clip
         )
         assert made.largest == 7.0
-    assert second.scale2 is None and start_together([]) == []
+    assert [len(first.scales), len(second.scales)] == [TOGETHER, 2] and start_together([]) == []
 
 
 def test_scales_of_rows_are_known_later():

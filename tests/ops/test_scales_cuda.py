@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from lsq.ops.residual_norm import ResidualNorm
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.rounding import Round
 from lsq.ops.scales import TOGETHER
 from lsq.program.values import Coded

@@ -10,8 +10,7 @@ from lsq.models.sparsity import choose, pack
 from lsq.native import compiler
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
-from lsq.ops.sparse_project import SparseProject
-from lsq.ops.sparse_weight import SparseWeight
+from lsq.ops.sparse_project import SparseProject, SparseWeight
 from lsq.program.values import Rows
 from tests.ops.compare import by_row, empty, on_cpu, to_round
 from tests.ops.cuda import DTYPES, compare_cuda

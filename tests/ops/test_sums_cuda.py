@@ -17,7 +17,7 @@ def test_many_kinds_at_once():
         parts(600, 0, 0, factor=0.5),
     ]
     given += [parts(300, 24, 1, clip_parts=7)]
-    compare_cuda(FinishSums.of(given))
+    compare_cuda(FinishSums(sums=given))
 
 
 def test_an_operation_leaves_what_it_would_have_finished():
@@ -27,5 +27,5 @@ def test_an_operation_leaves_what_it_would_have_finished():
     found = run(operation)
     assert found.sum is None and found.dclip is None
     left.parts = found.parts
-    finished = run(FinishSums.of([left])).sums0
+    finished = run(FinishSums(sums=[left])).sums[0]
     assert finished.first.equal(expected.sum) and finished.clip.equal(expected.dclip)

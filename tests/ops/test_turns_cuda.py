@@ -13,7 +13,8 @@ import torch
 from lsq import gemm
 from lsq.emulator import build
 from lsq.native import geometry
-from lsq.ops import embedding, kernels, weight_gradient
+from lsq.ops import embedding_cuda, weight_gradient_cuda
+from lsq.ops.launches import add_sums, zero
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
 from lsq.ops.scales import TOGETHER
@@ -50,9 +51,8 @@ from tests.ops.test_kept_gradient import input_gradient
 from tests.ops.test_kept_gradient import losses as losses_of_others
 from tests.ops.test_kept_gradient import weight_gradient as kept_weight_gradient
 from tests.ops.test_project import rounded_project
-from tests.ops.test_residual_norm import norm, norm_gradient
+from tests.ops.test_residual_norm import norm, norm_gradient, rms
 from tests.ops.test_residual_norm_cuda import compare_gradients
-from tests.ops.test_rms_norm import rms, rms_gradient
 from tests.ops.test_rotation import gradient_of as gradient_of_rotation
 from tests.ops.test_rotation import rotate
 from tests.ops.test_rounding import weight_of
@@ -103,11 +103,11 @@ def nan_in_each_turn(x):
 def embeddings():
     """Three tiles of occurrences for each split, three splits, and words over many windows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedding, "SPLITS", 3)
+        patch.setattr(embedding_cuda, "SPLITS", 3)
         for rows, columns in (FEW, WIDE, (1821, 48)):
             forward = compare_cuda(embed(rows, columns, 0.1))
             compare_cuda(
-                embed_gradient(torch.randn(rows, columns), forward.tokens, forward.places, 0.1)
+                embed_gradient(torch.randn(rows, columns), forward.tokens, forward.positions, 0.1)
             )
             compare_cuda(
                 kept_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns)))
@@ -124,14 +124,14 @@ def norms():
         z = torch.randn(rows, columns)
         for given in (z, *nan_in_each_turn(z)):
             compare_cuda(norm(given, rounds=True, error=True))
-        compare_cuda(norm(z, torch.randn(rows, columns), normed=False, dropout=0.1))
+        compare_cuda(norm(z, torch.randn(rows, columns), kind=None, dropout=0.1))
         compare_gradients(torch.float32, rows, columns, rounds=True)
     compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
     for rows, columns in (FEW, WIDE, (5, 2064)):
         z, update = torch.randn(rows, columns), torch.randn(rows, columns)
         for given in (z, *nan_in_each_turn(z)):
             compare_cuda(rms(given, rounds=True, error=True))
-        compare_cuda(rms_gradient(on_cpu(rms(z, update, dropout=0.1)), rounds=True))
+        compare_cuda(norm_gradient(on_cpu(rms(z, update, dropout=0.1)), rounds=True))
 
 
 def losses():
@@ -145,11 +145,11 @@ def float_operands():
     compare_cuda(of_floats(x, weight.bfloat16().float(), target), torch.bfloat16)
     target = cuda.current_device()
     out = torch.ones(4099, device=target.place)
-    target.run([kernels.zero(out)])
+    target.run([zero(out)])
     assert not out.any()
     sums = torch.arange(4104, dtype=torch.int32).to(target.place)
     total = torch.ones(4104, device=target.place)
-    target.run([kernels.add_sums(sums, total, adds=True)])
+    target.run([add_sums(sums, total, adds=True)])
     assert torch.equal(total, sums + 1.0)
 
 
@@ -158,7 +158,7 @@ def transposition():
     time."""
     for tile in (128, 16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weight_gradient, "TILE", tile)
+            patch.setattr(weight_gradient_cuda, "TILE", tile)
             compare_cuda(test_weight_gradient.case(341))
     test_input_gradient_cuda.turns(*FEW, True)
 
@@ -168,7 +168,7 @@ def sums():
         patch.setattr(geometry, "strided", lambda turns, most: min(most, turns))
         compare_gradients(torch.float32, 341, 48, rounds=True)
     compare_cuda(
-        FinishSums.of([PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)])
+        FinishSums(sums=[PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)])
     )
 
 
@@ -252,9 +252,11 @@ def weights_in_out():
 
 
 def weight_gradients_in_out():
-    for columns, outputs, lsq in ((272, 144, False), (144, 272, True)):
+    for columns, outputs, learned_step in ((272, 144, False), (144, 272, True)):
         compare_cuda(
-            test_weight_in_out_cuda.gradient(41, lsq=lsq, clips=1, columns=columns, outputs=outputs)
+            test_weight_in_out_cuda.gradient(
+                41, learned_step=learned_step, clips=1, columns=columns, outputs=outputs
+            )
         )
 
 
@@ -270,7 +272,7 @@ def gates():
 
 def gate_gradients():
     for rows, columns in (FEW, WIDE):
-        for options in ({"lsq": True}, {"coded": False, "to_codes": False}):
+        for options in ({"learned_step": True}, {"coded": False, "to_codes": False}):
             compare_cuda(gated_gradient(rows, columns, **options))
 
 
@@ -323,8 +325,7 @@ CASES = {
         test_vocabulary_loss_product_cuda.turns,
     ),
     **dict.fromkeys(
-        ("rounding_weight_in_out.cu", "weight_gradient_in_out.cu"),
-        test_weight_in_out_cuda.turns,
+        ("rounding_weight_in_out.cu", "weight_gradient_in_out.cu"), test_weight_in_out_cuda.turns
     ),
     "weight_gradient.cu": weight_gradients,
     "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.native import compiler
-from lsq.ops import prediction
+from lsq.ops import vocabulary_loss_cuda
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, run
 from tests.ops.test_vocabulary_loss import (
@@ -65,7 +65,7 @@ def test_the_bound_is_that_of_the_cpu(sharpness, smoothing):
 
 
 def test_blocks_of_rows_of_floats(monkeypatch):
-    monkeypatch.setattr(prediction, "CUDA_BLOCK_ROWS", 16)
+    monkeypatch.setattr(vocabulary_loss_cuda, "CUDA_BLOCK_ROWS", 16)
     compare_both(of_floats(*operands(41, 33)))
 
 
@@ -157,10 +157,7 @@ def test_what_kernels_cannot_take_is_refused():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize(
     "source, defines",
-    [
-        ("vocabulary_loss.cu", (("FLOAT", 1), ("ROW_THREADS", 512))),
-        ("vocabulary_sums.cu", ()),
-    ],
+    [("vocabulary_loss.cu", (("FLOAT", 1), ("ROW_THREADS", 512))), ("vocabulary_sums.cu", ())],
 )
 def test_kernels_compile_without_spills(target, source, defines):
     found = compiler.compile_kernels(source, defines, target).resources

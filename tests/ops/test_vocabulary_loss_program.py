@@ -5,8 +5,7 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
 from lsq.ops.prediction import Prediction
-from lsq.ops.residual_norm import ResidualNorm
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.parameters import Kind
 from lsq.program.values import Rows

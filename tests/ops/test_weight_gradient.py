@@ -28,7 +28,7 @@ def case(
     rows,
     mode="int8",
     *,
-    lsq=False,
+    learned_step=False,
     clips=None,
     columns=COLUMNS,
     outputs=OUTPUTS,
@@ -37,7 +37,7 @@ def case(
     form=lambda x: x,
 ):
     """`form`: makes of the codes of x those that the operation reads."""
-    bits = 4 if lsq else 8
+    bits = 4 if learned_step else 8
     weight = weight_of(outputs, columns, clips=clips, bits=bits, padded=padded)
     float_mode, x = mode == "float mode", torch.randn(rows, columns)
     return ProjectWeightGradient(
@@ -46,7 +46,7 @@ def case(
         weight=Weight(format=weight_format_of(), values=weight.values) if float_mode else weight,
         key=KEY if mode == "int8" else None,
         subsequence=5,
-        lsq=lsq,
+        learned_step=learned_step,
         dweight=empty(outputs, columns),
         dclip=None if float_mode else empty(*weight.clip.shape),
         dtype=dtype,
@@ -68,17 +68,19 @@ def by_autograd(operation):
             * operation.gradient.scale.double()[:, None]
             / weight.scale.double()
         )
-    rounded = fake_quantize(values, clip, weight.format.bits, "lsq" if operation.lsq else "pact")
+    rounded = fake_quantize(
+        values, clip, weight.format.bits, "lsq" if operation.learned_step else "pact"
+    )
     product = operation.x.coded.decode().double() @ rounded.t()
     return torch.autograd.grad((product * given[:, : len(values)].double()).sum(), (values, clip))
 
 
 @pytest.mark.parametrize("mode", ["float", "float mode"])
 @pytest.mark.parametrize(
-    "rows, lsq, clips", [(1, False, None), (7, True, 1), (41, True, None), (341, False, 1)]
+    "rows, learned_step, clips", [(1, False, None), (7, True, 1), (41, True, None), (341, False, 1)]
 )
-def test_products_of_floats_are_autograds(mode, rows, lsq, clips):
-    operation = case(rows, mode, lsq=lsq, clips=clips)
+def test_products_of_floats_are_autograds(mode, rows, learned_step, clips):
+    operation = case(rows, mode, learned_step=learned_step, clips=clips)
     found = compare(operation)
     exact, exact_clip = by_autograd(operation)
     assert (found.dweight - exact).abs().max() <= 2e-6 * exact.abs().max() + 1e-5
@@ -88,9 +90,9 @@ def test_products_of_floats_are_autograds(mode, rows, lsq, clips):
 
 
 @pytest.mark.parametrize("rows", [41, 341])
-@pytest.mark.parametrize("lsq, clips", [(False, None), (True, 1), (True, None)])
-def test_int8_products_are_off_by_one_more_rounding(rows, lsq, clips):
-    operation = case(rows, lsq=lsq, clips=clips)
+@pytest.mark.parametrize("learned_step, clips", [(False, None), (True, 1), (True, None)])
+def test_int8_products_are_off_by_one_more_rounding(rows, learned_step, clips):
+    operation = case(rows, learned_step=learned_step, clips=clips)
     found, expected = compare(operation), on_reference(operation)
     assert torch.equal(found.dweight, expected.dweight)
     exact, _ = by_autograd(operation)
@@ -142,7 +144,7 @@ def test_narrow_products():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clips", [None, 1])
 def test_an_empty_batch(mode, clips):
-    found = compare(case(0, mode, lsq=True, clips=clips))
+    found = compare(case(0, mode, learned_step=True, clips=clips))
     assert not found.dweight.any() and (mode == "float mode" or not found.dclip.any())
 
 
@@ -161,7 +163,7 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value):
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_a_weight_that_is_nan(mode):
-    operation = case(7, mode, lsq=True)
+    operation = case(7, mode, learned_step=True)
     operation.weight.values[3, 5] = math.nan
     assert compare(operation).dclip.isnan().nonzero().tolist() == [[3]]
 
@@ -175,9 +177,9 @@ def test_rows_beyond_the_weight_do_not_count():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("lsq", [False, True])
-def test_no_way_to_multiply_changes_a_bit(way, lsq):
-    assert_same_bits(case(141, lsq=lsq, outputs=93, padded=96), way)
+@pytest.mark.parametrize("learned_step", [False, True])
+def test_no_way_to_multiply_changes_a_bit(way, learned_step):
+    assert_same_bits(case(141, learned_step=learned_step, outputs=93, padded=96), way)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -24,9 +24,11 @@ def products_by_themselves():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None)])
-def test_every_mode(mode, rows, lsq, clips):
-    operation = case(rows, mode, lsq=lsq, clips=clips)
+@pytest.mark.parametrize(
+    "rows, learned_step, clips", [(1, False, None), (41, True, 1), (341, True, None)]
+)
+def test_every_mode(mode, rows, learned_step, clips):
+    operation = case(rows, mode, learned_step=learned_step, clips=clips)
     found = compare_cuda(operation)
     if mode == "int8":
         assert torch.equal(found.dweight, on_cpu(operation).dweight)
@@ -60,7 +62,7 @@ def test_products_in_half_precision(activations):
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_wide_rows(mode):
     """More rows and columns than a warp and a tile hold."""
-    compare_cuda(case(141, mode, lsq=True, columns=1040, outputs=139, padded=144))
+    compare_cuda(case(141, mode, learned_step=True, columns=1040, outputs=139, padded=144))
 
 
 def test_launches():
@@ -80,7 +82,7 @@ def test_launches():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clips", [None, 1])
 def test_an_empty_batch(mode, clips):
-    found = compare_cuda(case(0, mode, lsq=True, clips=clips))
+    found = compare_cuda(case(0, mode, learned_step=True, clips=clips))
     assert not found.dweight.any() and (mode == "float mode" or not found.dclip.any())
 
 
@@ -96,7 +98,7 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value):
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_a_weight_that_is_nan(mode):
-    operation = case(7, mode, lsq=True)
+    operation = case(7, mode, learned_step=True)
     operation.weight.values[3, 5] = math.nan
     assert compare_cuda(operation).dclip.isnan().nonzero().tolist() == [[3]]
 
@@ -108,7 +110,7 @@ def test_three_turns(columns, outputs, monkeypatch):
 
 
 def turns(columns, outputs):
-    in_one(case(41, lsq=True, columns=columns, outputs=outputs, padded=48), None)
+    in_one(case(41, learned_step=True, columns=columns, outputs=outputs, padded=48), None)
 
 
 def test_widths_that_kernels_cannot_take():

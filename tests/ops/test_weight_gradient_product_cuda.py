@@ -36,8 +36,8 @@ KERNEL = "lsq_weight_gradient_product"
 def turns():
     """Three steps along K and more, all rows of a tile's quarter, and three blocks for a tile."""
     for tile in (*TILES, *WARPGROUPS):
-        compare(272, tile, lsq=True, columns=144, outputs=139, padded=144)
-        compare(272, in_parts(tile, 4), lsq=True, columns=144, outputs=139, padded=144)
+        compare(272, tile, learned_step=True, columns=144, outputs=139, padded=144)
+        compare(272, in_parts(tile, 4), learned_step=True, columns=144, outputs=139, padded=144)
 
 
 def compare(rows, tile, **given):
@@ -55,7 +55,7 @@ def test_gradients_are_exact(tile, split, rows, columns, outputs):
     compare(
         rows,
         in_parts(tile, split),
-        lsq=True,
+        learned_step=True,
         columns=columns,
         outputs=outputs,
         padded=-(-outputs // 16) * 16,
@@ -73,12 +73,18 @@ def test_more_parts_than_steps_and_fewer(split, rows):
     compare(rows, in_parts(SMALL, split))
 
 
-@pytest.mark.parametrize("lsq", [False, True])
+@pytest.mark.parametrize("learned_step", [False, True])
 @pytest.mark.parametrize("clips", [None, 1])
 @pytest.mark.parametrize("split", [1, 2])
-def test_every_end(lsq, clips, split):
+def test_every_end(learned_step, clips, split):
     found = compare(
-        341, in_parts(SMALL, split), lsq=lsq, clips=clips, columns=80, outputs=93, padded=96
+        341,
+        in_parts(SMALL, split),
+        learned_step=learned_step,
+        clips=clips,
+        columns=80,
+        outputs=93,
+        padded=96,
     )
     assert found.dclip.all()
 
@@ -101,7 +107,7 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value, split):
 
 
 def test_a_weight_that_is_nan():
-    operation = case(7, lsq=True)
+    operation = case(7, learned_step=True)
     operation.weight.values[3, 5] = math.nan
     assert in_one(operation, SMALL).dclip.isnan().nonzero().tolist() == [[3]]
 
@@ -109,7 +115,7 @@ def test_a_weight_that_is_nan():
 @pytest.mark.parametrize("clips", [None, 1])
 def test_an_empty_batch(clips):
     """There is nothing to multiply, and the kernel on rows writes zeros."""
-    found = in_one(case(0, lsq=True, clips=clips), SMALL)
+    found = in_one(case(0, learned_step=True, clips=clips), SMALL)
     assert not found.dweight.any() and not found.dclip.any()
 
 
@@ -120,7 +126,7 @@ def test_sums_that_are_left_are_finished_alike(clips):
         expected = run(operation)
         (left,) = operation.leave_sums(lambda name, shape, dtype: empty(*shape))
         left.parts = run(operation).parts
-    finished = run(FinishSums.of([left])).sums0
+    finished = run(FinishSums(sums=[left])).sums[0]
     assert (finished.first if clips is None else finished.clip).equal(expected.dclip)
 
 

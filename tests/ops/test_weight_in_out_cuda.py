@@ -40,12 +40,14 @@ def rounding(values, clip, rows=None, *, bits=8, transposed=True):
     )
 
 
-def gradient(rows, mode="int8", *, lsq=False, clips=None, columns=48, outputs=32, form=lambda x: x):
+def gradient(
+    rows, mode="int8", *, learned_step=False, clips=None, columns=48, outputs=32, form=lambda x: x
+):
     """Of a weight [K, N]."""
     plain = case(
         rows,
         mode,
-        lsq=lsq,
+        learned_step=learned_step,
         clips=clips,
         columns=columns,
         outputs=outputs,
@@ -108,12 +110,13 @@ def test_a_product_of_floats_that_goes_back():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "rows, lsq, clips", [(0, True, None), (1, False, None), (41, True, 1), (341, True, None)]
+    "rows, learned_step, clips",
+    [(0, True, None), (1, False, None), (41, True, 1), (341, True, None)],
 )
-def test_gradients(mode, rows, lsq, clips):
-    operation = gradient(rows, mode, lsq=lsq, clips=clips)
+def test_gradients(mode, rows, learned_step, clips):
+    operation = gradient(rows, mode, learned_step=learned_step, clips=clips)
     found = compare_cuda(operation)
-    if lsq and mode == "int8":
+    if learned_step and mode == "int8":
         operation.weight.transposed = operation.weight.codes.t().contiguous()
         assert torch.equal(compare_cuda(operation).dclip, found.dclip)
     if mode == "int8":
@@ -141,13 +144,15 @@ def turns():
     for columns, outputs in ((80, 48), (16, 1040)):
         for clips in (None, 1):
             compare_cuda(
-                gradient(41, columns=columns, outputs=outputs, clips=clips, lsq=clips is None)
+                gradient(
+                    41, columns=columns, outputs=outputs, clips=clips, learned_step=clips is None
+                )
             )
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_a_weight_that_is_nan(mode):
-    operation = gradient(7, mode, lsq=True)
+    operation = gradient(7, mode, learned_step=True)
     operation.weight.values[5, 3] = math.nan
     assert compare_cuda(operation).dclip.isnan().nonzero().tolist() == [[3]]
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lsq.config import QuantConfig
-from lsq.ops.residual_norm import ResidualNorm
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.program.parameters import Kind
 from lsq.run.backends import backend
 from lsq.run.executor import Execution
@@ -252,7 +251,7 @@ def test_a_product_has_readers_that_join_their_gradients(names):
     b = builder()
     hidden = project(b, b.input("x", (5, 4)), "weight", (4, 4), result="hidden")
     for name in names:
-        b.output(project(b, hidden, name, (3, 4), joins=name != "first"))
+        b.output(project(b, hidden, name, (3, 4), accumulates=name != "first"))
     tensors = {name: torch.randn(shape) for name, shape in (("x", (5, 4)), ("weight", (4, 4)))}
     tensors |= {name: torch.randn(3, 4) for name in names}
     _, found = run(b.build(), tensors)

@@ -13,12 +13,12 @@ import torch
 from lsq.native import declarations
 from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.project import Project
-from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient, ResidualSum
 from lsq.ops.rounding import RoundWeight
 from lsq.program.declare import (
     NOWHERE,
     Activations,
+    Array,
     Codes,
     Floats,
     Host,
@@ -330,3 +330,36 @@ def test_shapes_of_values_are_those_of_their_holders():
     )
     with pytest.raises(ValueError, match=r"Project\.weight\.codes is \[6, 16\]"):
         Project(x=x, weight=weight.bare(), out=torch.empty(3, 6)).pack()
+
+
+class Pair(Value):
+    a: Floats
+    count: int
+
+
+class Pairs(Operation):
+    pairs: Out[Array[Pair, 3]]
+    total: int = 7
+
+
+def test_an_array_holds_up_to_so_many_values():
+    first, second = torch.ones(2), torch.zeros(3)
+    one = Pairs(pairs=[Pair(a=first, count=5), Pair(a=second, count=6)])
+    assert [leaf.name for leaf in Pairs.leaves()] == ["pairs0.a", "pairs1.a", "pairs2.a"]
+    assert [leaf.of(one) for leaf in Pairs.leaves()] == [first, second, None]
+    assert [leaf.owner(one) for leaf in Pairs.leaves()] == [*one.pairs, None]
+    assert one.outputs == (first, second) and one.inputs == ()
+    assert one.attributes() == {"pairs0.count": 5, "pairs1.count": 6, "total": 7}
+    assert [pair.a.tolist() for pair in one.bind(torch.neg).pairs] == [[-1, -1], [0, 0, 0]]
+    words = first.data_ptr(), 5, second.data_ptr(), 6, 0, 0, 7
+    assert struct.unpack("7Q", one.pack()) == words
+    assert address_words(Pairs) == {("pairs", number, "a"): 2 * number for number in range(3)}
+    one.store({"pairs": [{"a": torch.tensor([2.0, 3.0])}, {"a": torch.ones(3)}]})
+    assert first.tolist() == [2, 3] and second.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_an_array_of_another_length_is_refused(count):
+    one = Pairs(pairs=[Pair(a=torch.ones(2), count=5)] * count)
+    with pytest.raises(ValueError, match=f"Pairs.pairs has {count} values; allowed: 1 to 3"):
+        one.pack()

@@ -8,8 +8,7 @@ import torch
 
 from lsq.native.shared_library import LibraryError
 from lsq.ops.prediction import Prediction
-from lsq.ops.residual_norm import ResidualNorm
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.declare import Floats, In, Out
 from lsq.program.operation import Operation
@@ -25,7 +24,7 @@ class Sum(Operation):
 
     def reference(self):
         total = self.a if self.b is None else self.a + self.b
-        return total, total if self.copy is not None else None
+        return {"out": total} if self.b is None else {"out": total, "copy": total}
 
 
 def norm(rounded=None, **fields) -> ResidualNorm:
@@ -76,8 +75,9 @@ def test_results_are_stored_where_they_are_wanted():
     one.copy = torch.zeros(2)
     one.store(one.reference())
     assert one.copy.tolist() == [2, 2]
-    with pytest.raises(ValueError, match="shorter"):
-        one.store((torch.ones(2),))
+    one.b = None
+    with pytest.raises(KeyError, match="copy"):
+        one.store(one.reference())
 
 
 def test_what_an_operation_does_not_have_is_refused_by_name():

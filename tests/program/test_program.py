@@ -1,8 +1,14 @@
 """Lifetimes on tiny literal programs; tests/layers/test_programs.py looks at every layer's."""
 
+import pytest
+import torch
+
+from lsq.layers import programs
 from lsq.ops.rounding import Add
 from lsq.program.program import Program, lifetimes_of
 from lsq.program.tensor import VirtualTensor
+from tests.layers.examples import mode_on
+from tests.layers.shapes import config_of
 from tests.program.tiny import linear_program
 
 
@@ -95,3 +101,63 @@ def test_scratch_memory_lives_for_its_operation():
             program.lifetimes[tensor] == (index, index) and tensor.role == "temporary"
             for tensor in scratch
         )
+
+
+def test_a_small_program_in_full():
+    assert (
+        str(linear_program())
+        == """\
+program linear: 1 operations forward, 3 backward
+  inputs: random_key int64[1], x float32[5, 4]
+  outputs: y float32[5, 3]
+    0  Project(x, weight, bias)
+         -> y float32[5, 3]  alive 0..0
+  backward
+    1  RoundGradient(d_y)
+         -> d_bias float32[3]  alive 1..3
+    2  ProjectInputGradient(d_y, weight)
+         -> d_x float32[5, 4]  alive 2..3
+         uses d_x.scratch float32[0, 4]
+         uses d_x.scratch.2 float32[5]
+    3  ProjectWeightGradient(d_y, x, weight)
+         -> d_weight float32[3, 4]  alive 3..3
+  saved for the backward pass: 0 bytes"""
+    )
+
+
+def test_what_is_saved_has_its_bytes():
+    program = programs.feed_forward(config_of(), 5, mode_on())
+    text = str(program)
+    assert f"  saved for the backward pass: {program.saved_bytes:,} bytes\n" in text
+    assert "         input.codes int8[5, 48]: 240 bytes" in text
+
+
+def test_backward_has_its_own_heading():
+    for backward in (True, False):
+        text = str(programs.feed_forward(config_of(), 5, mode_on(backward=backward)))
+        assert text.splitlines().count("  backward") == backward
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, size",
+    [
+        ((21, 48), torch.float32, 4032),
+        ((21, 48), torch.int8, 1008),
+        ((5,), torch.int64, 40),
+        ((0, 7), torch.float32, 0),
+    ],
+)
+def test_bytes(shape, dtype, size):
+    assert VirtualTensor(name="x", shape=shape, dtype=dtype).size == size
+
+
+def test_text():
+    assert (
+        repr(VirtualTensor(name="codes", shape=(21, 48), dtype=torch.int8)) == "codes int8[21, 48]"
+    )
+    assert repr(VirtualTensor(name="scale", shape=(1,))) == "scale float32[1]"
+
+
+def test_tensors_equal_only_themselves():
+    a, b = (VirtualTensor(name="x", shape=(1,)) for _ in range(2))
+    assert a != b and len({a, b}) == 2

@@ -3,11 +3,11 @@
 import torch
 
 from lsq.config import QuantConfig
+from lsq.layers.builder import LayerBuilder
 from lsq.layers.programs import linear
 from lsq.ops.project import Project
-from lsq.ops.rounding import Add, Round
+from lsq.ops.rounding import Round
 from lsq.program.backend import Backend
-from lsq.program.builder import Builder
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
 from lsq.run.backends import backend
@@ -18,20 +18,28 @@ FLOAT = QuantConfig(mode="float")
 
 def builder(
     quant: QuantConfig = FLOAT, *, training=True, backward=True, where: Backend | None = None
-) -> Builder:
+) -> LayerBuilder:
     """An empty program called tiny."""
-    return Builder(
+    return LayerBuilder(
         "tiny",
         quant,
         training=training,
         backward=backward,
         backend=where or backend("cpu"),
-        add=lambda a, b, out: Add(a=a, b=b, out=out),
     )
 
 
 def project(
-    b: Builder, x, weight: str, shape, *, bias=None, rows=None, result="y", clip=None, joins=False
+    b: LayerBuilder,
+    x,
+    weight: str,
+    shape,
+    *,
+    bias=None,
+    rows=None,
+    result="y",
+    clip=None,
+    accumulates=False,
 ) -> VirtualTensor | Coded:
     """x [M, K], rounded or as floats, times a weight [N, K]: floats, or rounded under a clip."""
     w = b.weight(weight, shape, rows=rows)
@@ -40,11 +48,11 @@ def project(
     rounded = b.coded(result, size, clip) if clip else None
     out = None if clip else b.tensor(result, size)
     rows = Rows(coded=x) if coded else Rows(floats=x)
-    b.add(Project(x=rows, weight=w, bias=bias, out=out, rounded=rounded, joins=joins))
+    b.add(Project(x=rows, weight=w, bias=bias, out=out, rounded=rounded, accumulates=accumulates))
     return rounded or out
 
 
-def rounded(b: Builder, x: VirtualTensor, name: str = "x") -> Coded:
+def rounded(b: LayerBuilder, x: VirtualTensor, name: str = "x") -> Coded:
     """x under the clip `name`_clip."""
     return b.add(Round(x=x, rounded=b.coded(name, x.shape, name + "_clip"))).rounded
 

@@ -5,8 +5,9 @@ import torch
 
 from lsq import quant
 from lsq.config import QuantConfig
-from lsq.layers import QuantizedLinear, VocabularyProjection, observe, programs
+from lsq.layers import QuantizedLinear, VocabularyProjection, programs
 from lsq.layers.programs import Mode
+from lsq.observe import observe
 from lsq.ops.rounding import UnpackWeight
 from lsq.quant import WEIGHT_FORMATS, Grain, WeightFormat
 from lsq.run.backends import backend

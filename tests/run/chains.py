@@ -5,8 +5,7 @@ import torch
 
 from lsq.ops.embedding import Embed
 from lsq.ops.prediction import Prediction
-from lsq.ops.residual_norm import ResidualNorm
-from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.operation import Operation
 from lsq.program.values import Rows, Weight
@@ -28,7 +27,7 @@ def chain(place: torch.device) -> tuple[Embed, ResidualNorm, VocabularyLoss]:
     tokens, weight = torch.tensor([2, 3, 4], device=place), drawn(WORDS, HIDDEN)
     embed = Embed(
         tokens=tokens,
-        places=tokens,
+        positions=tokens,
         weight=weight,
         table=drawn(WORDS, HIDDEN),
         scale=2.0,

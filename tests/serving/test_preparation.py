@@ -28,18 +28,14 @@ def test_what_was_used_last_is_kept():
 
 
 def test_weights_are_packed_once_and_temporary_tensors_share_memory():
-    model, place = model_of(small_model(encoder_layers=4)), backend("cpu")
-    preparation = Preparation(model, place)
-    program = encoder_program(model.architecture, PackedSequences(rows=16, count=2), place)
+    model, cpu = model_of(small_model(encoder_layers=4)), backend("cpu")
+    preparation = Preparation(model, cpu)
+    program = encoder_program(model.architecture, PackedSequences(rows=16, count=2), cpu)
     inputs = {
-        name: place.allocate((16,), tensor.dtype)
-        for name, tensor in (
-            (one.name, one) for one in program.inputs if one.name in ("tokens", "positions")
-        )
+        one.name: cpu.allocate(one.shape, one.dtype)
+        for one in program.inputs
+        if one.name in ("tokens", "positions", "cu_seqlens")
     }
-    inputs["cu_seqlens"] = next(
-        place.allocate(one.shape, one.dtype) for one in program.inputs if one.name == "cu_seqlens"
-    )
     found = [preparation.calls(program, inputs) for _ in range(2)]
     (first, tensors), (second, _) = found
     packed = [

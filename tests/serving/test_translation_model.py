@@ -22,13 +22,10 @@ def test_devices_by_name(monkeypatch):
 
 @pytest.mark.thorough
 def test_translations_are_those_of_the_cpu(output, translator):
-    lines, options = (
-        read_items(output / "data" / "test.src")[:2],
-        SearchOptions(beam=2, max_len_b=4),
-    )
+    lines = read_items(output / "data" / "test.src")[:2]
+    options = SearchOptions(beam=2, max_len_b=4)
     found = Translator(output, device="emulator").translate(lines, options)
     for first, second in zip(translator.translate(lines, options), found, strict=True):
         assert [one.text for one in second] == [one.text for one in first]
-        assert [one.score for one in second] == pytest.approx(
-            [one.score for one in first], abs=1e-4
-        )
+        scores = [one.score for one in first]
+        assert [one.score for one in second] == pytest.approx(scores, abs=1e-4)

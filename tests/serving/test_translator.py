@@ -2,7 +2,7 @@ import copy
 import os
 import pickle
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -18,6 +18,7 @@ from lsq.serving.translator import (
     SHORT,
     BatchLimit,
     RefusedLine,
+    TextTranslator,
     batches,
 )
 from lsq.text.corpus import read_items
@@ -26,40 +27,27 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 BEAM = SearchOptions(beam=2, max_len_b=40)
 
 
+def best(found) -> list[str]:
+    return [translations[0].text for translations in found]
+
+
 def test_hypotheses_are_those_of_the_run(output, translator):
     found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
-    assert [translations[0].text for translations in found] == hypotheses
+    assert best(found) == hypotheses and len(set(hypotheses)) > 2
     # its own options are the default
     assert translator.translate(read_items(output / "data" / "test.src")) == found
-    assert len(set(hypotheses)) > 2
 
 
-def test_order_and_batches_change_nothing(output, translator):
+def test_order_batches_and_threads_change_nothing(output, translator):
     lines = read_items(output / "data" / "test.src")[:4]
-    whole = translator.translate(lines, BEAM)
-    small = Translator(output, batch_tokens=1)
-    assert [small.translate([line], BEAM)[0][0].text for line in lines] == [
-        found[0].text for found in whole
-    ]
-    backwards = translator.translate(lines[::-1], BEAM)
-    assert [found[0].text for found in backwards] == [found[0].text for found in whole][::-1]
-
-
-def test_threads_do_not_disturb_each_other(output, translator):
-    lines, found = read_items(output / "data" / "test.src")[:4], {}
-    alone = [translator.translate([line], BEAM) for line in lines]
-
-    def work(number: int) -> None:
-        found[number] = translator.translate([lines[number]], BEAM)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lines))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, expected in enumerate(alone):
-        assert found[number][0][0].text == expected[0][0].text
+    whole = best(translator.translate(lines, BEAM))
+    small = TextTranslator(translator.model, batch_tokens=1)
+    assert best(small.translate(lines, BEAM)) == whole
+    assert best(translator.translate(lines[::-1], BEAM)) == whole[::-1]
+    with ThreadPoolExecutor(len(lines)) as threads:
+        found = threads.map(lambda line: translator.translate([line], BEAM)[0], lines)
+        assert best(found) == whole
 
 
 def test_empty_lines_stay_empty(translator):
@@ -70,8 +58,8 @@ def test_empty_lines_stay_empty(translator):
     assert translator.translate([]) == []
 
 
-def test_lines_without_a_known_visible_character_are_empty(output, caplog):
-    translator = Translator(output)
+def test_lines_without_a_known_visible_character_are_empty(translator, caplog):
+    translator = TextTranslator(translator.model)
     blank = ["\u200b", "\ufeff", "\u200e", "\x07", "\u00ad \u2060"]
     found = translator.translate(
         [*blank, "\u200ered\u200b cat"], BEAM, prefixes=["RED", *blank[1:], "\u200e"]
@@ -82,10 +70,8 @@ def test_lines_without_a_known_visible_character_are_empty(output, caplog):
     assert seen.line == len(blank) and not len(seen.prefix)
     for line in ("\u4f60\u597d", "\U0001f600", "\u4f60. \u597d. " * 20):
         assert translator.translate([line], BEAM)[0][0].text == ""
-    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told.startswith(
-        "line 1: '\u4f60\u597d' has no character or word that the model knows; it is transl"
-    )
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("line 1: '\u4f60\u597d' has no character or word that the model knows")
 
 
 def test_a_sentence_without_a_known_character_is_left_out_of_a_long_line(translator):
@@ -139,17 +125,15 @@ def test_score_of_a_line_that_was_cut_is_a_sum_where_scores_are_not_normalised(t
 def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
     line = "Two. " + "red cat " * 100
     (source,) = translator.sources([line], [""])
-    texts = [
-        translator.model.subwords.processor.decode(
-            [
-                translator.model.subwords.processor.piece_to_id(
-                    translator.model.subwords.source.symbols[word]
-                )
-                for word in part.words[:-1].tolist()
-            ]
-        )
+    subwords = translator.model.subwords
+    numbers = [
+        [
+            subwords.processor.piece_to_id(subwords.source.symbols[word])
+            for word in part.words[:-1].tolist()
+        ]
         for part in source.parts
     ]
+    texts = subwords.processor.decode(numbers)
     assert " ".join(texts[1:]).split() == ["red", "cat"] * 100  # no word is cut in two
     assert len(texts) > 2 and all(len(part.words) <= 41 for part in source.parts)
     (found,) = translator.translate([line], BEAM)
@@ -159,35 +143,28 @@ def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
 
 @pytest.mark.parametrize(("long_lines", "expected"), [("skip", ""), ("copy", "red cat. red cat.")])
 def test_lines_that_are_too_long_may_be_skipped_or_copied(translator, long_lines, expected):
-    other = copy_of(translator, long_lines=long_lines)
-    short, long = other.translate(
-        ["red cat.", "red  cat. " * 30], SearchOptions(beam=2, nbest=2, max_len_b=40)
-    )
-    assert (
-        short == translator.translate(["red cat."], SearchOptions(beam=2, nbest=2, max_len_b=40))[0]
-    )
+    other = TextTranslator(translator.model, long_lines=long_lines)
+    options = SearchOptions(beam=2, nbest=2, max_len_b=40)
+    short, long = other.translate(["red cat.", "red  cat. " * 30], options)
+    assert short == translator.translate(["red cat."], options)[0]
     assert not short[0].too_long and [one.too_long for one in long] == [True]
     assert long[0].text == (expected and " ".join(["red cat."] * 30)) and long[0].score == 0.0
 
 
 def test_lines_that_are_too_long_are_refused_if_that_is_wanted(translator):
-    other = copy_of(translator, long_lines="refuse")
-    with pytest.raises(
-        RefusedLine, match=r"^line 2: it has \d+ subwords, and the model takes 40 at most"
-    ) as refused:
+    other = TextTranslator(translator.model, long_lines="refuse")
+    said = r"^line 2: it has \d+ subwords, and the model takes 40 at most"
+    with pytest.raises(RefusedLine, match=said) as refused:
         other.translate(["red", "red cat. " * 30])
     assert refused.value.line == 1
-    with pytest.raises(
-        ValueError, match="long_lines is 'split'; allowed: 'cut', 'skip', 'copy', 'refuse'"
-    ):
+
+
+def test_settings_are_checked_before_anything_is_read():
+    said = "long_lines is 'split'; allowed: 'cut', 'skip', 'copy', 'refuse'"
+    with pytest.raises(ValueError, match=said):
         Translator("missing", long_lines="split")
-
-
-def copy_of(translator: Translator, long_lines: str) -> Translator:
-    """Another one around the same model."""
-    other = Translator.__new__(Translator)
-    vars(other).update(vars(translator), long_lines=long_lines)
-    return other
+    with pytest.raises(ValueError, match="batch_tokens is 0; it must be at least 1"):
+        Translator("missing", batch_tokens=0)
 
 
 @pytest.mark.parametrize("text", ["a\0b", "a\ud800b"])
@@ -218,14 +195,9 @@ def test_progress_counts_parts(translator):
 
 
 def test_it_is_part_of_lsq():
-    assert lsq.Translator is Translator
+    assert lsq.Translator is Translator and issubclass(Translator, TextTranslator)
     with pytest.raises(AttributeError, match="no attribute 'Translater'"):
         lsq.Translater  # noqa: B018
-
-
-def test_batch_tokens_are_checked(output):
-    with pytest.raises(ValueError, match="batch_tokens is 0; it must be at least 1"):
-        Translator(output, batch_tokens=0)
 
 
 def test_prefixes_that_cannot_be_are_refused(translator):
@@ -235,8 +207,8 @@ def test_prefixes_that_cannot_be_are_refused(translator):
         translator.translate(["red", "red"], BEAM, prefixes=["", "GREEN " * 100])
 
 
-def test_unknown_words_of_prefixes_are_told_of_once(output, caplog):
-    translator = Translator(output)
+def test_unknown_words_of_prefixes_are_told_of_once(translator, caplog):
+    translator = TextTranslator(translator.model)
     found = translator.translate(
         ["red", "two dog", "red"], BEAM, prefixes=["GREEN", "\u4f60", "\u597d"]
     )

@@ -81,10 +81,8 @@ def test_every_cost_is_drawn(tmp_path, monkeypatch):
     for axes, scales in ((weights, ["linear", "symlog"]), (estimate, ["symlog", "symlog"])):
         assert [axes.get_xscale(), axes.get_yscale()] == scales
         for x, y in axes.lines[0].get_xydata():  # inside the frame
-            assert (
-                axes.get_xlim()[0] < x < axes.get_xlim()[1]
-                and axes.get_ylim()[0] < y < axes.get_ylim()[1]
-            )
+            (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+            assert left < x < right and low < y < high
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):

@@ -106,7 +106,7 @@ struct Case {
 
     explicit Case(const Heads& heads, int64_t each = 1, int64_t together = kKeyBlock)
         : heads(heads), each(each), together(together), q{heads.q}, k{heads.k}, v{heads.v},
-          share(heads.share ? heads.share : static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
+          share(heads.softmax_scale ? heads.softmax_scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
           factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0), keys(0), wide(0),
           groups(heads.sentences + 1) {
         const PositionBias& bias = heads.bias;

@@ -7,7 +7,7 @@ LSQ_OPERATION(Embed, op) {
     const int64_t n = op.columns;
     for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
         const int64_t token = op.tokens[row];
-        const float *word = op.weight + token * n, *place = op.table + op.places[row] * n;
+        const float *word = op.weight + token * n, *place = op.table + op.positions[row] * n;
         const float scale = op.scale;
         float* x = op.x + row * n;
         if (token == op.padding) {
@@ -27,7 +27,7 @@ LSQ_OPERATION(EmbedGradient, op) {
     const int64_t n = op.columns, strips = (n + kStrip - 1) / kStrip;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < op.vocabulary; ++row) std::memset(op.dweight + row * n, 0, n * sizeof(float));
-    if (op.dtable) std::memset(op.dtable, 0, op.positions * n * sizeof(float));
+    if (op.dtable) std::memset(op.dtable, 0, op.table_rows * n * sizeof(float));
 #pragma omp parallel for schedule(static)
     for (int64_t strip = 0; strip < strips; ++strip) {
         const int64_t begin = strip * kStrip, width = std::min(kStrip, n - begin);
@@ -44,7 +44,7 @@ LSQ_OPERATION(EmbedGradient, op) {
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) word[i] += g[i] * scale;
             if (!op.dtable) continue;
-            float* place = op.dtable + op.places[row] * n + begin;
+            float* place = op.dtable + op.positions[row] * n + begin;
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) place[i] += g[i];
         }

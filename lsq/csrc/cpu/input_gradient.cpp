@@ -63,7 +63,7 @@ private:
         const int64_t at = row * n_;
         const bool is_relu = op_.nonlinearity.activation == Activation::relu, begins = row % op_.part_rows == 0;
         const uint8_t *clipped = op_.x.clipped, *positive = op_.nonlinearity.positive;
-        const float *joined = op_.joined, *added = op_.added;
+        const float *accumulated = op_.accumulated, *added = op_.added;
         const float* weight_scale = op_.rounded.codes ? op_.rounded.weight_scale : nullptr;
         float *scaled = scratch_.a.data(), *part = partial_ + row / op_.part_rows * n_;
         uint32_t* words = scratch_.words.data();
@@ -76,7 +76,7 @@ private:
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
             const auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + i); };
             __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i)), scale);
-            if (joined) x = _mm512_add_ps(x, load(joined + at));
+            if (accumulated) x = _mm512_add_ps(x, load(accumulated + at));
             if (clipped) {
                 const __m128i codes = _mm_maskz_loadu_epi8(there, op_.x.codes + at + i);
                 x = cut_clipped(x, bits_at(clipped, at + i, there), codes, clip_sum);
@@ -107,9 +107,9 @@ private:
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t row = first + i;
             float* dx = op_.dx && !dx_.is_narrow() ? dx_.wide(row * n_) : nullptr;
-            float* g = dx && op_.joined != op_.dx ? dx : scratch_.a.data();
+            float* g = dx && op_.accumulated != op_.dx ? dx : scratch_.a.data();
             read(i, g);
-            if (op_.joined) add(op_.joined + row * n_, g);
+            if (op_.accumulated) add(op_.accumulated + row * n_, g);
             clip_sums_[row] = straight_through(op_.x, row * n_, n_, g);
             undo(row, g);
             if (op_.sum) add_up(row, g);

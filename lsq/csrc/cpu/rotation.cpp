@@ -5,10 +5,10 @@ using namespace lsq;
 
 namespace {
 
-// Turns the heads of row `row` in place, forward or with `direction` -1 back.
-void turn(const Rotation& rotation, int64_t row, float direction, float* x) {
-    const int64_t half = rotation.turned / 2;
-    const float *cosine = rotation.table + rotation.places[row] * rotation.turned, *sine = cosine + half;
+// Rotates the heads of row `row` in place, forward or with `direction` -1 back.
+void rotate(const Rotation& rotation, int64_t row, float direction, float* x) {
+    const int64_t half = rotation.rotated / 2;
+    const float *cosine = rotation.table + rotation.positions[row] * rotation.rotated, *sine = cosine + half;
     for (int64_t head = 0; head < rotation.heads; ++head) {
         float *low = x + head * rotation.width, *high = low + half;
 #pragma omp simd
@@ -85,7 +85,7 @@ LSQ_OPERATION(Rotate, op) {
         float* x = op.out ? op.out + row * n : scratch.a.data();
         std::memcpy(x, op.x + row * n, n * sizeof(float));
         if (op.norms.query) normalise(op.rotation, op.norms, row, x);
-        turn(op.rotation, row, 1.0f, x);
+        rotate(op.rotation, row, 1.0f, x);
         return op.rounded.codes ? round_row(op.rounded, row * n, n, x, scratch.flags.data()) : 0;
     });
     finish(op.rounded, largest);
@@ -99,7 +99,7 @@ LSQ_OPERATION(RotateGradient, op) {
     for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         float* g = scratch.a.data();
         std::memcpy(g, op.gradient + row * n, n * sizeof(float));
-        turn(op.rotation, row, -1.0f, g);
+        rotate(op.rotation, row, -1.0f, g);
         if (op.x) norms.run(block, row, g, scratch.b.data());
         sink.add(block, row, g, g);
     });

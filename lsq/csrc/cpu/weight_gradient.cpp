@@ -27,7 +27,7 @@ public:
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
         if (op_.weight.in_out) return end_in_out(first, rows, sums, stride);
 #if defined(LSQ_WIDE)
-        if (!op_.lsq) return end_sums(first, rows, sums, stride);
+        if (!op_.learned_step) return end_sums(first, rows, sums, stride);
 #endif
         return scale(first, rows, sums, stride);
     }
@@ -87,7 +87,7 @@ private:
         for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
             const float* w = read(values_, row * n_, n_, scratch);
             clip_sums_[row] = cut(row, w, line_of(row - first), g);
-            if (op_.lsq) clip_sums_[row] += lsq_sum(row, w, g);
+            if (op_.learned_step) clip_sums_[row] += learned_step_sum(row, w, g);
             write(g, n_, row * n_);
         }
         finish_stream();
@@ -131,7 +131,7 @@ private:
                         sums[j] += outside ? across : 0.0f;
                         g[j] = outside ? 0.0f : x;
                     }
-                    if (op_.lsq) add_lsq(row, count, begin + i, w, g, sums);
+                    if (op_.learned_step) add_learned_step(row, count, begin + i, w, g, sums);
                     write(g, count, at);
                 }
             }
@@ -142,7 +142,7 @@ private:
     }
 
     // What the weights w of rows [row, row + count) in a column add to the clips' gradients, by LSQ; g is 0 outside.
-    void add_lsq(int64_t row, int64_t count, int64_t column, const float* w, const float* g, float* sums) const {
+    void add_learned_step(int64_t row, int64_t count, int64_t column, const float* w, const float* g, float* sums) const {
         for (int64_t j = 0; j < count; ++j) {
             const float step = op_.weight.scale[row + j];
             const float decoded = static_cast<float>(op_.weight.codes[(row + j) * n_ + column]) * step;
@@ -161,7 +161,7 @@ private:
     }
 
     // What the weights w [n] within the clip add to the clip's gradient, by LSQ; g is 0 outside.
-    float lsq_sum(int64_t row, const float* w, const float* g) const {
+    float learned_step_sum(int64_t row, const float* w, const float* g) const {
         const float most = limit(row), step = op_.weight.scale[row];
         const int8_t* codes = op_.weight.codes + row * n_;
         const int64_t n = n_;

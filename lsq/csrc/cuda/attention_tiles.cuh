@@ -36,7 +36,7 @@ __device__ __forceinline__ int lane_column(int eight) { return 8 * eight + lane(
 
 // What a score has of a product.
 __device__ __forceinline__ float score_share(const Heads& heads) {
-    return heads.share != 0.0f ? heads.share : static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)));
+    return heads.softmax_scale != 0.0f ? heads.softmax_scale : static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)));
 }
 
 // PARTS times TILE rows of COLUMNS elements, of 32 bytes at a time. Eight neighbouring rows lie in different banks.

@@ -3,7 +3,7 @@
 // -DKEPT=1: no embedding, but what kept words add to the gradient of a vocabulary's weight (KeptWeightGradient): rows
 // are x times the gradient of a kept word's logit, twice as many as those of x, and sums are added to what is there.
 //
-// M tokens, below 2^31, V words or places, N = COLUMNS. The backward pass sorts the occurrences by word, then by row,
+// M tokens, below 2^31, V words or positions, N = COLUMNS. The backward pass sorts the occurrences by word, then by row,
 // by counting for each how many come before it: no atomics, and an order of additions that never changes. Windows of
 // WINDOW sorted occurrences are summed side by side; a word that goes on in the next window leaves its sums in `partial`,
 // which one more kernel adds in order, so that frequent words do not take long.
@@ -86,7 +86,7 @@ struct Occurrences {
 
 using Scatter = EmbedGradient;
 
-// Rows of the gradient by their words, or places.
+// Rows of the gradient by their words, or positions.
 struct Occurrences {
     const Scatter& op;
     const int64_t* indices;
@@ -95,10 +95,10 @@ struct Occurrences {
     float* out;  // [V, N]
     DropoutMask dropout;
 
-    __device__ __forceinline__ Occurrences(const Scatter& op, int64_t of_places)
-        : op(op), indices(of_places ? op.places : op.tokens), padding(op.padding),
-          rows(of_places ? op.positions : op.vocabulary), scale(of_places ? 1.0f : op.scale),
-          out(of_places ? op.dtable : op.dweight), dropout{op.dropout} {}
+    __device__ __forceinline__ Occurrences(const Scatter& op, int64_t of_positions)
+        : op(op), indices(of_positions ? op.positions : op.tokens), padding(op.padding),
+          rows(of_positions ? op.table_rows : op.vocabulary), scale(of_positions ? 1.0f : op.scale),
+          out(of_positions ? op.dtable : op.dweight), dropout{op.dropout} {}
 
     __device__ __forceinline__ int64_t index(int64_t row) const { return indices[row]; }
     __device__ __forceinline__ bool counts(int64_t row) const { return op.tokens[row] != padding; }
@@ -132,13 +132,13 @@ __device__ __forceinline__ uint32_t key_of(const Occurrences& table, int64_t row
 #if !KEPT
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
-    const int64_t *tokens = op.tokens, *places = op.places;
+    const int64_t *tokens = op.tokens, *positions = op.positions;
     const float *weight = op.weight, *table = op.table;
     Float* x = op.x;
     const DropoutMask dropout{op.dropout};
     const int64_t begin = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     for (int64_t row = begin; row < op.rows; row += kRows * gridDim.x) {
-        const int64_t token = tokens[row], place = places[row];
+        const int64_t token = tokens[row], place = positions[row];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!has(v)) continue;
@@ -146,7 +146,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
             float word[kVector] = {}, position[kVector];
             if (token != op.padding) {
                 gather8(weight, token, op.vocabulary, column_of(v), word);
-                gather8(table, place, op.positions, column_of(v), position);
+                gather8(table, place, op.table_rows, column_of(v), position);
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) word[i] = word[i] * op.scale + position[i];
                 dropout.apply8(element, word);
@@ -161,10 +161,10 @@ LSQ_EXPORT(lsq_embed)
 
 // before int32 [gridDim.y, M]: how many of some occurrences each has before it in order.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_rank_occurrences(const Scatter op, Out<uint32_t> before, int64_t of_places) {
+    lsq_rank_occurrences(const Scatter op, Out<uint32_t> before, int64_t of_positions) {
     __shared__ uint4 tile[kThreads / 4];
     uint32_t* keys = reinterpret_cast<uint32_t*>(tile);
-    const Occurrences table(op, of_places);
+    const Occurrences table(op, of_positions);
     const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const uint32_t key = m < count ? key_of(table, m) : kNone;
     uint32_t found = 0;
@@ -189,14 +189,14 @@ LSQ_EXPORT(lsq_rank_occurrences)
 
 // before [splits, M] -> sorted int32 [2, M]: the keys in order, and the rows that they belong to.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_sort_occurrences(
-    const Scatter op, In<uint32_t> before, Out<uint32_t> sorted, int64_t splits, int64_t of_places) {
+    const Scatter op, In<uint32_t> before, Out<uint32_t> sorted, int64_t splits, int64_t of_positions) {
     const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (m >= count) return;
     const uint32_t* counted = before;
     uint32_t place = 0;
 #pragma unroll 8
     for (int64_t split = 0; split < splits; ++split) place += counted[split * count + m];
-    sorted[place] = key_of(Occurrences(op, of_places), m);
+    sorted[place] = key_of(Occurrences(op, of_positions), m);
     sorted[count + place] = static_cast<uint32_t>(m);
 }
 LSQ_EXPORT(lsq_sort_occurrences)
@@ -204,8 +204,8 @@ LSQ_EXPORT(lsq_sort_occurrences)
 // sorted [2, M] -> rows of the table's gradient [V, N] whose occurrences all stand in one window; other sums go to
 // partial [2 * windows, N]: row 2 * w for a word that an earlier window began, row 2 * w + 1 for one that w begins.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_sum_occurrences(const Scatter op, In<uint32_t> sorted, Out<float> partial, int64_t of_places) {
-    const Occurrences table(op, of_places);
+    lsq_sum_occurrences(const Scatter op, In<uint32_t> sorted, Out<float> partial, int64_t of_positions) {
+    const Occurrences table(op, of_positions);
     const int64_t count = op.rows, window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow;
     const int column = column_of(blockIdx.y);
@@ -250,7 +250,7 @@ LSQ_EXPORT(lsq_sum_occurrences)
 
 // partial [2 * windows, N] -> rows of the table's gradient whose occurrences stand in several windows.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_join_occurrences(const Scatter op, In<uint32_t> sorted, In<float> partial, int64_t of_places) {
+    lsq_join_occurrences(const Scatter op, In<uint32_t> sorted, In<float> partial, int64_t of_positions) {
     const int64_t count = op.rows, window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow, end = begin + kWindow;  // where the next window begins
     const int column = column_of(blockIdx.y);
@@ -281,6 +281,6 @@ LSQ_KERNEL __launch_bounds__(kThreads)
         }
         more = there[kFlight - 1];
     }
-    Occurrences(op, of_places).write8(word, column, sum);
+    Occurrences(op, of_positions).write8(word, column, sum);
 }
 LSQ_EXPORT(lsq_join_occurrences)

@@ -1,7 +1,7 @@
 // The end of the product for the gradient of an input, 8 neighbouring columns of a row at a time: the straight-through
 // mask, dropout, the slope of the activation, another gradient. lsq/ops/input_gradient.py is the reference.
 //
-// -DACTIVATION is an Activation where its slope is made of what stands before it; -DJOINED=1: another product joins.
+// -DACTIVATION is an Activation where its slope is made of what stands before it; -DJOINED=1: another product has accumulated a gradient.
 #pragma once
 
 #include "rounding.cuh"
@@ -11,8 +11,8 @@
 #ifndef ACTIVATION
 #define ACTIVATION 0
 #endif
-#ifndef JOINED
-#define JOINED 0
+#ifndef ACCUMULATED
+#define ACCUMULATED 0
 #endif
 
 namespace lsq {
@@ -52,14 +52,14 @@ struct InputGradientEnd {
     const DropoutMask dropout;
     const ActivationSlope slope;
     const Float* added;
-#if JOINED
-    const Float* joined;
+#if ACCUMULATED
+    const Float* accumulated;
 #endif
 
     __device__ __forceinline__ explicit InputGradientEnd(const ProjectInputGradient& op)
         : straight(op.x), dropout(op.nonlinearity.dropout), slope(op.nonlinearity), added(op.added)
-#if JOINED
-          , joined(op.joined)
+#if ACCUMULATED
+          , accumulated(op.accumulated)
 #endif
     {
     }
@@ -67,9 +67,9 @@ struct InputGradientEnd {
     // Elements [element, element + 8) of the product with its scales -> of the gradient, in place. -> what they add to
     // the gradient of x's clip
     __device__ __forceinline__ float apply8(int64_t element, float (&gradient)[kVector]) const {
-#if JOINED
+#if ACCUMULATED
         float more[kVector];
-        load8(joined + element, more);
+        load8(accumulated + element, more);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) gradient[i] += more[i];
 #endif

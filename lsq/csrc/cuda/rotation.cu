@@ -1,24 +1,24 @@
 // Rotary embeddings of queries and keys, norms of their heads before, and rounding; lsq/ops/rotation.py is the reference.
 //
-// -DWIDTH: columns of a head, of which the first -DTURNED turn; -DHEADS: heads of queries and keys, with which a row of
-// COLUMNS begins; -DNORMED=1: heads have norms. A thread turns the vectors that it holds, and reads what they meet again.
+// -DWIDTH: columns of a head, of which the first -DROTATED are rotated; -DHEADS: heads of queries and keys, with which a row of
+// COLUMNS begins; -DNORMED=1: heads have norms. A thread rotates the vectors that it holds, and reads what they meet again.
 #include "gradient.cuh"
 
 namespace {
 
-constexpr int kHalf = TURNED / 2;
+constexpr int kHalf = ROTATED / 2;
 constexpr int kHeld = NORMED ? kSumming : kMedium;  // blocks that a multiprocessor holds at once, at least
 
 static_assert(WIDTH % kVector == 0 && kHalf % kVector == 0, "vectors lie in a half of a head");
 
 __device__ __forceinline__ bool in_head(int column) { return column < HEADS * WIDTH; }
-__device__ __forceinline__ bool turns(int column) { return in_head(column) && column % WIDTH < TURNED; }
+__device__ __forceinline__ bool rotates(int column) { return in_head(column) && column % WIDTH < ROTATED; }
 __device__ __forceinline__ bool low(int column) { return column % WIDTH < kHalf; }
-// Of a column that turns, the one that it meets.
+// Of a column that is rotated, the one that it meets.
 __device__ __forceinline__ int partner(int column) { return low(column) ? column + kHalf : column - kHalf; }
 
-// x turns with what it meets, forward or with `direction` -1 back; line: the place's of the table.
-__device__ __forceinline__ void turn8(const float* line, int column, float direction, const float (&other)[kVector],
+// x is rotated with what it meets, forward or with `direction` -1 back; line: the row of the table for its position.
+__device__ __forceinline__ void rotate8(const float* line, int column, float direction, const float (&other)[kVector],
                                       float (&x)[kVector]) {
     const int first = column % WIDTH % kHalf;
     const float sign = low(column) ? -direction : direction;
@@ -103,22 +103,22 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld) lsq_rotate(const Rotate op, Out<ui
         head_sums(rstd);
 #endif
         if (!inside) return;
-        const float* line = op.rotation.table + op.rotation.places[row] * TURNED;
+        const float* line = op.rotation.table + op.rotation.positions[row] * ROTATED;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!has(v)) continue;
             const int column = column_of(v);
             float other[kVector];
-            if (turns(column)) load8(from + row * COLUMNS + partner(column), other);
+            if (rotates(column)) load8(from + row * COLUMNS + partner(column), other);
 #if NORMED
             if (in_head(column)) {
                 rstd[v] = 1.0f / sqrtf(rstd[v] / WIDTH + op.norms.epsilon);
                 multiply8(weight_of(op.norms, op.rotation.queries, column), rstd[v], x[v]);
                 if (column % WIDTH == 0) op.norms.rstd[row * HEADS + column / WIDTH] = rstd[v];
             }
-            if (turns(column)) multiply8(weight_of(op.norms, op.rotation.queries, partner(column)), rstd[v], other);
+            if (rotates(column)) multiply8(weight_of(op.norms, op.rotation.queries, partner(column)), rstd[v], other);
 #endif
-            if (turns(column)) turn8(line, column, 1.0f, other, x[v]);
+            if (rotates(column)) rotate8(line, column, 1.0f, other, x[v]);
             const int64_t element = row * COLUMNS + column;
             if (out) store8(out + element, x[v]);
             largest = Largest::join(largest, codes.write8(element, x[v]));
@@ -140,13 +140,13 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     for_rows(op.rows, loader(from), [&](int64_t row, bool inside, const PackedRow<Float>& packed) {
         Values g = {};
         unpack(packed, inside, g);
-        const float* line = op.rotation.table + (inside ? op.rotation.places[row] * TURNED : 0);
+        const float* line = op.rotation.table + (inside ? op.rotation.positions[row] * ROTATED : 0);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            if (!inside || !has(v) || !turns(column_of(v))) continue;
+            if (!inside || !has(v) || !rotates(column_of(v))) continue;
             float other[kVector];
             load8(from + row * COLUMNS + partner(column_of(v)), other);
-            turn8(line, column_of(v), -1.0f, other, g[v]);
+            rotate8(line, column_of(v), -1.0f, other, g[v]);
         }
 #if NORMED
         EachVector along = {}, rstd = {};

@@ -59,7 +59,7 @@ __device__ __forceinline__ void finish(const PartialSums& one) {
 
 // Those of many operations, with blockIdx.y.
 LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_sums(const __grid_constant__ FinishSums op) {
-    finish((&op.sums0)[blockIdx.y]);
+    finish(op.sums[blockIdx.y]);
 }
 LSQ_EXPORT(lsq_finish_sums)
 

@@ -19,7 +19,7 @@ struct WeightGradientEnd {
 
     __device__ __forceinline__ explicit WeightGradientEnd(const ProjectWeightGradient& op)
         : weights(op.weight.values), limits(op.weight.clip), scales(op.weight.scale),
-          codes(op.lsq ? static_cast<const int8_t*>(op.weight.codes) : nullptr), dweight(op.dweight),
+          codes(op.learned_step ? static_cast<const int8_t*>(op.weight.codes) : nullptr), dweight(op.dweight),
           limit_of_row(op.clips > 1), clips(!op.weight.absmax) {}
 
     __device__ __forceinline__ WeightRow row(int64_t row) const {

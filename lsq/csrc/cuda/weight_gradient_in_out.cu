@@ -66,7 +66,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_in_out(
             if (scales) load8(scales + column_of(v), scale);  // decoded values have none
             if (op.clips > 1) load8(limits + column_of(v), limit);
             int32_t code[kVector] = {};
-            if (op.lsq) load_codes(op, row, column_of(v), code);
+            if (op.learned_step) load_codes(op, row, column_of(v), code);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
 #if SUMS
@@ -77,7 +77,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_in_out(
                 const float largest = op.weight.absmax ? infinity() : op.clips > 1 ? limit[i] : limits[0];
                 const bool outside = fabsf(w[i]) > largest;
                 clip[i] = outside ? (w[i] > 0.0f ? gradient[i] : -gradient[i]) : 0.0f;
-                if (op.lsq && !outside) {
+                if (op.learned_step && !outside) {
                     const float decoded = static_cast<float>(code[i]) * scale[i];
                     clip[i] = gradient[i] * (decoded - w[i]) / largest;
                 }

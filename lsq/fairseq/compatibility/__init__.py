@@ -1,21 +1,18 @@
-"""What fairseq 0.12 needs to work with this PyTorch, on machines without a GPU and on full disks.
+"""Make fairseq 0.12 work with this PyTorch, on machines without a GPU and on full disks.
 
 Importing this package prepares fairseq once for the whole process:
 
-* loading: the types that fairseq puts into its own checkpoints are registered as safe for
-  torch.load, which stays as strict as it is by default about all others; files that are damaged,
-  missing or no checkpoints of fairseq's are named;
-* saving: under another name first, then renamed. fairseq does so for the first file of a save but
-  copies checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the
-  disk is full;
-* resuming: every epoch goes on with the batches of a training that was not interrupted, and on
-  another number of processes without skipping any; an optimizer of other parameters is refused;
-* blocks: text is cut into sentences for language models, with a NumPy that has no numpy.compat;
-* batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
-* divergence: the first tensor that holds NaN or infinity is named, and no checkpoint of it is
-  written;
-* data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts
-  for GPUs only.
+* checkpoints: the types that fairseq puts into its own checkpoints are registered as safe for
+  torch.load, which stays as strict as it is about all others; files that are damaged, missing or no
+  checkpoints of fairseq's are named. A file is written under another name first, then renamed:
+  fairseq copies checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost
+  when the disk is full. One training at a time writes into a folder;
+* batches: every epoch goes on with the batches of a training that was not interrupted, and on
+  another number of processes without skipping any; an optimizer of other parameters is refused; a
+  sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
+* training: the first tensor that holds NaN or infinity is named, and no checkpoint of it is
+  written; on CPUs, the device that fairseq names for data parallel training is ignored;
+* blocks: text is cut into sentences for language models, with a NumPy that has no numpy.compat.
 """
 
 import contextlib
@@ -31,29 +28,29 @@ from fairseq.file_io import PathManager
 from fairseq.optim import FairseqOptimizer
 from fairseq.trainer import Trainer
 
-from lsq.fairseq.compatibility import batches, divergence, loading, resuming, saving
-from lsq.fairseq.compatibility.data_parallel import CPUSafeDataParallel
-from lsq.fairseq.compatibility.replacement import replaced
-from lsq.fairseq.compatibility.saving import CheckpointNotWritten
+from lsq.fairseq.compatibility import batches, checkpoints, training
+from lsq.fairseq.compatibility.checkpoints import CheckpointNotWritten
+from lsq.fairseq.compatibility.training import CPUSafeDataParallel, replaced
 
 __all__ = ["CPUSafeDataParallel", "CheckpointNotWritten", "replaced"]
 
-loading.register_types()
-checkpoint_utils.load_checkpoint_to_cpu = loading.load_checkpoint
-Trainer.load_checkpoint = loading.load_training
-checkpoint_utils.torch_persistent_save = saving.save_checkpoint
-PathManager.copy = staticmethod(saving.copy_checkpoint)
+checkpoints.register_types()
+checkpoint_utils.load_checkpoint_to_cpu = checkpoints.load_checkpoint
+Trainer.load_checkpoint = checkpoints.load_training
+checkpoint_utils.verify_checkpoint_directory = checkpoints.claim_folder
+checkpoint_utils.torch_persistent_save = checkpoints.save_checkpoint
+PathManager.copy = staticmethod(checkpoints.copy_checkpoint)
 data_utils.batch_by_size = batches.batch_by_size
 token_block_dataset.np = SimpleNamespace(**vars(numpy) | {"compat": SimpleNamespace(long=int)})
-iterators.GroupedIterator = resuming.GroupedIterator
-EpochBatchIterator.state_dict = resuming.iterator_state
-EpochBatchIterator.load_state_dict = resuming.load_iterator_state
-EpochBatchIterator._get_iterator_for_epoch = resuming.iterator_for_epoch
-FairseqOptimizer.load_state_dict = resuming.load_optimizer_state
-Trainer.get_train_iterator = resuming.train_iterator
-Trainer.reset_dummy_batch = resuming.keep_dummy_batch
-Trainer.clip_grad_norm = divergence.clip_grad_norm
-Trainer.train_step = divergence.train_step
+iterators.GroupedIterator = batches.GroupedIterator
+EpochBatchIterator.state_dict = batches.iterator_state
+EpochBatchIterator.load_state_dict = batches.load_iterator_state
+EpochBatchIterator._get_iterator_for_epoch = batches.iterator_for_epoch
+FairseqOptimizer.load_state_dict = batches.load_optimizer_state
+Trainer.get_train_iterator = batches.train_iterator
+Trainer.reset_dummy_batch = batches.keep_dummy_batch
+Trainer.clip_grad_norm = training.clip_grad_norm
+Trainer.train_step = training.train_step
 # this PyTorch refuses its hooks on modules that return a dict
 fairseq.trainer.NanDetector = contextlib.nullcontext
 fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel

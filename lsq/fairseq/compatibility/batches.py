@@ -1,13 +1,27 @@
-"""Sentences that fit into no batch."""
+"""Batches: sentences that fit into none, and where an epoch goes on.
+
+fairseq makes the batches of a data set once, in the first epoch of this process, from the seed and
+the number of that epoch, and shuffles them in every epoch. A training that goes on in epoch 3 would
+have others than one that began in epoch 1.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
 
 import numpy
-from fairseq.data import data_utils
+from fairseq.data import data_utils, iterators
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.optim import FairseqOptimizer
+from fairseq.trainer import Trainer
+
+from lsq.fairseq.compatibility.soundness import MOMENTS
 
 _fairseq_batches = data_utils.batch_by_size
 
 
 def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, **options):
-    """Takes the place of fairseq's data_utils.batch_by_size, which groups the sentences `indices`
+    """Replace fairseq's data_utils.batch_by_size, which groups the sentences `indices`
     into batches.
 
     Raises:
@@ -33,3 +47,166 @@ def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, 
                 " sentences that long"
             )
     return _fairseq_batches(indices, num_tokens_fn, num_tokens_vec, max_tokens, **options)
+
+
+logger = logging.getLogger(__name__)
+
+_fairseq_iterator_state = EpochBatchIterator.state_dict
+_fairseq_load_iterator_state = EpochBatchIterator.load_state_dict
+_fairseq_iterator_for_epoch = EpochBatchIterator._get_iterator_for_epoch
+_fairseq_train_iterator = Trainer.get_train_iterator
+_fairseq_load_optimizer = FairseqOptimizer.load_state_dict
+
+
+def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatchIterator:
+    """Replace Trainer.get_train_iterator: batches that all epochs share are those of
+    epoch 1.
+
+    Whoever goes on in a later epoch then calls `load_state_dict`, as fairseq does. Batches that are
+    made anew for every epoch (of data in several folders, or with --update-epoch-batch-itr) are
+    those of `epoch`.
+    """
+    if options.get("disable_iterator_cache") or trainer.cfg.dataset.update_epoch_batch_itr:
+        return _fairseq_train_iterator(trainer, epoch, **options)
+    iterator = _fairseq_train_iterator(trainer, 1, **options)
+    shared = trainer.task.dataset_to_epoch_iter.get(
+        trainer.task.dataset(trainer.cfg.dataset.train_subset)
+    )
+    if iterator is shared:
+        return iterator
+    return _fairseq_train_iterator(trainer, epoch, **{**options, "load_dataset": False})
+
+
+def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
+    """Replace Trainer.reset_dummy_batch, by which a process without a batch left goes
+    along.
+
+    The first one, of the training's own batches, stays: clips may be measured on it. fairseq's is
+    at times the first one of the validation, depending on where a training was resumed.
+    """
+    if trainer._dummy_batch is None:
+        trainer._dummy_batch = batch
+
+
+def iterator_state(iterator: EpochBatchIterator) -> dict:
+    """Replace EpochBatchIterator.state_dict.
+
+    How many batches the epoch has, and among how many processes they were divided, is kept.
+    """
+    batches = {} if callable(iterator.batch_sampler) else {"batches": len(iterator.frozen_batches)}
+    return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards, **batches}
+
+
+def load_optimizer_state(
+    optimizer: FairseqOptimizer, state: dict, overrides: dict | None = None
+) -> None:
+    """Replace FairseqOptimizer.load_state_dict: moments are known by the order of
+    parameters alone.
+
+    Raises:
+        ValueError: there are other parameters now, or in another order.
+    """
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    kept = [state["state"].get(number, {}) for number in numbers]
+    if len(own) != len(kept) or any(
+        moments[name].shape != parameter.shape
+        for moments, parameter in zip(kept, own, strict=True)
+        for name in MOMENTS
+        if name in moments
+    ):
+        raise ValueError(
+            "the checkpoint's optimizer is of other parameters than this model has (of an older"
+            " version of lsq, or of "
+            "other options); to train on from its weights alone, add --reset-optimizer"
+        )
+    _fairseq_load_optimizer(optimizer, state, overrides)
+
+
+def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
+    """Replace EpochBatchIterator.load_state_dict.
+
+    fairseq counts the batches of one process. With another number of processes the same count is
+    another place in the
+    epoch: batches would be skipped or repeated, and past the end fairseq refuses. Here no batch is
+    skipped, and fewer are repeated than there are processes. With batches of another size, the same
+    share of the epoch is done.
+    """
+    shards = state.get("num_shards", iterator.num_shards)
+    done = state.get("iterations_in_epoch", 0) * shards
+    if callable(iterator.batch_sampler):  # it makes other batches for every epoch
+        iterator._frozen_batches = None
+    elif done:
+        now = len(iterator.frozen_batches)
+        before = state.get("batches", now)
+        done = done * now // before
+        if before != now:
+            logger.warning(
+                "the checkpoint's epoch %d has %d batches, and now it has %d, of which %d count as"
+                " done: some "
+                "sentences may be left out of this epoch or seen again in it",
+                state["epoch"],
+                before,
+                now,
+                done,
+            )
+    if shards != iterator.num_shards:
+        logger.info(
+            "the checkpoint is of %d processes, and now there are %d: of epoch %d, %d batches are"
+            " done",
+            shards,
+            iterator.num_shards,
+            state["epoch"],
+            done // iterator.num_shards * iterator.num_shards,
+        )
+    _fairseq_load_iterator_state(
+        iterator, {**state, "iterations_in_epoch": done // iterator.num_shards}
+    )
+
+
+def iterator_for_epoch(
+    iterator: EpochBatchIterator,
+    epoch: int,
+    shuffle: bool,
+    fix_batches_to_gpus: bool = False,
+    offset: int = 0,
+) -> Iterator | None:
+    """Replace EpochBatchIterator._get_iterator_for_epoch.
+
+    Where fairseq uses a data loader for further epochs, it goes by how the first one was to be
+    shuffled, so that --curriculum would end with the first resumption only.
+    """
+    if iterator.dataloader is not None:
+        iterator.epoch_batch_sampler.shuffle = shuffle
+        iterator.epoch_batch_sampler.fix_batches_to_gpus = fix_batches_to_gpus
+    return _fairseq_iterator_for_epoch(iterator, epoch, shuffle, fix_batches_to_gpus, offset)
+
+
+class GroupedIterator(iterators.CountingIterator):
+    """Replace fairseq's GroupedIterator: batches in groups of --update-freq.
+
+    fairseq counts the groups of a whole epoch. Where an epoch goes on from a place that is not a
+    multiple of `chunk_size` (of another number of processes, or another --update-freq) that is one
+    too few, and fairseq, finding the epoch unfinished, would begin it again.
+
+    Args:
+        iterable: of batches; its `n` says how many of the epoch are done.
+        chunk_size: batches of a group.
+        skip_remainder_batch: leave out the last group if it is smaller.
+    """
+
+    def __init__(
+        self,
+        iterable: iterators.CountingIterator,
+        chunk_size: int,
+        skip_remainder_batch: bool = False,
+    ):
+        done = getattr(iterable, "n", 0)
+        groups = (len(iterable) - done) / chunk_size
+        groups = math.floor(groups) if skip_remainder_batch else math.ceil(groups)
+        if skip_remainder_batch:
+            iterable.take(done + groups * chunk_size)
+        start = math.ceil(done / chunk_size)
+        chunks = iterators._chunk_iterator(iterable, chunk_size, skip_remainder_batch)
+        super().__init__(chunks, start=start, total=start + groups)
+        self.chunk_size = chunk_size

@@ -1,14 +1,18 @@
-"""Whether a checkpoint is as it was written, and its numbers are numbers.
+"""Whether a checkpoint is as it was written, its parts are what fairseq's code takes for granted,
+and its numbers are numbers.
 
 PyTorch writes a CRC-32 with every record of a file and never reads it. Reading them takes half a
 second for a gigabyte.
 """
 
+import argparse
 import os
+import types
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import omegaconf
 import torch
 from torch import Tensor
 
@@ -18,7 +22,7 @@ NO_CHECKSUMS = "it has no checksums"
 
 
 def damage(path: str | Path) -> str | None:
-    """What the checksums in a file of torch.save's say of it.
+    """Check a file of torch.save by its checksums.
 
     Returns:
         None if they all fit; NO_CHECKSUMS for what is no zip file, as before PyTorch 1.6; else what
@@ -140,3 +144,76 @@ def require_file(path: str | Path) -> None:
         raise IsADirectoryError(f"{path} is a folder; give one of the checkpoints in it")
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no checkpoint {path}{beside(path)}")
+
+
+PARTS = {
+    "args": (argparse.Namespace, types.NoneType),
+    "cfg": (dict, omegaconf.DictConfig, types.NoneType),
+    "model": dict,
+    "optimizer_history": list,
+    "extra_state": dict,
+    "task_state": (dict, types.NoneType),
+    "last_optimizer_state": (dict, types.NoneType),
+}
+"""Part of a checkpoint -> its type or types."""
+NUMBERS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
+"""Settings of optimizers that are numbers; those of other optimizers than fairseq's may be
+anything."""
+SEVERAL = {"params", "betas", "eps"}
+"""Settings that may be several numbers."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""Adam's state of each parameter."""
+LARGEST_COUNT = 2**40
+"""Largest count of updates and epochs: beyond any training."""
+
+
+def check_parts(state: dict) -> None:
+    """Look at the types, shapes and counts in a checkpoint.
+
+    Raises:
+        TypeError, ValueError: one of them is not as fairseq writes it; names it.
+    """
+    for name, kind in PARTS.items():
+        if name in state and not isinstance(state[name], kind):
+            raise TypeError(f"{name} is of type {type(state[name]).__name__}")
+    for name, tensor in state["model"].items():
+        # PyTorch's own exception
+        if not isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
+            raise TypeError(f"{name} is of type {type(tensor).__name__} and no tensor")
+    optimizer = state.get("last_optimizer_state") or {}
+    for name, tensor in tensors({"model": state["model"], "optimizer": optimizer}, ""):
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} is a sparse tensor")
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{name} has fewer values than its shape {list(tensor.shape)}")
+    place = state.get("extra_state", {}).get("train_iterator", {})
+    counts = [(name, place[name]) for name in ("epoch", "iterations_in_epoch") if name in place]
+    history = state.get("optimizer_history", [])
+    counts += [("num_updates", each["num_updates"]) for each in history if "num_updates" in each]
+    for name, count in counts:
+        if type(count) is not int or not 0 <= count <= LARGEST_COUNT:
+            raise ValueError(f"{name} is {str(count)[:40]}")
+    _check_optimizer(optimizer)
+
+
+def _check_optimizer(optimizer: dict) -> None:
+    for number, moments in optimizer.get("state", {}).items():
+        shapes = {getattr(moments[name], "shape", None) for name in MOMENTS if name in moments}
+        if None in shapes or len(shapes) > 1:
+            raise ValueError(
+                f"the moments of parameter {number} have other types or shapes than one another"
+            )
+    for group in optimizer.get("param_groups", []):
+        for name in NUMBERS & group.keys():
+            value = group[name]
+            numbers = value if name in SEVERAL and isinstance(value, (list, tuple)) else [value]
+            largest = 1 if name == "betas" else 1e6  # beyond them Python cannot compute with floats
+            if not all(_is_number(number, largest) for number in numbers):
+                raise ValueError(f"{name} of the optimizer is {str(value)[:40]}")
+
+
+def _is_number(value: object, largest: float) -> bool:
+    """Whether a setting may stay as it is: a number up to `largest`, a tensor or None."""
+    if isinstance(value, (int, float)):
+        return abs(value) <= largest
+    return value is None or isinstance(value, torch.Tensor)

@@ -21,9 +21,8 @@ from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ADDRESS_MULTIPLE, MATMUL, ProductKey
 from lsq.gemm.tuner.ended import EndedTrial, Operations
 from lsq.gemm.tuner.operands import LARGEST, RowChecksums, laid, whole_numbers
-from lsq.native.device import Device
+from lsq.native.device import Device, aligned_workspace
 from lsq.native.products import Matmul, ProductError, ProductLibrary
-from lsq.native.stream_memory import aligned_workspace
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Numbers of parts of K that are tried."""
@@ -83,12 +82,12 @@ class CublasBackend:
         Raises:
             ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
         """
-        found = self.products.candidates(key)
-        if not found:
+        proposals = self.products.candidates(key)
+        if not proposals:
             raise RuntimeError(
                 f"cuBLASLt has no algorithm for {key} in {self.products.workspace_bytes} bytes"
             )
-        return found + self._others(key, found) if self.exhaustive else found
+        return proposals + self._others(key, proposals) if self.exhaustive else proposals
 
     def copies(self, key: ProductKey) -> int:
         """Sets of operands of a product that are used in turn."""
@@ -141,10 +140,10 @@ class CublasBackend:
         return begin.elapsed_time(end) * 1e-3 / repeats
 
     def _others(
-        self, key: ProductKey, found: list[CublasConfiguration]
+        self, key: ProductKey, proposals: list[CublasConfiguration]
     ) -> list[CublasConfiguration]:
         """All other algorithms, in a fixed random order: a search may stop anywhere."""
-        products, seen, others = self.products, {each.algorithm for each in found}, []
+        products, seen, others = self.products, {each.algorithm for each in proposals}, []
         with contextlib.closing(products.describe(key)) as native, products.current():
             data = [
                 each for each in _all_algorithms(products.library, native, key) if each not in seen

@@ -24,7 +24,7 @@ from lsq.gemm.configuration import (
 )
 from lsq.gemm.cublaslt import ChosenProduct
 from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import ProductKey
+from lsq.gemm.product_key import OVER_TOKENS, ProductKey
 from lsq.native.device import Device
 from lsq.native.launch import TICKETS, Launch, Product
 from lsq.native.launch_list import LaunchList
@@ -45,7 +45,7 @@ TOLERANCE = 1e-3
 
 def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
     """Every tile that is tried for a product; `sm` is the compute capability, None the emulator."""
-    splits = SPLITS if key.request.tokens == "k" else (1,)
+    splits = SPLITS if key.op == OVER_TOKENS else (1,)
     all_tiles = [
         TileConfiguration(
             rows=rows, columns=columns, stages=stages, split=split, instruction=instruction

@@ -1,11 +1,17 @@
 """Layers of BERT and of those that share it, such as RoBERTa."""
 
-import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, cache_of
-from lsq.models.reading import activation_of, biases, dropout_of, layer_norm_epsilon, plain_linears
+from lsq.models.fused_layer import FusedLayer
+from lsq.models.reading import (
+    activation_of,
+    biases,
+    dropout_of,
+    layer_norm_epsilon,
+    plain_linears,
+    sources,
+)
 
 HEADS = ("query", "key", "value")
 
@@ -21,20 +27,16 @@ class BertLayer(FusedLayer):
         "intermediate": "Intermediate",
         "output": "Output",
     }
-    SOURCES = {
-        "self_attn.qkv_weight": tuple(f"attention.self.{part}.weight" for part in HEADS),
-        "self_attn.qkv_bias": tuple(f"attention.self.{part}.bias" for part in HEADS),
-        "self_attn.out_weight": ("attention.output.dense.weight",),
-        "self_attn.out_bias": ("attention.output.dense.bias",),
-        "self_attn_layer_norm.weight": ("attention.output.LayerNorm.weight",),
-        "self_attn_layer_norm.bias": ("attention.output.LayerNorm.bias",),
-        "feed_forward.fc1_weight": ("intermediate.dense.weight",),
-        "feed_forward.fc1_bias": ("intermediate.dense.bias",),
-        "feed_forward.fc2_weight": ("output.dense.weight",),
-        "feed_forward.fc2_bias": ("output.dense.bias",),
-        "final_layer_norm.weight": ("output.LayerNorm.weight",),
-        "final_layer_norm.bias": ("output.LayerNorm.bias",),
-    }
+    SOURCES = sources(
+        {
+            "self_attn.qkv": [f"attention.self.{part}" for part in HEADS],
+            "self_attn.out": "attention.output.dense",
+            "self_attn_layer_norm": "attention.output.LayerNorm",
+            "feed_forward.fc1": "intermediate.dense",
+            "feed_forward.fc2": "output.dense",
+            "final_layer_norm": "output.LayerNorm",
+        }
+    )
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
@@ -68,22 +70,3 @@ class BertLayer(FusedLayer):
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attention.self]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        **options,
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options, cache_of(options))
-        if packing is not None:
-            return self.fused(hidden_states, packing)
-        return self.own_pass(
-            hidden_states,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            **options,
-        )

@@ -1,11 +1,12 @@
 """Layers of GPT-2."""
 
-import torch
+from collections.abc import Mapping
+
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, Others
-from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain
+from lsq.models.fused_layer import FusedLayer
+from lsq.models.reading import activation_of, dropout_of, layer_norm_epsilon, plain, sources
 
 
 class GPT2Layer(FusedLayer):
@@ -14,20 +15,16 @@ class GPT2Layer(FusedLayer):
 
     causal = True
     PARTS = {"attn": "Attention", "mlp": "MLP"}
-    SOURCES = {
-        "self_attn_layer_norm.weight": ("ln_1.weight",),
-        "self_attn_layer_norm.bias": ("ln_1.bias",),
-        "self_attn.qkv_weight": ("attn.c_attn.weight",),
-        "self_attn.qkv_bias": ("attn.c_attn.bias",),
-        "self_attn.out_weight": ("attn.c_proj.weight",),
-        "self_attn.out_bias": ("attn.c_proj.bias",),
-        "final_layer_norm.weight": ("ln_2.weight",),
-        "final_layer_norm.bias": ("ln_2.bias",),
-        "feed_forward.fc1_weight": ("mlp.c_fc.weight",),
-        "feed_forward.fc1_bias": ("mlp.c_fc.bias",),
-        "feed_forward.fc2_weight": ("mlp.c_proj.weight",),
-        "feed_forward.fc2_bias": ("mlp.c_proj.bias",),
-    }
+    SOURCES = sources(
+        {
+            "self_attn_layer_norm": "ln_1",
+            "self_attn.qkv": "attn.c_attn",
+            "self_attn.out": "attn.c_proj",
+            "final_layer_norm": "ln_2",
+            "feed_forward.fc1": "mlp.c_fc",
+            "feed_forward.fc2": "mlp.c_proj",
+        }
+    )
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
@@ -60,28 +57,5 @@ class GPT2Layer(FusedLayer):
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attn]
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
-        return self.float_class.forward(self, x, attention_mask=mask)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        cache=None,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        use_cache: bool | None = False,
-        **options,
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options, cache)
-        if packing is not None and encoder_hidden_states is None:
-            return self.fused(hidden_states, packing, cache=cache)
-        return self.own_pass(
-            hidden_states,
-            cache,
-            attention_mask=attention_mask,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            use_cache=use_cache,
-            **options,
-        )
+    def side_inputs(self, options: Mapping[str, object]) -> dict[str, object] | None:
+        return {} if options.get("encoder_hidden_states") is None else None

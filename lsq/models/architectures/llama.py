@@ -1,15 +1,17 @@
 """Layers of Llama and of those that share it: Mistral, Qwen2, Qwen3."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig, Rotary
-from lsq.models.fused_layer import FusedLayer, Others, cache_of
-from lsq.models.reading import activation_of, biases, plain_linears, reads, the_same
+from lsq.models.fused_layer import FusedLayer, SideInputs
+from lsq.models.reading import activation_of, biases, plain_linears, reads, sources, the_same
 
 
 class LlamaLayer(FusedLayer):
-    """RMSNorm, causal self-attention with heads that turn, RMSNorm, a feed-forward block with a
+    """RMSNorm, causal self-attention with rotary embeddings, RMSNorm, a feed-forward block with a
     gate."""
 
     causal = True
@@ -21,30 +23,20 @@ class LlamaLayer(FusedLayer):
         "input_layernorm": "RMSNorm",
         "post_attention_layernorm": "RMSNorm",
     }
-    SOURCES = {
-        "self_attn_layer_norm.weight": ("input_layernorm.weight",),
-        "self_attn.qkv_weight": (
-            "self_attn.q_proj.weight",
-            "self_attn.k_proj.weight",
-            "self_attn.v_proj.weight",
-        ),
-        "self_attn.qkv_bias": (
-            "self_attn.q_proj.bias",
-            "self_attn.k_proj.bias",
-            "self_attn.v_proj.bias",
-        ),
-        "self_attn.query_norm.weight": ("self_attn.q_norm.weight",),
-        "self_attn.key_norm.weight": ("self_attn.k_norm.weight",),
-        "self_attn.out_weight": ("self_attn.o_proj.weight",),
-        "self_attn.out_bias": ("self_attn.o_proj.bias",),
-        "final_layer_norm.weight": ("post_attention_layernorm.weight",),
-        "feed_forward.gate_weight": ("mlp.gate_proj.weight",),
-        "feed_forward.gate_bias": ("mlp.gate_proj.bias",),
-        "feed_forward.up_weight": ("mlp.up_proj.weight",),
-        "feed_forward.up_bias": ("mlp.up_proj.bias",),
-        "feed_forward.fc2_weight": ("mlp.down_proj.weight",),
-        "feed_forward.fc2_bias": ("mlp.down_proj.bias",),
-    }
+    SOURCES = sources(
+        {
+            "self_attn_layer_norm": "input_layernorm",
+            "self_attn.qkv": [f"self_attn.{part}_proj" for part in "qkv"],
+            "self_attn.query_norm": "self_attn.q_norm",
+            "self_attn.key_norm": "self_attn.k_norm",
+            "self_attn.out": "self_attn.o_proj",
+            "final_layer_norm": "post_attention_layernorm",
+            "feed_forward.gate": "mlp.gate_proj",
+            "feed_forward.up": "mlp.up_proj",
+            "feed_forward.fc2": "mlp.down_proj",
+        },
+        norm_bias=False,
+    )
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
@@ -91,36 +83,19 @@ class LlamaLayer(FusedLayer):
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.self_attn]
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
         return self.float_class.forward(
-            self, x, attention_mask=mask, position_embeddings=others.rotation
+            self, x, attention_mask=mask, position_embeddings=side.rotation
         )
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids=None,
-        use_cache: bool | None = False,
-        position_embeddings=None,
-        **options,
-    ) -> torch.Tensor:
-        cache = cache_of(options)
-        packing = self.packing(hidden_states, attention_mask, options, cache)
-        if packing is not None:
-            return self.fused(hidden_states, packing, rotation=position_embeddings, cache=cache)
-        return self.own_pass(
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **options,
-        )
+    def side_inputs(self, options: Mapping[str, object]) -> dict[str, object]:
+        return {"rotation": options["position_embeddings"]}
 
 
 def _window(attention: nn.Module) -> int | None:
-    """That which its code reads: Qwen2 and Qwen3 have one in some layers, Mistral in its
+    """The window that its code reads: Qwen2 and Qwen3 have one in some layers, Mistral in its
     configuration."""
     if "sliding_window" in vars(attention):
         return attention.sliding_window

@@ -8,47 +8,36 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.models.fused_layer import FusedLayer, Others, cache_of
-from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears, the_same
+from lsq.models.fused_layer import FusedLayer, SideInputs
+from lsq.models.reading import (
+    activation_of,
+    biases,
+    layer_norm_epsilon,
+    plain_linears,
+    sources,
+    the_same,
+)
 
 ENCODER = {
-    "self_attn_layer_norm.weight": ("self_attn_layer_norm.weight",),
-    "self_attn_layer_norm.bias": ("self_attn_layer_norm.bias",),
-    "self_attn.qkv_weight": (
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj.weight",
-    ),
-    "self_attn.qkv_bias": (
-        "self_attn.q_proj.bias",
-        "self_attn.k_proj.bias",
-        "self_attn.v_proj.bias",
-    ),
-    "self_attn.out_weight": ("self_attn.out_proj.weight",),
-    "self_attn.out_bias": ("self_attn.out_proj.bias",),
-    "final_layer_norm.weight": ("final_layer_norm.weight",),
-    "final_layer_norm.bias": ("final_layer_norm.bias",),
-    "feed_forward.fc1_weight": ("fc1.weight",),
-    "feed_forward.fc1_bias": ("fc1.bias",),
-    "feed_forward.fc2_weight": ("fc2.weight",),
-    "feed_forward.fc2_bias": ("fc2.bias",),
+    "self_attn_layer_norm": "self_attn_layer_norm",
+    "self_attn.qkv": [f"self_attn.{part}_proj" for part in "qkv"],
+    "self_attn.out": "self_attn.out_proj",
+    "final_layer_norm": "final_layer_norm",
+    "feed_forward.fc1": "fc1",
+    "feed_forward.fc2": "fc2",
 }
 DECODER = ENCODER | {
-    "encoder_attn_layer_norm.weight": ("encoder_attn_layer_norm.weight",),
-    "encoder_attn_layer_norm.bias": ("encoder_attn_layer_norm.bias",),
-    "encoder_attn.query_weight": ("encoder_attn.q_proj.weight",),
-    "encoder_attn.query_bias": ("encoder_attn.q_proj.bias",),
-    "encoder_attn.key_value_weight": ("encoder_attn.k_proj.weight", "encoder_attn.v_proj.weight"),
-    "encoder_attn.key_value_bias": ("encoder_attn.k_proj.bias", "encoder_attn.v_proj.bias"),
-    "encoder_attn.out_weight": ("encoder_attn.out_proj.weight",),
-    "encoder_attn.out_bias": ("encoder_attn.out_proj.bias",),
+    "encoder_attn_layer_norm": "encoder_attn_layer_norm",
+    "encoder_attn.query": "encoder_attn.q_proj",
+    "encoder_attn.key_value": ["encoder_attn.k_proj", "encoder_attn.v_proj"],
+    "encoder_attn.out": "encoder_attn.out_proj",
 }
 
 
 class EncoderLayer(FusedLayer):
     """Self-attention and a feed-forward block, a LayerNorm behind each."""
 
-    SOURCES, PARTS, causal = ENCODER, {"self_attn": "Attention"}, False
+    SOURCES, PARTS, causal = sources(ENCODER), {"self_attn": "Attention"}, False
     PRE_NORM: ClassVar[bool] = False
 
     @classmethod
@@ -71,10 +60,8 @@ class EncoderLayer(FusedLayer):
 
     @classmethod
     def settings(cls, layer: nn.Module) -> dict[str, object]:
-        attentions, norms = (
-            cls.attentions(layer),
-            [layer.self_attn_layer_norm, layer.final_layer_norm],
-        )
+        attentions = cls.attentions(layer)
+        norms = [layer.self_attn_layer_norm, layer.final_layer_norm]
         norms += [layer.encoder_attn_layer_norm] if cls.CROSS else []
         return {
             "dropout": layer.dropout,
@@ -90,54 +77,19 @@ class EncoderLayer(FusedLayer):
     def attentions(cls, layer: nn.Module) -> list[nn.Module]:
         return [layer.self_attn, *([layer.encoder_attn] if cls.CROSS else [])]
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **options
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options)
-        if packing is not None:
-            return self.fused(hidden_states, packing)
-        return self.own_pass(hidden_states, attention_mask, **options)
-
 
 class DecoderLayer(EncoderLayer):
     """Causal self-attention, attention to an encoder's output and a feed-forward block, a LayerNorm
     behind each."""
 
-    SOURCES, PARTS, causal, CROSS = (
-        DECODER,
-        {"self_attn": "Attention", "encoder_attn": "Attention"},
-        True,
-        True,
-    )
+    SOURCES = sources(DECODER)
+    PARTS = {"self_attn": "Attention", "encoder_attn": "Attention"}
+    causal, CROSS = True, True
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
-        return self.float_class.forward(self, x, mask, others.memory.states)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        use_cache: bool | None = True,
-        **options,
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
     ) -> torch.Tensor:
-        packing, memory = (
-            self.packing(hidden_states, attention_mask, options, cache_of(options)),
-            None,
-        )
-        if packing is not None and encoder_hidden_states is not None:
-            memory = self.memory(encoder_hidden_states, encoder_attention_mask)
-        if memory is not None:
-            return self.fused(hidden_states, packing, memory=memory)
-        return self.own_pass(
-            hidden_states,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            use_cache=use_cache,
-            **options,
-        )
+        return self.float_class.forward(self, x, mask, side.states)
 
 
 class PreNormEncoderLayer(EncoderLayer):

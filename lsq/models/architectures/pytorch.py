@@ -6,7 +6,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lsq.config import LayerConfig, QuantConfig
 from lsq.models.batch import HIDDEN, causal, remembered
-from lsq.models.fused_layer import FusedLayer, Others
+from lsq.models.fused_layer import FusedLayer, SideInputs
 from lsq.models.reading import (
     activation_of,
     biases,
@@ -14,6 +14,7 @@ from lsq.models.reading import (
     layer_norm_epsilon,
     plain,
     plain_linears,
+    sources,
 )
 
 
@@ -29,16 +30,15 @@ class EncoderLayer(FusedLayer):
     SOURCES = {
         "self_attn.qkv_weight": ("self_attn.in_proj_weight",),
         "self_attn.qkv_bias": ("self_attn.in_proj_bias",),
-        "self_attn.out_weight": ("self_attn.out_proj.weight",),
-        "self_attn.out_bias": ("self_attn.out_proj.bias",),
-        "self_attn_layer_norm.weight": ("norm1.weight",),
-        "self_attn_layer_norm.bias": ("norm1.bias",),
-        "feed_forward.fc1_weight": ("linear1.weight",),
-        "feed_forward.fc1_bias": ("linear1.bias",),
-        "feed_forward.fc2_weight": ("linear2.weight",),
-        "feed_forward.fc2_bias": ("linear2.bias",),
-        "final_layer_norm.weight": ("norm2.weight",),
-        "final_layer_norm.bias": ("norm2.bias",),
+        **sources(
+            {
+                "self_attn.out": "self_attn.out_proj",
+                "self_attn_layer_norm": "norm1",
+                "feed_forward.fc1": "linear1",
+                "feed_forward.fc2": "linear2",
+                "final_layer_norm": "norm2",
+            }
+        ),
     }
 
     @staticmethod
@@ -118,7 +118,9 @@ class EncoderLayer(FusedLayer):
             return y[0]
         return y if self.self_attn.batch_first else y.transpose(0, 1)
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
         mask = None if mask is None else mask[0, 0]
         return self._sentences(self.float_class.forward(self, self._as_given(x, x), mask))
 

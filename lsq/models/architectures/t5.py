@@ -1,10 +1,9 @@
 """Blocks of T5 and mT5: an encoder's and a decoder's.
 
 All blocks of a stack add the biases of one table to the scores of their self-attention. The first
-block has the table; the others are given the biases [1, N, T, T] of all pairs that it makes of it.
-These carry the table along; where they have lost it, or a block that is not fused has made them, it
-is read off them. So gradients find their way back in any case, and whoever reads the biases next
-need not be fused. T time, N heads.
+block has the table, and passes biases [1, N, T, T] of all pairs on, with the table as an attribute.
+A block that gets biases without it, from a block that is not fused, reads the table off them. T
+time, N heads.
 """
 
 from functools import lru_cache
@@ -16,34 +15,35 @@ from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.models.fused_layer import EncoderOutput, FusedLayer, Others, cache_of
-from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, the_same
+from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
+from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, sources, the_same
 
-SELF_ATTENTION = {
-    "self_attn_layer_norm.weight": ("layer.0.layer_norm.weight",),
-    "self_attn.qkv_weight": tuple(f"layer.0.SelfAttention.{name}.weight" for name in "qkv"),
-    "self_attn.out_weight": ("layer.0.SelfAttention.o.weight",),
-}
 TABLE = "_lsq_table"
 """The attribute of biases of pairs that is the table [buckets, N] they are made of."""
-CROSS_ATTENTION = {
-    "encoder_attn_layer_norm.weight": ("layer.1.layer_norm.weight",),
-    "encoder_attn.query_weight": ("layer.1.EncDecAttention.q.weight",),
-    "encoder_attn.key_value_weight": tuple(
-        f"layer.1.EncDecAttention.{name}.weight" for name in "kv"
-    ),
-    "encoder_attn.out_weight": ("layer.1.EncDecAttention.o.weight",),
-}
 
 
-def _feed_forward(layer: str) -> dict[str, tuple[str, ...]]:
-    """Where its parameters are, with a gate or without one."""
-    names = {"fc1": "wi", "gate": "wi_0", "up": "wi_1", "fc2": "wo"}
-    found = {
-        f"feed_forward.{name}_weight": (f"{layer}.DenseReluDense.{own}.weight",)
-        for name, own in names.items()
+def _sources(last: int) -> dict[str, tuple[str, ...]]:
+    """Paths of the parameters of a block whose feed-forward part has this number, with a gate or
+    without one."""
+    dense = f"layer.{last}.DenseReluDense"
+    cross = {
+        "encoder_attn_layer_norm": "layer.1.layer_norm",
+        "encoder_attn.query": "layer.1.EncDecAttention.q",
+        "encoder_attn.key_value": [f"layer.1.EncDecAttention.{name}" for name in "kv"],
+        "encoder_attn.out": "layer.1.EncDecAttention.o",
     }
-    return found | {"final_layer_norm.weight": (f"{layer}.layer_norm.weight",)}
+    modules = {
+        "self_attn_layer_norm": "layer.0.layer_norm",
+        "self_attn.qkv": [f"layer.0.SelfAttention.{name}" for name in "qkv"],
+        "self_attn.out": "layer.0.SelfAttention.o",
+        **(cross if last > 1 else {}),
+        "feed_forward.fc1": f"{dense}.wi",
+        "feed_forward.gate": f"{dense}.wi_0",
+        "feed_forward.up": f"{dense}.wi_1",
+        "feed_forward.fc2": f"{dense}.wo",
+        "final_layer_norm": f"layer.{last}.layer_norm",
+    }
+    return sources(modules, bias=False, norm_bias=False)
 
 
 def _parts(last: int) -> dict[str, str]:
@@ -67,17 +67,17 @@ def _parts(last: int) -> dict[str, str]:
 class EncoderBlock(FusedLayer):
     """Self-attention with biases by distance and a feed-forward block, an RMSNorm before each."""
 
-    SOURCES, PARTS, causal = SELF_ATTENTION | _feed_forward("layer.1"), _parts(1), False
+    SOURCES, PARTS, causal = _sources(1), _parts(1), False
     INPUTS = ("layer.0.SelfAttention.relative_attention_bias.weight",)
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
         attentions, dense = EncoderBlock.attentions(layer), layer.layer[-1].DenseReluDense
         gated = hasattr(dense, "wi_0")
-        inner, *others = plain_linears(dense, *(("wi_0", "wi_1") if gated else ("wi",)), "wo")
+        inner, *linears = plain_linears(dense, *(("wi_0", "wi_1") if gated else ("wi",)), "wo")
         for one in attentions:
-            others += plain_linears(one, "q", "k", "v", "o")
-        if biases(inner, *others):
+            linears += plain_linears(one, "q", "k", "v", "o")
+        if biases(inner, *linears):
             raise ValueError("its projections have biases")
         relative = RelativeBias(
             buckets=attentions[0].relative_attention_num_buckets,
@@ -121,50 +121,28 @@ class EncoderBlock(FusedLayer):
             *([layer.layer[1].EncDecAttention] if layer.is_decoder else []),
         ]
 
-    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
-        states = others.memory and others.memory.states
-        return self.float_class.forward(self, x, mask, others.pairs, states)[0]
+    def original(
+        self, x: torch.Tensor, mask: torch.Tensor | None, side: SideInputs
+    ) -> torch.Tensor:
+        return self.float_class.forward(self, x, mask, side.pairs, side.states)[0]
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask=None,
-        position_bias: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask=None,
-        encoder_decoder_position_bias: torch.Tensor | None = None,
-        **options,
+        self, hidden_states: torch.Tensor, *arguments, **options
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        packing, memory = (
-            self.packing(hidden_states, attention_mask, options, cache_of(options)),
-            None,
-        )
-        if packing is not None and self.CROSS and encoder_hidden_states is not None:
-            memory = self.memory(encoder_hidden_states, encoder_attention_mask)
-        biased = (
-            position_bias is not None or self.layer[0].SelfAttention.has_relative_attention_bias
-        )
-        if packing is None or not biased or (memory is None) is self.CROSS:
-            return self.own_pass(
-                hidden_states,
-                attention_mask,
-                position_bias,
-                encoder_hidden_states,
-                encoder_attention_mask,
-                encoder_decoder_position_bias,
-                **options,
-            )
-        return *self._biased(
-            hidden_states, packing, memory, position_bias
-        ), encoder_decoder_position_bias
+        options.update(zip(self.positional, arguments, strict=False))
+        pairs, cache = options.get("position_bias"), cache_of(options)
+        known = {**options, "position_bias": None}
+        packing = self.packing(hidden_states, options.get("attention_mask"), known, cache)
+        side = None if packing is None else self.side_inputs(options)
+        biased = pairs is not None or self.layer[0].SelfAttention.has_relative_attention_bias
+        if side is None or not biased:
+            return self.own_pass(hidden_states, **options)
+        result, pairs = self._biased(hidden_states, packing, pairs, **side)
+        return result, pairs, options.get("encoder_decoder_position_bias")
 
     @beside_the_graph
     def _biased(
-        self,
-        x: torch.Tensor,
-        packing: Packing,
-        memory: EncoderOutput | None,
-        pairs: torch.Tensor | None,
+        self, x: torch.Tensor, packing: Packing, pairs: torch.Tensor | None, **side
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`fused` with biases of pairs [1, N, T, T], given or made here -> (its result, the
         biases)."""
@@ -176,7 +154,7 @@ class EncoderBlock(FusedLayer):
         table = getattr(pairs, TABLE, None)
         if table is None:
             table = _table_of(pairs, self.config.relative_bias, self.causal)
-        return self.fused(x, packing, memory=memory, bias=table, pairs=pairs), pairs
+        return self.fused(x, packing, bias=table, pairs=pairs, **side), pairs
 
 
 class DecoderBlock(EncoderBlock):
@@ -184,12 +162,11 @@ class DecoderBlock(EncoderBlock):
     an RMSNorm before each.
     """
 
-    SOURCES, PARTS = SELF_ATTENTION | CROSS_ATTENTION | _feed_forward("layer.2"), _parts(2)
-    causal, CROSS = True, True
+    SOURCES, PARTS, causal, CROSS = _sources(2), _parts(2), True, True
 
 
 def block_class(layer: nn.Module) -> type[FusedLayer]:
-    """What a T5Block becomes."""
+    """Return the class that a T5Block becomes."""
     return DecoderBlock if layer.is_decoder else EncoderBlock
 
 
@@ -210,12 +187,10 @@ def _pair_of_buckets(
     bucket, nearest = bucket_of_distances(relative, causal).tolist(), {}
     for distance in sorted(range(-relative.farthest, relative.farthest + 1), key=abs):
         nearest.setdefault(bucket[distance + relative.farthest], distance)
-    found = [nearest.get(number, time) for number in range(relative.buckets)]
-    known = [abs(distance) < time for distance in found]
-    query = [
-        max(0, -distance) if there else 0 for distance, there in zip(found, known, strict=True)
-    ]
-    key = [max(0, distance) if there else 0 for distance, there in zip(found, known, strict=True)]
+    distances = [nearest.get(number, time) for number in range(relative.buckets)]
+    known = [abs(distance) < time for distance in distances]
+    distances = [distance if there else 0 for distance, there in zip(distances, known, strict=True)]
     with torch.inference_mode(False):
-        made = (torch.tensor(one, device=device) for one in (query, key, known))
-        return next(made), next(made), next(made)[:, None]
+        distance = torch.tensor(distances, device=device)
+        known = torch.tensor(known, device=device)[:, None]
+        return (-distance).clamp_min(0), distance.clamp_min(0), known

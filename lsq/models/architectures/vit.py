@@ -1,11 +1,10 @@
 """Layers of ViT and of those that share it, such as DeiT."""
 
-import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
 from lsq.models.fused_layer import FusedLayer
-from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears
+from lsq.models.reading import activation_of, biases, layer_norm_epsilon, plain_linears, sources
 
 
 class ViTLayer(FusedLayer):
@@ -13,28 +12,16 @@ class ViTLayer(FusedLayer):
 
     causal = False
     PARTS = {"attention": "Attention", "mlp": "MLP"}
-    SOURCES = {
-        "self_attn_layer_norm.weight": ("layernorm_before.weight",),
-        "self_attn_layer_norm.bias": ("layernorm_before.bias",),
-        "self_attn.qkv_weight": (
-            "attention.q_proj.weight",
-            "attention.k_proj.weight",
-            "attention.v_proj.weight",
-        ),
-        "self_attn.qkv_bias": (
-            "attention.q_proj.bias",
-            "attention.k_proj.bias",
-            "attention.v_proj.bias",
-        ),
-        "self_attn.out_weight": ("attention.o_proj.weight",),
-        "self_attn.out_bias": ("attention.o_proj.bias",),
-        "final_layer_norm.weight": ("layernorm_after.weight",),
-        "final_layer_norm.bias": ("layernorm_after.bias",),
-        "feed_forward.fc1_weight": ("mlp.fc1.weight",),
-        "feed_forward.fc1_bias": ("mlp.fc1.bias",),
-        "feed_forward.fc2_weight": ("mlp.fc2.weight",),
-        "feed_forward.fc2_bias": ("mlp.fc2.bias",),
-    }
+    SOURCES = sources(
+        {
+            "self_attn_layer_norm": "layernorm_before",
+            "self_attn.qkv": [f"attention.{part}_proj" for part in "qkv"],
+            "self_attn.out": "attention.o_proj",
+            "final_layer_norm": "layernorm_after",
+            "feed_forward.fc1": "mlp.fc1",
+            "feed_forward.fc2": "mlp.fc2",
+        }
+    )
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
@@ -66,11 +53,3 @@ class ViTLayer(FusedLayer):
     @staticmethod
     def attentions(layer: nn.Module) -> list[nn.Module]:
         return [layer.attention]
-
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options
-    ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask, options)
-        if packing is not None:
-            return self.fused(hidden_states, packing)
-        return self.own_pass(hidden_states, attention_mask, **options)

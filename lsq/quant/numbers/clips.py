@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lsq.quant.calibration import octav_clip, sample_stride
-from lsq.quant.numbers.integers import integer
+from lsq.quant.numbers.tables import integer
 
 if TYPE_CHECKING:
     from lsq.quant.numbers.scaled import ScaledFormat

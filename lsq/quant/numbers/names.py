@@ -8,13 +8,18 @@ from functools import cache, partial
 import torch
 
 from lsq.quant.numbers.codebooks import SOURCES, lloyd_max, nf4
-from lsq.quant.numbers.floats import fp4_e2m1, fp8_e4m3, fp8_e5m2
 from lsq.quant.numbers.grains import Grain, grain, is_grain
-from lsq.quant.numbers.integers import integer, multiplier
-from lsq.quant.numbers.logarithmic import logarithmic
 from lsq.quant.numbers.number import NumberFormat
 from lsq.quant.numbers.scaled import FloatScales, PowerScales, ScaledFormat
-from lsq.quant.numbers.ternary import ternary
+from lsq.quant.numbers.tables import (
+    fp4_e2m1,
+    fp8_e4m3,
+    fp8_e5m2,
+    integer,
+    logarithmic,
+    multiplier,
+    ternary,
+)
 
 NUMBERS: dict[str, Callable[[], NumberFormat]] = {
     **{f"int{bits}": partial(integer, bits) for bits in range(2, 9)},

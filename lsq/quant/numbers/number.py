@@ -151,3 +151,15 @@ def boundaries_of(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.tensor([code_of[value] for value in ordered], dtype=torch.uint8, device="cpu")
     of_nan = torch.tensor((missing or [zero])[0], dtype=torch.uint8, device="cpu")
     return torch.where(upper, below, middle), codes, of_nan
+
+
+def signal_to_noise(x: Tensor, found: Tensor) -> float:
+    """10 log10 of the squares of x over those of x - found, in decibels; of the same shape.
+
+    Infinite where nothing differs, NaN where there is neither signal nor noise, or a NaN.
+    """
+    signal = float(x.double().square().sum())
+    noise = float((x.double() - found.double()).square().sum())
+    if noise == 0 or signal == 0:
+        return math.inf if signal > 0 else math.nan if noise == 0 else -math.inf
+    return 10 * math.log10(signal / noise)

@@ -15,7 +15,7 @@ from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import tune
 from lsq.gemm.tuner.trial import Settings, entry_fault
 from lsq.native.launch_list import LaunchList
-from lsq.ops.project_product import project_product
+from lsq.ops.project_cuda import project_product
 from lsq.ops.representatives import OPERATIONS
 from lsq.run.cuda import emulated_device
 from tests.gemm.operands import asked

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import lsq
-from lsq.models.architectures.known import LAYERS
+from lsq.models.architectures import LAYERS
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import (
+from tests.models.checks import (
     FLOAT,
     PADDING,
     WORDS,
@@ -88,7 +88,7 @@ def test_dropout_is_read_from_the_layer():
     without_dropout(mine)
     assert torch.equal(mine(ids).last_hidden_state, mine(ids).last_hidden_state)
     layer.output.dropout.p = 0.5
-    with pytest.warns(UserWarning, match="its dropouts of residuals are different: 0.0, 0.5"):
+    with pytest.warns(UserWarning, match="it has different dropouts of residuals: 0.0, 0.5"):
         assert not torch.equal(mine(ids).last_hidden_state, mine(ids).last_hidden_state)
 
 

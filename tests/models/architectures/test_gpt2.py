@@ -7,7 +7,7 @@ import torch
 
 import lsq
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import (
+from tests.models.checks import (
     FLOAT,
     PADDING,
     WORDS,
@@ -120,10 +120,10 @@ def spoil_epsilon(layer):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (spoil_dropout, "its dropouts of residuals are different: 0.0, 0.5"),
+        (spoil_dropout, "it has different dropouts of residuals: 0.0, 0.5"),
         (spoil_norm, "its ln_1 is a torch.*RMSNorm"),
         (spoil_activation, "its activation is Tanh; there are"),
-        (spoil_epsilon, "its norms have different epsilons: 1e-05, 0.5"),
+        (spoil_epsilon, "it has different epsilons of norms: 0.5, 1e-05"),
     ],
 )
 def test_layers_that_no_program_is_for(spoil, reason):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import (
+from tests.models.checks import (
     FLOAT,
     PADDING,
     WORDS,

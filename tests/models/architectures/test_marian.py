@@ -7,7 +7,7 @@ import torch
 import lsq
 from lsq.models.architectures.marian import DecoderLayer, EncoderLayer
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import (
+from tests.models.checks import (
     FLOAT,
     PADDING,
     WORDS,

@@ -9,7 +9,7 @@ from torch import nn
 
 import lsq
 from lsq.layers.in_place import InPlace
-from tests.models.architectures.checks import FLOAT
+from tests.models.checks import FLOAT
 
 HIDDEN, HEADS, TIME, SENTENCES = 48, 3, 11, 5
 
@@ -278,7 +278,7 @@ class Changed(nn.TransformerEncoderLayer):
     [
         (lambda layer: setattr(layer.self_attn, "add_zero_attn", True), "add_zero_attn"),
         (lambda layer: setattr(layer, "activation", torch.tanh), "activation is builtin_function"),
-        (lambda layer: setattr(layer.dropout1, "p", 0.5), "dropouts of residuals are different"),
+        (lambda layer: setattr(layer.dropout1, "p", 0.5), "different dropouts of residuals"),
         (lambda layer: layer.linear1.register_forward_hook(lambda *_: None), "a hook"),
     ],
 )

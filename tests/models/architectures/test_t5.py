@@ -9,7 +9,8 @@ import torch
 import lsq
 from lsq.models.architectures.t5 import DecoderBlock, EncoderBlock
 from tests.layers.shapes import decibels
-from tests.models.architectures.checks import (
+from tests.models.architectures.test_marian import pairs
+from tests.models.checks import (
     FLOAT,
     PADDING,
     WORDS,
@@ -22,7 +23,6 @@ from tests.models.architectures.checks import (
     transformers,
     words,
 )
-from tests.models.architectures.test_marian import pairs
 
 SHAPE = {
     "vocab_size": WORDS,

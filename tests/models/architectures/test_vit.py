@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lsq.models.architectures.known import LAYERS
-from tests.models.architectures.checks import (
+from lsq.models.architectures import LAYERS
+from tests.models.checks import (
     FLOAT,
     assert_same_alone,
     assert_same_in_float,

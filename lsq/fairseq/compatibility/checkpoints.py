@@ -1,0 +1,236 @@
+"""Checkpoints on the disk: whole files alone are read, all of a new file or all of the old stays,
+and one training at a time writes into a folder (--save-dir)."""
+
+import argparse
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import typing
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import fairseq.distributed.utils
+import numpy
+import omegaconf
+import torch
+from fairseq import checkpoint_utils
+from fairseq.trainer import Trainer
+from numpy._core import multiarray
+
+from lsq import files
+from lsq.fairseq.checkpoint import say_formats
+from lsq.fairseq.compatibility import soundness
+from lsq.fairseq.compatibility.training import replaced
+from lsq.files import loading_fault
+from lsq.files.lock import locked_folder
+
+logger = logging.getLogger(__name__)
+
+_fairseq_load_training = Trainer.load_checkpoint
+_fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
+ADAMS = {"adam": "FairseqAdam", "lsq_adam": "LSQAdam"}
+"""Names of optimizers -> their classes, as checkpoints name them; their states are the same."""
+NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
+
+
+def register_types() -> None:
+    """Let torch.load take the types in fairseq's checkpoints, as on disk and as processes send them
+    to each other."""
+    of_numpy = [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
+    of_numpy += [type(numpy.dtype(name)) for name in NUMPY_DTYPES]
+    of_omegaconf = [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.base.ContainerMetadata]
+    of_omegaconf += [
+        omegaconf.base.Metadata,
+        omegaconf.nodes.AnyNode,
+        typing.Any,
+        defaultdict,
+        dict,
+        list,
+        int,
+    ]
+    own = [argparse.Namespace, fairseq.distributed.utils._TensorPlaceholder]
+    torch.serialization.add_safe_globals([*own, *of_numpy, *of_omegaconf])
+
+
+def load_checkpoint(
+    path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False
+) -> dict:
+    """Replace fairseq's load_checkpoint_to_cpu, which reads no checksums.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: the file is damaged or no checkpoint of fairseq's, or holds types that are not
+            safe to load, or NaN or infinity in a tensor of the model or the optimizer.
+    """
+    soundness.require_file(path)
+    damage = soundness.damage(path)
+    if damage is not None and damage != soundness.NO_CHECKSUMS:
+        raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
+    try:
+        state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
+        soundness.check_parts(state)
+        tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
+    except Exception as error:  # whatever is in the file decides what fails
+        fault = loading_fault(error)
+        raise ValueError(
+            f"{path} is not a checkpoint of fairseq's ({fault}){soundness.beside(path)}"
+        ) from error
+    if damage == soundness.NO_CHECKSUMS:
+        logger.warning(
+            "%s is of PyTorch before 1.6 and has no checksums, so that damage would not be noticed",
+            path,
+        )
+    for name, part in tensors.items():
+        found = soundness.not_finite(part, name)
+        if found is not None:
+            raise ValueError(f"{path} cannot be used: {found}{soundness.beside(path)}")
+    say_formats(state["model"], path)
+    return state
+
+
+def updates_of(path: str | os.PathLike) -> int:
+    """After how many updates a checkpoint of fairseq's was written; its tensors stay on the disk.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: it is damaged or no checkpoint of fairseq's.
+    """
+    soundness.require_file(path)
+    damage = soundness.damage(path)
+    try:
+        if damage is None:
+            return soundness.updates_in(path)
+    except Exception as error:  # whatever is in the file decides what fails
+        damage = loading_fault(error)
+    raise ValueError(
+        f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}"
+    )
+
+
+def load_training(
+    trainer: Trainer, filename: str, *arguments: object, **options: object
+) -> dict | None:
+    """Replace Trainer.load_checkpoint, which begins anew where a file is missing that
+    was asked for.
+
+    A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only
+    finetuned from.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: as in `load_checkpoint`, or the task refuses.
+    """
+    asked_for = trainer.cfg.checkpoint.restore_file != "checkpoint_last.pt"
+    if asked_for or os.path.lexists(filename):
+        soundness.require_file(filename)
+    check = getattr(trainer.task, "check_resumed", None)
+    if check is None or filename == trainer.cfg.checkpoint.finetune_from_model:
+        return _fairseq_load_training(trainer, filename, *arguments, **options)
+
+    def load_fitting(*arguments: object, **options: object) -> dict:
+        state = load_checkpoint(*arguments, **options)
+        check(state.get("task_state", {}))
+        _rename_adam(state, trainer.cfg.optimizer)
+        return state
+
+    with replaced(checkpoint_utils, load_checkpoint_to_cpu=load_fitting):
+        return _fairseq_load_training(trainer, filename, *arguments, **options)
+
+
+def _rename_adam(state: dict, optimizer: object) -> None:
+    """Let a training go on with one Adam from a checkpoint of another; fairseq would refuse."""
+    history, name = state.get("optimizer_history"), ADAMS.get(getattr(optimizer, "_name", None))
+    if history and name is not None and history[-1].get("optimizer_name") in ADAMS.values():
+        history[-1]["optimizer_name"] = name
+
+
+CRASH = "crash.pt"
+"""File that fairseq writes before a training ends by an error, for debugging."""
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint could not be written; whatever stood under its name before is untouched."""
+
+
+def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
+    """Replace fairseq's torch_persistent_save; `async_write` is for remote paths, which
+    lsq does not know.
+
+    Raises:
+        CheckpointNotWritten: the file system refused, e.g. because it is full.
+        FloatingPointError: the model holds NaN or infinity; only crash.pt is written nevertheless.
+    """
+    if isinstance(content, dict) and os.path.basename(filename) != CRASH:
+        found = soundness.not_finite(content.get("model"))
+        if found is not None:
+            raise FloatingPointError(
+                f"{found}; {filename} is not written, and earlier checkpoints are kept"
+            )
+    write_whole(filename, lambda file: torch.save(content, file))
+
+
+def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
+    """Replace fairseq's PathManager.copy; returns True.
+
+    Raises:
+        CheckpointNotWritten: the file system refused, e.g. because it is full.
+    """
+    if not overwrite and os.path.exists(target):
+        raise FileExistsError(f"{target} exists")
+    with open(source, "rb") as original:
+        write_whole(target, lambda file: shutil.copyfileobj(original, file))
+    return True
+
+
+def write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
+    """`lsq.files.write`, with an error that says what is left.
+
+    Raises:
+        CheckpointNotWritten: the file system refused, e.g. because it is full.
+    """
+    try:
+        files.write(Path(filename), make)
+    except (OSError, RuntimeError) as error:
+        reason = _refusal(error)
+        if reason is None:
+            raise
+        raise CheckpointNotWritten(
+            f"could not write {filename} ({reason.strerror}); the checkpoints that were there"
+            " before are kept"
+        ) from error
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """Find the file system's error, which torch.save hides behind a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
+_held = contextlib.ExitStack()
+
+
+def claim_folder(folder: str) -> None:
+    """Replace fairseq's verify_checkpoint_directory, which the first process calls
+    before a training.
+
+    The folder is this process's until `release_folder`, or until the process ends.
+
+    Raises:
+        Busy: another training writes there; names the process.
+        OSError: the folder cannot be written.
+    """
+    release_folder()
+    _held.enter_context(locked_folder(Path(folder), "choose another --save-dir"))
+
+
+def release_folder() -> None:
+    """Let others write into the folder of `claim_folder`."""
+    _held.close()
+
+
+atexit.register(release_folder)

@@ -1,0 +1,96 @@
+"""A training step: data parallel on CPUs, and which tensor was the first that is not finite."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from fairseq.trainer import Trainer
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.fairseq.compatibility import soundness
+
+
+@contextlib.contextmanager
+def replaced(module: object, **attributes: object) -> Iterator[None]:
+    """Replace attributes of a module within this context."""
+    before = {name: getattr(module, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+
+
+class CPUSafeDataParallel(DistributedDataParallel):
+    """DistributedDataParallel that ignores the device that fairseq names for modules on CPUs."""
+
+    def __init__(self, module: torch.nn.Module, device_ids=None, output_device=None, **options):
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            device_ids = output_device = None
+        super().__init__(module, device_ids=device_ids, output_device=output_device, **options)
+        _wrapped[module] = weakref.ref(self)
+
+    @classmethod
+    def around(cls, module: torch.nn.Module) -> "CPUSafeDataParallel | None":
+        """The data parallel module that was last made of `module`; None: there is none."""
+        return _wrapped.get(module, lambda: None)()
+
+
+_fairseq_train_step = Trainer.train_step
+_fairseq_clip_grad_norm = Trainer.clip_grad_norm
+
+
+class Diverged(FloatingPointError):
+    """A parameter or a gradient holds NaN or infinity; the message has its name."""
+
+
+def clip_grad_norm(trainer: Trainer, *arguments: object) -> Tensor:
+    """Replace Trainer.clip_grad_norm; looks at the parameters as long as they are those
+    of this update.
+
+    Raises:
+        Diverged: the norm is not finite because a parameter is not.
+    """
+    norm = _fairseq_clip_grad_norm(trainer, *arguments)
+    if not torch.isfinite(norm).all():
+        _require_finite(trainer, dict(trainer.get_model().named_parameters()))
+    return norm
+
+
+def train_step(trainer: Trainer, samples: list, raise_oom: bool = False) -> dict | None:
+    """Replace Trainer.train_step, whose error names no tensor.
+
+    Raises:
+        Diverged: a parameter or a gradient holds NaN or infinity.
+    """
+    try:
+        return _fairseq_train_step(trainer, samples, raise_oom)
+    except Diverged:
+        raise
+    except (FloatingPointError, ValueError) as error:  # a ValueError: a quantiser has met NaN
+        parameters = dict(trainer.get_model().named_parameters())
+        _require_finite(trainer, parameters, error)
+        gradients = {
+            f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()
+        }
+        _require_finite(trainer, gradients, error)  # of the second try that fairseq makes
+        raise
+
+
+def _require_finite(
+    trainer: Trainer, tensors: dict[str, Tensor | None], cause: Exception | None = None
+) -> None:
+    found = soundness.not_finite(tensors)
+    if found is not None:
+        raise Diverged(
+            f"{found}, after {trainer.get_num_updates()} updates; the training has diverged: lower"
+            " --lr, or raise "
+            "--warmup-updates, and go on from an earlier checkpoint"
+        ) from cause

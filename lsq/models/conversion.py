@@ -1,0 +1,228 @@
+"""A model's linear layers, and whole layers that are known, as int8 ones, in place, and back."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.config import QuantConfig, require_model
+from lsq.layers.coded_weight import CodedWeight, decode_all
+from lsq.layers.in_place import InPlace
+from lsq.layers.model_formats import check_patterns
+from lsq.models.clips import clip_names, keep_apart, warn_without_clips
+from lsq.models.fused_layer import FusedLayer
+from lsq.models.report import Layer, Report, Whole
+from lsq.models.selection import Skip, conversions, stacks_of
+from lsq.run import shards
+
+Model = TypeVar("Model", bound=nn.Module)
+MINIMUM_WIDTH = 64
+"""Narrower products are over before anything is gained, such as those of LoRA's adapters and of
+small heads."""
+FUSED = "Fused"
+"""How names of classes of fused layers begin."""
+UNDIVIDED = "_no_split_modules"
+"""The attribute by which models of transformers name the classes that accelerate and others wrap
+one by one."""
+
+
+def convert(
+    model: nn.Module,
+    quant: QuantConfig | None = None,
+    *,
+    skip: Skip = (),
+    minimum_width: int = MINIMUM_WIDTH,
+    tied: bool = False,
+    fused: bool = True,
+    check: bool = True,
+) -> Report:
+    """Let the linear layers of `model` multiply in int8, forward and backward.
+
+    `convert` changes the class of layers in place; parameters, their names, hooks and positions in
+    the model stay. A torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too; so
+    does the Conv1D of transformers' GPT-2. Whole layers of transformers and PyTorch whose class
+    lsq.models.architectures knows become one program each. A projection onto a vocabulary without a
+    bias runs together with the cross-entropy of its logits (see lsq.layers.logits). Clips are added
+    and measured in the first pass: weights may be loaded before or afterwards, and the model may be
+    on the meta device.
+
+    Args:
+        model: any. Convert it before its optimizer is made, which shall train the clips, before
+            DistributedDataParallel and fully_shard, and after PEFT, or with fused=False before it.
+        quant: what is rounded, and how.
+        skip: modules to leave as they are with all inside them: names, their ends from a dot on
+            ("lm_head"), patterns with * and ?, or a function of (layer, name) that says whether to
+            leave that layer.
+        minimum_width: layers with fewer inputs or outputs are left as they are.
+        tied: convert layers whose weight is an embedding's, too.
+        fused: whole layers that are known, and the projection onto the vocabulary with its loss,
+            become programs; False converts linear layers alone.
+        check: compare each fused layer once, in its first pass, with the code of its class, on a
+            few tokens in floats.
+
+    Returns:
+        What was converted, and why the others were not; print it.
+
+    Raises:
+        TypeError: `model` is no torch.nn.Module, but a Trainer, say.
+        ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing, the
+            model is wrapped already, the mode is "float" where no layer is known, or a model that
+            is to be sparse is on the meta device. After any exception the model is as it was.
+    """
+    check_bare(model, "convert")
+    quant = QuantConfig() if quant is None else quant
+    if not isinstance(quant, QuantConfig):
+        raise ValueError(
+            f"quant is {quant!r:.80}; it must be a lsq.QuantConfig, such as"
+            " QuantConfig(backward='float')"
+        )
+    if quant.sparsity and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "the model is on the meta device, where weights have no masks; load or initialise it"
+            " first"
+        )
+    layers = conversions(model, quant, skip, minimum_width=minimum_width, tied=tied, fused=fused)
+    whole = tuple(one.entry for one in layers if isinstance(one.entry, Whole))
+    unknown = fused and not whole and _is_of_transformers(model)
+    report = Report(
+        layers=tuple(one.entry for one in layers if isinstance(one.entry, Layer)),
+        numbers=quant.summary,
+        whole=whole,
+        stacks=stacks_of(model, minimum_width),
+        unknown=type(model).__name__ if unknown else None,
+    )
+    if not report.converted and (quant.quantized or not whole):
+        fault = "has no linear layer to convert"
+        if any(isinstance(module, InPlace) for module in model.modules()):
+            fault = "is converted already; to convert it anew, call lsq.revert(model) first"
+        raise ValueError(f"{type(model).__name__} {fault}. {report}")
+    with _all_or_nothing(model):
+        for one in layers:
+            if one.kind is not None:
+                one.module.__class__ = one.kind
+                one.module.take_place(quant, one.entry.name)
+        _name_classes(model)
+        keep_apart(model)
+        check_patterns(model, quant)
+        for module in (one.module for one in layers if isinstance(one.module, FusedLayer)):
+            module.compared = not check
+            module.join()  # moves parameters, so nothing fails after it
+    if quant.learned:
+        warn_without_clips(model)
+    return report
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Give every module of `model` its class and attributes back after an exception."""
+    before = [
+        (
+            module,
+            type(module),
+            {name: (value, _content(value)) for name, value in vars(module).items()},
+        )
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, attributes in before:
+            module.__class__ = kind
+            vars(module).clear()
+            for name, (value, content) in attributes.items():
+                vars(module)[name] = value
+                if content is not None:  # others may hold the dict itself, as handles of hooks do
+                    value.clear()
+                    value.update(content)
+        raise
+
+
+def _content(value: object) -> dict | set | None:
+    return copy.copy(value) if isinstance(value, dict | set) else None
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether a module in it is of transformers, and none is lsq's already."""
+    modules = list(model.modules())
+    return any(
+        type(module).__module__.startswith("transformers.models.") for module in modules
+    ) and not any(isinstance(module, InPlace) for module in modules)
+
+
+def _name_classes(model: nn.Module) -> None:
+    """Name the classes of layers that there are now in UNDIVIDED: fused ones, beside the others or
+    instead of them."""
+    for module in model.modules():
+        listed = getattr(module, UNDIVIDED, None)
+        if not listed:
+            continue
+        plain = {name.removeprefix(FUSED) for name in listed}
+        kinds = {type(part) for part in module.modules()}
+        fused = {
+            kind.__name__
+            for kind in kinds
+            if issubclass(kind, InPlace) and kind.float_class.__name__ in plain
+        }
+        left = {name for name in plain if FUSED + name not in fused}
+        left |= {kind.__name__ for kind in kinds} & plain
+        setattr(module, UNDIVIDED, type(listed)(sorted(fused | left)))
+
+
+def revert(model: Model) -> Model:
+    """Make the layers of `convert` what they were, with the weights that they have now, in place.
+
+    Clips are removed. Weights that are codes alone (lsq.freeze) become floats, one after the other.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model is wrapped, or a layer has got a forward of its own since.
+    """
+    check_bare(model, "revert")
+    converted = [module for module in model.modules() if isinstance(module, InPlace)]
+    for module in converted:
+        if "forward" in vars(module):
+            raise ValueError(
+                "a converted layer has a forward of its own; remove the hooks that have put it in,"
+                " first"
+            )
+    keep_apart(model, apart=False)
+    for module in converted:
+        module.give_place()
+    for module in model.modules():
+        decode_all(module)
+    _name_classes(model)
+    return model
+
+
+def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of `model` without what its converted layers add: that of the float model.
+
+    Weights that are codes alone (lsq.freeze) are decoded.
+    """
+    names = clip_names(model)
+    return {
+        name: value.decode() if isinstance(value, CodedWeight) else value
+        for name, value in model.state_dict().items()
+        if name not in names
+    }
+
+
+def check_bare(model: nn.Module, task: str) -> None:
+    """Refuse a model in a wrapper, or that is no module at all; `task` is "convert", say."""
+    require_model(model)
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | nn.DataParallel):
+            where, kind = f"{name!r} is" if name else "the model is", type(module).__name__
+            raise ValueError(
+                f"{where} wrapped in {kind}; {task} what is inside, before it is wrapped"
+            )
+        if any(map(shards.is_shard, module.parameters(recurse=False))):
+            raise ValueError(
+                f"parameters of {name!r} are shards of FSDP2; {task} the model before fully_shard"
+            )

@@ -1,0 +1,486 @@
+"""2:4 sparsity: of four neighbouring inputs of a weight's row, two count; see docs/numbers.md.
+
+Masks are chosen while a model trains, and pruned values are drawn to zero (`sparsify`). Sparse
+matrices are stored as the values that are kept and their indices (`pack`), as NVIDIA's mma.sp takes
+them: 2 bits each, the smaller index of a group first, from the lowest bits of a byte on. Shapes: M
+rows of an activation, N rows and K columns of a weight.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from lsq.layers import ProgramModule
+from lsq.layers.weight_masks import WeightMasks, check_whole
+from lsq.models.clips import keep_apart
+from lsq.models.skip import Skip, skipping
+from lsq.observe.statistics import mean_squares, program_modules
+from lsq.quant.pruning import GROUP, KEPT, Pruning, check_width
+
+__all__ = [
+    "Packed",
+    "Pruning",
+    "Sparsity",
+    "check_width",
+    "choose",
+    "is_sparse",
+    "pack",
+    "product",
+    "sparsify",
+    "sparsity_of",
+    "unpack",
+    "wants_sparsity",
+]
+PRODUCT_SIZE = 2**24
+"""Elements that `product` gathers at once, of all rows of x for some rows of the weight."""
+
+
+def sparsify(
+    model: nn.Module,
+    pruning: Pruning | None = None,
+    *,
+    skip: Skip = (),
+    run: Callable[[], object] | None = None,
+) -> "Sparsity":
+    """Make the weights of all products in `model` 2:4 sparse, except projections onto a vocabulary.
+
+    Works in place, on lsq's own layers and on those of lsq.convert, in every mode. Weights keep
+    their names, shapes and all their values; beside each lies its mask, a buffer "<weight>_kept" of
+    one bit for each value. All passes, in training and in eval mode, read what the mask leaves.
+
+    Args:
+        model: after lsq.convert, before DistributedDataParallel.
+        pruning: how, and when; the default is Pruning().
+        skip: weights to leave dense: names, their ends from a dot on ("qkv_weight"), names of
+            modules around them, patterns with * and ?, or a function of (module, name of the
+            weight).
+        run: computes a batch of the model, for measure="output"; put dropout off before. In
+            DistributedDataParallel all processes need the same batch.
+
+    Returns:
+        What chooses the masks from now on: call `follow(optimizer)`.
+
+    Raises:
+        TypeError: `model` is no torch.nn.Module.
+        ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the
+            meta device or a shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is
+            not needed, or leaves a weight out.
+    """
+    pruning = Pruning() if pruning is None else pruning
+    if (run is None) == (pruning.measure == "output"):
+        raise ValueError(
+            f"measure is {pruning.measure!r} and run is {run!r}; give run=<a function that computes"
+            " a batch> with "
+            'measure="output", and with it alone'
+        )
+    weights = _chosen(model, skip)
+    for path, (module, name) in weights.items():
+        _check(path, module, name)
+    sparsity = Sparsity(model, pruning, weights)
+    if run is not None:
+        sparsity.measure(run)
+    for module, name in weights.values():
+        if module.weight_masks is None:
+            module.weight_masks = WeightMasks(straight_through=pruning.every > 0)
+        module.weight_masks.add(module, name)
+    keep_apart(model)
+    sparsity.begin()
+    return sparsity
+
+
+def wants_sparsity(model: nn.Module) -> bool:
+    """Whether layers of `model` were made with QuantConfig(sparsity=...), and still have masks."""
+    return any(
+        module.quant.sparsity and module.weight_masks is not None
+        for module, _ in _weights(model).values()
+    )
+
+
+def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
+    """Return the Sparsity of a model whose layers were made with QuantConfig(sparsity=...).
+
+    Args:
+        model: before or after DistributedDataParallel; with its state dict, where a training goes
+            on.
+        updates: that it was trained for, in this training.
+
+    Returns:
+        What chooses the masks from now on: call `follow(optimizer)`.
+
+    Raises:
+        ValueError: there is none, its layers want different things, or weights are shards of FSDP2.
+    """
+    weights = {
+        path: (module, name)
+        for path, (module, name) in _weights(model).items()
+        if module.weight_masks is not None
+    }
+    asked = {module.quant.sparsity for module, _ in weights.values()}
+    if len(asked) != 1 or "" in asked:
+        listed = ", ".join(map(repr, sorted(asked)))
+        wanted = (
+            f"its layers ask for sparsity {listed}" if asked else "no layer of it is to be sparse"
+        )
+        raise ValueError(
+            f"{type(model).__name__} has no sparsity of its configuration to follow: {wanted}; make"
+            " them with one "
+            "QuantConfig(sparsity='2:4'), or call lsq.models.sparsity.sparsify(model)"
+        )
+    for module, name in weights.values():
+        check_whole(module, name)
+    sparsity = Sparsity(model, Pruning.read(asked.pop()), weights)
+    sparsity.begin(updates)
+    return sparsity
+
+
+class Sparsity:
+    """The masks of a model over a training.
+
+    Attributes:
+        pruning: how, and when.
+        updates: of the optimizer, so far.
+        weights: path in the model -> the module that a weight belongs to, and its name there.
+    """
+
+    def __init__(
+        self, model: nn.Module, pruning: Pruning, weights: dict[str, tuple[ProgramModule, str]]
+    ):
+        self.pruning, self.weights, self.updates = pruning, weights, 0
+        self._model = model
+        self._squares: dict[str, torch.Tensor] = {}
+        self._changed: list[torch.Tensor] = []
+        self._hooks: list[Any] = []
+
+    def __repr__(self) -> str:
+        state = "sparse" if self.pruning.sparse(self.updates) else "dense"
+        return (
+            f"Sparsity({len(self.weights)} weights, {state} after {self.updates} updates,"
+            f" {self.pruning})"
+        )
+
+    def begin(self, updates: int = 0) -> None:
+        """Go on after so many updates, with the masks of a checkpoint if there are any, or else new
+        ones."""
+        self.updates = updates
+        modules = self._modules()
+        for module in modules:
+            module.weight_masks.followed = True
+        if not self.pruning.sparse(updates):
+            self._make_dense()
+        elif not any(module.weight_masks.active for module in modules):
+            self.choose()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Call `draw` before and `step` after every step of `optimizer`, lsq's or another.
+
+        Call both yourself with optimizers that have no step hooks, and with several optimizers,
+        once before all of their steps and once after them.
+
+        Raises:
+            ValueError: it follows one already, and would count updates twice.
+        """
+        if self._hooks:
+            raise ValueError(
+                "it follows an optimizer already, and updates would count twice; call leave()"
+                " first, or, with several "
+                "optimizers, draw() before all of their steps and step() after them"
+            )
+        self._hooks += [
+            optimizer.register_step_pre_hook(lambda *_: self.draw()),
+            optimizer.register_step_post_hook(lambda *_: self.step()),
+        ]
+
+    @torch.no_grad()
+    def draw(self) -> None:
+        """SR-STE: add a share of itself to the gradient of what is pruned, in proportion to the
+        gradient's size."""
+        if not (self.pruning.decay and self.pruning.every and self.pruning.sparse(self.updates)):
+            return
+        drawn = set()
+        for module, name in self.weights.values():
+            for part, kept in module.weight_masks.parts(module, name):
+                if part.grad is not None and id(part) not in drawn:
+                    direction = part / part.norm().clamp_min(torch.finfo(part.dtype).tiny)
+                    part.grad.add_(direction * ~kept * (self.pruning.decay * part.grad.norm()))
+                    drawn.add(id(part))
+
+    def step(self) -> None:
+        """An update is done: choose masks, or make the model dense again, where that is due."""
+        self.updates += 1
+        if self.pruning.due(self.updates):
+            self.choose()
+        elif not self.pruning.sparse(self.updates):
+            self._make_dense()
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Choose all masks anew.
+
+        Raises:
+            ValueError: weights are shards of FSDP2.
+        """
+        self._changed = []
+        for path, (module, name) in self.weights.items():
+            check_whole(module, name)
+            values = module.own_parameter(name)
+            in_out = module.declared[name].in_out
+            rows = (values.t() if in_out else values).float()
+            scores = rows.abs()
+            if path in self._squares:
+                # squares of small weights would vanish
+                scores = scores * self._squares[path].to(rows.device).sqrt()
+            mask = choose(scores)
+            mask = mask.t() if in_out else mask
+            self._changed.append((mask != module.weight_masks.mask(module, name)).float().mean())
+            module.weight_masks.put(module, name, mask)
+
+    def measure(self, run: Callable[[], object]) -> None:
+        """Measure mean squares of inputs, for measure="output": the masks chosen next go by them.
+
+        Raises:
+            ValueError: a weight was not used.
+        """
+        squares = mean_squares(self._modules(), run)
+        missing = [
+            path for path, (module, name) in self.weights.items() if name not in squares[module]
+        ]
+        if missing:
+            raise ValueError(
+                f"{missing[0]} was not used in this batch, and {len(missing) - 1} others; skip them"
+            )
+        # a parameter of several layers has one mask
+        owners = {
+            path: tuple(map(id, module.sources(name)))
+            for path, (module, name) in self.weights.items()
+        }
+        shared: dict[tuple[int, ...], torch.Tensor] = {}
+        for path, (module, name) in self.weights.items():
+            shared[owners[path]] = shared.get(owners[path], 0) + squares[module][name]
+        self._squares = {path: shared[owner] for path, owner in owners.items()}
+
+    @property
+    def changed(self) -> float:
+        """Share of values whose masks the last choice changed, 0 to 1.
+
+        Hu et al. 2024 (arXiv:2404.01847) judge by this flip rate whether `decay` is large enough:
+        it has to rise, and fall again while the model learns.
+        """
+        return torch.stack(self._changed).mean().item() if self._changed else 0.0
+
+    def finish(self) -> None:
+        """Write zeros into the weights and remove the masks.
+
+        Where masks do not count now, weights stay as they are.
+        """
+        self.leave()
+        for module in self._modules():
+            module.weight_masks.remove(module)
+        keep_apart(self._model)
+        self.weights = {}
+
+    def write_zeros(self) -> None:
+        """Write zeros into the weights, and keep the masks."""
+        for module in self._modules():
+            if module.weight_masks.active:
+                module.weight_masks.write_zeros(module)
+
+    def leave(self) -> None:
+        """Follow no optimizer any more; masks stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for module in self._modules():
+            module.weight_masks.followed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Updates, and mean squares of inputs by path. Masks are in the state dict of the model."""
+        return {"updates": self.updates, "squares": dict(self._squares)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after so many updates, with the masks that the model has loaded, or will load.
+
+        Raises:
+            ValueError: it is of other weights.
+        """
+        strange = state["squares"].keys() ^ (
+            self.weights.keys() if self.pruning.measure == "output" else set()
+        )
+        if strange:
+            raise ValueError(
+                f"the state is of other weights or another measure: {min(strange)} is in one of"
+                " both alone; sparsify with the same Pruning and skip"
+            )
+        self.updates, self._squares = state["updates"], dict(state["squares"])
+
+    def _modules(self) -> set[ProgramModule]:
+        return {module for module, _ in self.weights.values()}
+
+    def _make_dense(self) -> None:
+        """Write zeros where weights are pruned, and let all weights count."""
+        self.write_zeros()
+        for module in self._modules():
+            if module.weight_masks.active:
+                module.weight_masks.fill(module)
+
+
+def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]]:
+    """Path -> module and name there of the weights to prune.
+
+    Raises:
+        ValueError: there are none, or a pattern in `skip` fits nothing.
+    """
+    weights = _weights(model)
+    skips = skipping(skip, weights)
+    chosen = {path: weight for path, weight in weights.items() if not skips(weight[0], path)}
+    if not chosen:
+        if weights:
+            reason = f"skip leaves none of {len(weights)}: skip less"
+        elif program_modules(model):
+            reason = "its layers of lsq are projections onto a vocabulary, which stay dense"
+        else:
+            reason = "none of its layers is lsq's: call lsq.convert(model) first"
+        raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")
+    return chosen
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[ProgramModule, str]]:
+    return {
+        f"{path}.{name}" if path else name: (module, name)
+        for path, module in program_modules(model).items()
+        for name in module.prunable()
+    }
+
+
+def _check(path: str, module: ProgramModule, name: str) -> None:
+    check_whole(module, name)
+    values = module.own_parameter(name)
+    if values.is_meta:
+        raise ValueError(
+            f"{path} is on the meta device and has no values; load or initialise the model first"
+        )
+    if module.weight_masks is not None:
+        raise ValueError(
+            f"{path} is sparse already; call finish() of its Sparsity"
+            " (lsq.models.sparsity.sparsity_of, if QuantConfig asked for it) before it is"
+            " sparsified again"
+        )
+    check_width(path, values.shape[0 if module.declared[name].in_out else 1])
+
+
+def choose(scores: torch.Tensor) -> torch.Tensor:
+    """The mask bool [N, K] that keeps the two largest of each group of float or int scores [N, K].
+
+    Of equal scores the first are kept. NaN counts as the largest, so that it stays visible.
+
+    Raises:
+        ValueError: K is no multiple of 4.
+    """
+    check_width("a matrix of scores", scores.shape[1])
+    scores = (
+        scores.nan_to_num(nan=math.inf, posinf=math.inf) if scores.is_floating_point() else scores
+    )
+    four = scores.unflatten(1, (-1, GROUP)).unbind(2)
+    wins = [torch.zeros_like(one, dtype=torch.int8) for one in four]
+    for first in range(GROUP):
+        for later in range(first + 1, GROUP):
+            won = four[first] >= four[later]
+            wins[first] += won
+            wins[later] += ~won
+    return torch.stack([count >= GROUP - KEPT for count in wins], dim=2).flatten(1)
+
+
+def is_sparse(matrix: torch.Tensor) -> bool:
+    """Whether each group of four in [N, K] holds two values at most that are not 0, and K is a
+    multiple of 4."""
+    return matrix.shape[1] % GROUP == 0 and bool(
+        ((matrix.unflatten(1, (-1, GROUP)) != 0).sum(2) <= KEPT).all()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A matrix [N, K] of which each group of four in a row holds two values at most. int8 codes
+    take 5/8 of a byte."""
+
+    values: torch.Tensor
+    """[N, K / 2], any dtype: two of each group in their order, zeros where a group has fewer."""
+    indices: torch.Tensor
+    """uint8 [N, ceil(K / 8)]: those of two groups in a byte, of the first one in the lower half."""
+
+    def columns(self) -> torch.Tensor:
+        """int64 [N, K / 2]: the column of each value."""
+        groups = self.values.shape[1] // KEPT
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=self.indices.device)
+        positions = (self.indices[:, :, None] >> shifts & 3).flatten(1)[:, : groups * KEPT]
+        return (
+            positions
+            + torch.arange(groups, device=positions.device).repeat_interleave(KEPT) * GROUP
+        )
+
+
+def pack(matrix: torch.Tensor) -> Packed:
+    """Store a matrix [N, K] of any dtype that is sparse already; `unpack` gives the same back.
+
+    Raises:
+        ValueError: K is no multiple of 4, or a group holds more than two values other than 0.
+    """
+    mask = choose(matrix.double().abs())  # int8 has no 128
+    left = ((matrix != 0) & ~mask).nonzero()
+    if len(left):
+        row, column = left[0].tolist()
+        first = column - column % GROUP
+        raise ValueError(
+            f"row {row} holds {matrix[row, first : first + GROUP].tolist()} in columns {first} to"
+            f" {first + 3}; 2:4 sparsity stores two of four: multiply the matrix by a mask of"
+            " lsq.models.sparsity.choose first"
+        )
+    rows, columns = matrix.shape
+    positions = (
+        mask.view(-1, GROUP).nonzero()[:, 1].to(torch.uint8).view(rows, columns // GROUP, KEPT)
+    )
+    halves = positions[:, :, 0] | positions[:, :, 1] << 2
+    low, high = (
+        torch.nn.functional.pad(halves, (0, halves.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(2)
+    )
+    return Packed(values=matrix[mask].view(rows, columns // GROUP * KEPT), indices=low | high << 4)
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The matrix [N, K] again."""
+    rows, kept = packed.values.shape
+    return packed.values.new_zeros(rows, kept // KEPT * GROUP).scatter_(
+        1, packed.columns(), packed.values
+    )
+
+
+def product(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Reference of the sparse product: int8 x [M, K] times the transpose of int8 weight [N, K] ->
+    int32 [M, N].
+
+    Each sum is of K / 2 products: those of the inputs that the indices name.
+
+    Raises:
+        ValueError: x has another dtype or width.
+    """
+    columns = weight.values.shape[1] // KEPT * GROUP
+    if (
+        x.dtype != torch.int8
+        or weight.values.dtype != torch.int8
+        or x.dim() != 2
+        or x.shape[1] != columns
+    ):
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)} and the weight {weight.values.dtype} of {columns}"
+            f" columns; the sparse product is of int8, x must be [M, {columns}]"
+        )
+    several = max(1, PRODUCT_SIZE // max(1, len(x) * weight.values.shape[1]))
+    parts = zip(weight.columns().split(several), weight.values.int().split(several), strict=True)
+    sums = [
+        torch.einsum("mnk,nk->mn", x.int()[:, positions], values) for positions, values in parts
+    ]
+    return torch.cat(sums, dim=1) if sums else x.new_zeros((len(x), 0), dtype=torch.int32)

@@ -1,0 +1,242 @@
+"""Noise of one pass of a module: a few of its rows are computed twice, as the module does and in
+floats.
+
+M rows of the batch, m of the sample.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.float_fallback import in_floats
+from lsq.layers.programs import origins
+from lsq.program.backend import Backend
+from lsq.program.parameters import CLIPS
+from lsq.program.program import Program
+from lsq.program.tensor import VirtualTensor
+from lsq.run.executor import Execution
+
+LEAST, MOST = -60.0, 120.0
+"""Decibels are limited to this range: nothing but noise, no noise."""
+CU_SEQLENS = {"sentences": "cu_seqlens", "source": "memory_cu_seqlens"}
+"""Arguments of programs that are sizes of packed sequences -> inputs that say where these begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Signal-to-noise of one module in one pass, in dB. None: there is no signal."""
+
+    output: float | None = None
+    """The worst of its results."""
+    input_gradient: float | None = None
+    """The worst of the gradients of its inputs."""
+    weight_gradient: float | None = None
+    """All gradients of its weights together: one that is nearly zero may be all noise, and does not
+    matter."""
+
+    def values(self) -> dict[str, float]:
+        """Those that are not None, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def worst(self, other: "Reading") -> "Reading":
+        """Return the smaller value of each quantity."""
+        mine, others = self.values(), other.values()
+        return Reading(
+            **{
+                name: min(mine.get(name, math.inf), others.get(name, math.inf))
+                for name in mine | others
+            }
+        )
+
+
+QUANTITIES = tuple(field.name for field in fields(Reading))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The least signal-to-noise in dB with which a module trains well.
+
+    docs/numbers.md says where the defaults come from.
+
+    Raises:
+        ValueError: one of them is no number.
+    """
+
+    output: float = 12.0
+    """Of results."""
+    input_gradient: float = 8.0
+    """Of gradients of inputs."""
+    weight_gradient: float = 4.0
+    """Of all gradients of weights together."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int | float) or math.isnan(value):
+                raise ValueError(
+                    f"{name} is {value!r}; it must be a number of decibels, -inf for no bound"
+                )
+
+    def broken(self, reading: Reading) -> list[str]:
+        """Say which values of a reading are below their bounds."""
+        return [
+            f"{name.replace('_', ' ')} {value:.1f} dB, below {getattr(self, name):.1f}"
+            for name, value in reading.values().items()
+            if value < getattr(self, name)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A program of m rows and its tensors; those that gradients come too late for are copies."""
+
+    program: Program
+    backend: Backend
+    tensors: Mapping[str, Tensor]
+    """Inputs and parameters by name."""
+    rows: Tensor | None
+    """int64 [m], which of the batch; None: the first ones."""
+
+    @classmethod
+    def of(
+        cls, program: Program, tensors: Mapping[str, Tensor], rows: int, backend: Backend
+    ) -> "Sample":
+        """Take about `rows` rows of a pass of `program` on `tensors`.
+
+        Independent rows come from all over the batch; of packed sequences the first ones are taken,
+        whole, one at least. A program with neither keeps the batch.
+        """
+        smaller, index = _smaller(program, tensors, rows)
+        weights = {tensor.name for weight in program.weights.values() for tensor in weight.written}
+        kept = {}
+        for virtual in smaller.inputs:
+            tensor = tensors[virtual.name].detach()
+            if virtual.name not in weights:
+                tensor = _part(tensor, virtual, index).clone()
+            kept[virtual.name] = tensor
+        for virtual in smaller.parameters:
+            tensor = tensors[virtual.name]
+            is_clip = virtual.declared.kind in CLIPS
+            kept[virtual.name] = tensor.detach().clone() if is_clip else tensor
+        return cls(program=smaller, backend=backend, tensors=kept, rows=index)
+
+    def reading(self, gradients: Sequence[Tensor | None] | None) -> Reading:
+        """Measure the noise of results, and of the gradients that follow from those of the results.
+
+        Args:
+            gradients: [M, ...] of each result, None for zero; None: there is no backward pass.
+        """
+        rounded = self._run(self.program, gradients)
+        exact = self._run(in_floats(self.program), gradients)
+
+        def pair(name: int | str, dim: int) -> tuple[Tensor, Tensor, int]:
+            # the program pads logits
+            return exact[name], rounded[name][..., : exact[name].shape[-1]], dim
+
+        def worst(names: Iterable[int | str]) -> float | None:
+            known = [name for name in names if exact.get(name) is not None]
+            ratios = [decibels(pair(name, 1)) for name in known]
+            return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+        # a slice for each input of the product
+        weights = {name: int(weight.in_out) for name, weight in self.program.weights.items()}
+        return Reading(
+            output=worst(range(len(self.program.outputs))),
+            input_gradient=worst(virtual.name for virtual in self.program.inputs),
+            weight_gradient=decibels(
+                *(pair(name, dim) for name, dim in weights.items() if exact.get(name) is not None)
+            ),
+        )
+
+    def _run(
+        self, program: Program, gradients: Sequence[Tensor | None] | None
+    ) -> dict[int | str, Tensor]:
+        """Outputs by number, gradients by the name of the input or parameter."""
+        leaves = {
+            virtual.name: self.tensors[virtual.name].detach().float().requires_grad_()
+            for virtual in program.differentiable
+        }
+        goes_back = gradients is not None and bool(leaves)
+        with torch.set_grad_enabled(goes_back):
+            outputs = Execution(program, self.backend)({**self.tensors, **leaves})
+        results = dict(enumerate(output.detach() for output in outputs))
+        if goes_back:
+            of_outputs = [
+                torch.zeros_like(output)
+                if gradient is None
+                else _part(gradient, virtual, self.rows)
+                for gradient, output, virtual in zip(
+                    gradients, outputs, program.outputs, strict=True
+                )
+            ]
+            of_leaves = torch.autograd.grad(
+                outputs, list(leaves.values()), of_outputs, allow_unused=True
+            )
+            results |= dict(zip(leaves, of_leaves, strict=True))
+        return results
+
+
+def _smaller(
+    program: Program, tensors: Mapping[str, Tensor], rows: int
+) -> tuple[Program, Tensor | None]:
+    """The program of a sample, and which rows it takes; None: the first ones."""
+    origin = origins[program]
+    arguments = dict(origin.arguments)
+    every = arguments.get("rows")
+    if every is not None:
+        arguments["rows"] = count = min(rows, every)
+        index = torch.arange(count, device=tensors["x"].device) * every // max(count, 1)
+        return origin.build(**arguments), index
+    if "sentences" not in arguments:
+        return program, None
+    ends = {
+        name: tensors[cu_seqlens][1:].tolist()
+        for name, cu_seqlens in CU_SEQLENS.items()
+        if name in arguments
+    }
+    count = min(sum(end < rows for end in ends["sentences"]) + 1, len(ends["sentences"]))
+    arguments |= {
+        name: PackedSequences(rows=rows[count - 1], count=count) for name, rows in ends.items()
+    }
+    return origin.build(**arguments), None
+
+
+def _part(tensor: Tensor, virtual: VirtualTensor, index: Tensor | None) -> Tensor:
+    """Take the rows and columns of the smaller program from a tensor of the batch."""
+    if tensor.shape[:1] != virtual.shape[:1]:
+        tensor = tensor[: virtual.shape[0]] if index is None else tensor[index]
+    return tensor[:, : virtual.shape[1]] if len(virtual.shape) == 2 else tensor
+
+
+def decibels(*pairs: tuple[Tensor, Tensor, int]) -> float | None:
+    """Signal-to-noise of tensors together: 10 log10(signal / noise), or None without signal.
+
+    It is the smaller one of two: the ratio of all signal to all noise, which a few large values
+    decide; and the mean over slices of each slice's ratio, which many small ones decide. Slices
+    without a finite signal do not count.
+
+    Args:
+        pairs: (exact [M, N], rounded [M, N], dimension along which slices go: 1 for rows, 0 for
+            columns) each.
+    """
+    parts = [_slices(*pair) for pair in pairs]
+    if not sum(len(signal) for signal, _ in parts):
+        return None
+    signal, noise = map(torch.cat, zip(*parts, strict=True))
+    share = max((noise.sum() / signal.sum()).item(), (noise / signal).mean().item())
+    if share == 0:
+        return MOST
+    return min(max(-10 * math.log10(share), LEAST), MOST) if 0 < share < math.inf else LEAST
+
+
+def _slices(exact: Tensor, rounded: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Signal and noise of each slice that counts."""
+    exact, rounded = exact.float(), rounded.float()
+    if exact.dim() < 2:
+        exact, rounded, dim = exact.reshape(1, -1), rounded.reshape(1, -1), 1
+    signal = exact.square().sum(dim)
+    counts = (signal > 0) & signal.isfinite()
+    return signal[counts], (rounded - exact).square().sum(dim)[counts].nan_to_num(nan=math.inf)

@@ -1,0 +1,194 @@
+"""Signals of a training: what the quantisers of a model do while it trains.
+
+Every few steps, for each quantised tensor: its clip, the share of values that are clipped, the
+share of codes that are 0 and the gradient of the clip (means over the channels of a weight). They
+go to TensorBoard or to the log of a Trainer; a tensor that looks unhealthy is warned of once; a
+table shows the last values.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lsq.observe.statistics import TensorStatistics, observe, quantized_tensors
+
+logger = logging.getLogger(__name__)
+
+LEAST_INTERVAL = 25
+"""Least steps between two collections: a step that is looked at takes about half as long again."""
+LARGEST_CLIPPED_SHARE = 0.05
+"""A tensor with a larger share of its values clipped is warned of."""
+SMALLEST_CODE = 7
+"""An 8-bit tensor whose largest |code| is at most this uses fewer than 4 of the 7 bits of a
+magnitude."""
+FIGURES = ("clip", "clipped_share", "zero_share")
+
+
+def interval_of(log_interval: int) -> int:
+    """Steps between two collections in a training that logs that often: a multiple of it,
+    LEAST_INTERVAL or more."""
+    log_interval = max(log_interval, 1)
+    return log_interval * -(-LEAST_INTERVAL // log_interval)
+
+
+def complaint(
+    statistics: TensorStatistics, option: str = "QuantConfig(clip_init={!r})"
+) -> str | None:
+    """Say what is wrong with a tensor, or None.
+
+    `option`: how to choose the way in which clips are first measured.
+    """
+    if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
+        return (
+            f"{statistics.clipped_share:.1%} of its values are clipped (clip"
+            f" {statistics.clip:.4g}); the clip is too "
+            f"small: try {option.format('absmax')} or a lower learning rate"
+        )
+    if statistics.bits == 8 and statistics.largest_code <= SMALLEST_CODE:
+        return (
+            f"its largest code is {statistics.largest_code} of 127, fewer than 4 bits (clip"
+            f" {statistics.clip:.4g}); "
+            f"the clip is too large: try {option.format('mse')}"
+        )
+    return None
+
+
+class Signals:
+    """Collects, logs and summarises the signals of one training.
+
+    Args:
+        model: the model itself, without data parallel wrappers.
+        interval: steps between two collections; the first step is collected as well.
+        folder: where TensorBoard's files go, under "lsq"; None writes none.
+        step: what a step is called in messages.
+        option: what a complaint tells to try; see `complaint`.
+
+    Attributes:
+        clips: of every quantised tensor, by name.
+        last: the signals that were collected last, by tensor.
+        last_step: the step of which they are; 0 before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        interval: int,
+        folder: str | None = None,
+        step: str = "step",
+        option: str = "QuantConfig(clip_init={!r})",
+    ):
+        self.model, self.interval, self.folder = model, interval, folder
+        self.clips = dict(quantized_tensors(model))
+        self.last: dict[str, TensorStatistics] = {}
+        self.last_step = 0
+        self._step, self._option = step, option
+        self._warned: set[str] = set()
+        self._writer = None
+
+    @contextmanager
+    def observing(self, step: int) -> Iterator[None]:
+        """Collect signals of the passes inside, in steps whose signals are wanted.
+
+        Put it around a forward pass of a step, which counts from 1; only the first such context of
+        a step collects.
+        """
+        due = self.clips and (step == 1 or step % self.interval == 0) and self.last_step != step
+        if due:
+            self.last_step = step
+            with observe(self.model) as self.last:
+                yield
+        else:
+            yield
+
+    def record(self, step: int, factor: float | Tensor = 1.0) -> None:
+        """Warn, and write to TensorBoard, if this step was collected.
+
+        Call it once the gradients of the step are there, before the optimizer uses them times
+        `factor`.
+        """
+        if self.last_step != step:
+            return
+        for name, statistics in self.last.items():
+            text = complaint(statistics, self._option)
+            if text and name not in self._warned:
+                self._warned.add(name)
+                logger.warning("%s, %s %d: %s", name, self._step, step, text)
+        if self.folder is not None:
+            self._write(step, factor)
+
+    def figures(self, *, every_tensor: bool) -> dict[str, float]:
+        """Summarise the last signals: means of clips, the largest shares of clipped values and of
+        zeros; and all figures of every tensor, where wanted."""
+        figures = {}
+        for kind in ("weight", "activation"):
+            tensors = [one for one in self.last.values() if one.kind == kind]
+            if tensors:
+                figures[f"lsq/{kind}_clip"] = sum(one.clip for one in tensors) / len(tensors)
+                for share in ("clipped_share", "zero_share"):
+                    figures[f"lsq/{kind}_{share}"] = max(getattr(one, share) for one in tensors)
+        if every_tensor:
+            for name, one in self.last.items():
+                figures |= {f"lsq/{figure}/{name}": getattr(one, figure) for figure in FIGURES}
+        return figures
+
+    def summary(self) -> str:
+        """The last signals as a table, one row for the same tensor of all layers; "" before the
+        first."""
+        if not self.last:
+            return ""
+        rows: dict[str, list[TensorStatistics]] = {}
+        for name, statistics in self.last.items():
+            rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(statistics)
+        width = max(map(len, rows))
+        return "\n".join(
+            [
+                f"Quantised tensors at {self._step} {self.last_step}; rows with * span several"
+                " layers",
+                f"{'tensor':{width}} {'kind':10} {'clip':>17} {'clipped':>8} {'zero':>8}"
+                f" {'largest code':>12}",
+                *(f"{name:{width}} {_row(tensors)}" for name, tensors in rows.items()),
+                f"{len(self._warned)} of {len(self.clips)} tensors were warned of",
+            ]
+        )
+
+    def finish(self) -> None:
+        """Log the summary and close TensorBoard's file."""
+        if self.last:
+            logger.info(self.summary())
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, step: int, factor: float | Tensor) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            self._writer = SummaryWriter(os.path.join(self.folder, "lsq"), purge_step=step)
+        for name, statistics in self.last.items():
+            for figure in FIGURES:
+                self._writer.add_scalar(f"{figure}/{name}", getattr(statistics, figure), step)
+            gradient = self.clips[name].grad
+            if gradient is not None:
+                self._writer.add_scalar(f"clip_gradient/{name}", gradient.mean() * factor, step)
+        self._writer.flush()
+
+
+def _row(tensors: list[TensorStatistics]) -> str:
+    """The rest of a line: the range of clips and codes, the largest shares."""
+    clips = [one.clip for one in tensors]
+    codes = [one.largest_code for one in tensors if one.largest_code is not None]
+    return (
+        f"{tensors[0].kind:10} {_span(clips, '.4g'):>17}"
+        f" {max(one.clipped_share for one in tensors):8.3%}"
+        f" {max(one.zero_share for one in tensors):8.2%} {_span(codes, 'd') if codes else '-':>12}"
+    )
+
+
+def _span(values: list, form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low}..{high}"

@@ -1,0 +1,198 @@
+"""Launches of lsq.ops.attention."""
+
+import functools
+
+import torch
+
+from lsq.native.geometry import VECTOR, row_defines
+from lsq.native.launch import FLOATS, TICKET, Launch, check, float_define, launch
+from lsq.ops.attention import Attention, AttentionGradient
+from lsq.ops.heads import Heads, Projected
+from lsq.ops.launches import started
+from lsq.ops.sums import PartialSums, SummedGradient
+from lsq.ops.sums_cuda import finish, leave_gradient_sums, parts_of
+from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.program.operation import Spec
+
+WIDEST = 128
+"""Columns of a head on CUDA, at most."""
+
+TILE = 64
+"""Queries or keys that a block takes at a time on CUDA, at most."""
+
+
+@launches.register(Attention)
+def launch_attention(op: Attention):
+    rows = tile_rows(op.heads)
+    return [
+        launch(
+            "attention.cu",
+            "lsq_attention",
+            op,
+            TICKET,
+            block=threads(rows),
+            grid=_blocks(op.heads, op.heads.rows, rows, op.heads.count),
+            **_defines(op.heads, rows, op.out),
+            **started(op.rounded),
+        )
+    ]
+
+
+@leave_sums.register(AttentionGradient)
+def leave_sums_of_attention_gradient(op: AttentionGradient, tensor):
+    return [
+        left
+        for one, rows, end in op.sides
+        for left in leave_gradient_sums(end, tensor, rows, one.columns, one.rows.coded)
+    ]
+
+
+@scratch_of.register(AttentionGradient)
+def scratch_of_attention_gradient(op: AttentionGradient) -> list[Spec]:
+    """Sums of each row's weighted probabilities; gradients in float32, and sums over them for
+    each tensor; what blocks add to the gradient of biases.
+    """
+    found = [((op.heads.rows, op.heads.count), torch.float32)]
+    found += [((rows, one.columns), torch.float32) for one, rows, _ in op.sides]
+    found += [parts_of(rows, one.columns, 1) for one, rows, end in op.sides if end.parts is None]
+    return found if op.dbias is None else [*found, _bias_parts(op)]
+
+
+def _bias_parts(op: AttentionGradient) -> Spec:
+    heads = op.heads
+    blocks, _ = _blocks(heads, heads.key_rows, tile_rows(heads, op.dcontext), 1)
+    return (blocks, op.dbias.numel()), torch.float32
+
+
+@launches.register(AttentionGradient)
+def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
+    heads, sides = op.heads, len(op.sides)
+    gradients, left = scratch[:sides], iter(scratch[sides:])
+    of_biases = None if op.dbias is None else scratch[-1]
+    dq, dkv = gradients[0], gradients[-1]
+    rows = tile_rows(heads, op.dcontext)
+    shared = shared_bytes(heads, rows, op.dcontext.dtype)
+    defines = _defines(heads, rows, op.dcontext, *(end.floats for _, _, end in op.sides))
+    of_queries, of_keys = (
+        functools.partial(
+            launch,
+            "attention_gradient.cu",
+            f"lsq_attention_{side}_gradient",
+            op,
+            sums,
+            dq,
+            grid=_blocks(heads, among, rows, count),
+            block=threads(rows),
+            shared=shared,
+            SHARED=shared,
+            **defines,
+        )
+        for side, among, count in (
+            ("query", heads.rows, heads.count),
+            ("key", heads.key_rows, heads.key_count),
+        )
+    )
+    entries = [of_queries(), of_keys(dkv, of_biases)]
+    if of_biases is not None:
+        entries += finish(PartialSums.of(of_biases, op.dbias.numel(), (op.dbias,)), leaves=False)
+    for keys, ((one, _, end), gradient) in enumerate(zip(op.sides, gradients, strict=True)):
+        entries += _finish(
+            op, keys, one, end, gradient, next(left) if end.parts is None else end.parts
+        )
+    return entries
+
+
+def _finish(op, keys: int, one: Projected, end: SummedGradient, gradient, partial) -> list[Launch]:
+    """From float32 to what was asked for, a row at a time."""
+    return [
+        launch(
+            "attention_rows.cu",
+            "lsq_attention_gradient_rows",
+            op,
+            gradient,
+            partial,
+            grid=len(partial),
+            KEYS=keys,
+            ROUNDED=int(end.rounded is not None),
+            FLOAT=FLOATS[op.dcontext.dtype],
+            **row_defines(one.columns),
+        ),
+        *finish(end.partial(partial, one.columns, one.rows.coded), leaves=end.parts is not None),
+    ]
+
+
+def _blocks(heads: Heads, rows: int, tile: int, count: int) -> tuple[int, int]:
+    """Blocks of rows (see csrc/cuda/attention.cuh) and of so many heads."""
+    return rows // tile + heads.sentences + 1, count
+
+
+def tile_rows(heads: Heads, *floats: torch.Tensor) -> int:
+    """Queries or keys that a block on CUDA takes at a time: as many as its shared memory has room
+    for.
+
+    Args:
+        heads: as they are read.
+        floats: activations that are read beside them.
+
+    Raises:
+        ValueError: kernels have no such heads.
+    """
+    check_width(heads.width)
+    wide = any(one.dtype == torch.float32 for one in (*_floats(heads), *floats))
+    return TILE // ((1 + (heads.width > 64)) * (1 + wide))
+
+
+def check_width(width: int) -> None:
+    """Refuse heads that kernels do not have.
+
+    Raises:
+        ValueError: they have so many columns.
+    """
+    check(
+        width % VECTOR == 0 and 0 < width <= WIDEST,
+        f"heads of {width} columns cannot run on CUDA: the width must be a multiple of {VECTOR}, up"
+        f" to {WIDEST}",
+    )
+
+
+def threads(rows: int) -> int:
+    """Threads of a block: a warp for 16 rows of its tile."""
+    return 2 * rows
+
+
+def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
+    """Bytes of a gradient block: tiles of queries, keys, values and their context's gradient,
+    in that dtype, and two of pairs, as bfloat16 parts of which rows are 16 bytes apart
+    (csrc/cuda/attention_gradient.cu).
+    """
+    single = dtype == torch.float32
+    of_float, of_pair = (3, 3) if single else (1, 2)
+    operands = 3 * (of_float if _floats(heads) else 1) + of_float
+    return rows * (operands * (-(-heads.width // 16) * 32 + 16) + 2 * of_pair * (2 * rows + 16))
+
+
+def _floats(heads: Heads) -> list[torch.Tensor]:
+    """Queries, keys and values that are floats."""
+    return [one.rows.floats for one in (heads.q, heads.k, heads.v) if one.rows.floats is not None]
+
+
+def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str, int]:
+    """-D of a kernel on tiles.
+
+    Raises:
+        ValueError: some of queries, keys and values are codes, others floats.
+    """
+    among = _floats(heads)
+    check(
+        len(among) in (0, 3),
+        "queries, keys and values must all be codes, or all floats: round all three or none",
+    )
+    found = [one for one in (*among, *floats) if one is not None]
+    bias = (
+        {}
+        if heads.bias is None
+        else {"DISTANCES": heads.bias.distances, "BUCKETS": heads.bias.buckets}
+    )
+    floats = float_define(*found) if found else {}
+    group = {"SHARING": heads.group} if heads.group > 1 else {}
+    return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **group, **bias, **floats}

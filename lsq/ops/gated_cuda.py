@@ -1,0 +1,88 @@
+"""Launches of lsq.ops.gated."""
+
+import torch
+
+from lsq.native import geometry
+from lsq.native.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines
+from lsq.native.launch import FLOATS, TICKET, Launch, float_define, launch
+from lsq.ops.gated import Gated, GatedGradient
+from lsq.ops.launches import check_columns, started
+from lsq.ops.sums import SummedGradient
+from lsq.ops.sums_cuda import finish, leave_gradient_sums, parts_of
+from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.program.values import Rows
+
+VECTORS = 2
+"""Vectors of 8 values that a thread of lsq_gated makes."""
+
+
+@launches.register(Gated)
+def launch_gated(op: Gated):
+    check_columns(VECTOR, **{"the width of a gate": op.columns})
+    if op.rounded is not None and op.rounded.by_row:
+        grid, line = geometry.strided(op.rows, MANY_BLOCKS), 4 * op.columns
+        return [
+            launch("gated.cu", "lsq_gated_rows", op, grid=grid, shared=line, **_defines(op, op.out))
+        ]
+    return [
+        launch(
+            "gated.cu",
+            "lsq_gated",
+            op,
+            TICKET,
+            grid=max(1, -(-op.count // (VECTORS * VECTOR * THREADS))),
+            **_defines(op, op.out),
+            **started(op.rounded),
+        )
+    ]
+
+
+def _sides(op: GatedGradient) -> list[tuple[Rows, SummedGradient]]:
+    return [(op.gate, op.dgate), (op.up, op.dup)]
+
+
+@leave_sums.register(GatedGradient)
+def leave_sums_of_gated_gradient(op: GatedGradient, tensor):
+    return [
+        left
+        for rows, end in _sides(op)
+        for left in leave_gradient_sums(end, tensor, op.rows, op.columns, rows.coded)
+    ]
+
+
+@scratch_of.register(GatedGradient)
+def scratch_of_gated_gradient(op: GatedGradient):
+    return [parts_of(op.rows, op.columns, 1) for _, end in _sides(op) if end.parts is None]
+
+
+@launches.register(GatedGradient)
+def launch_gated_gradient(op: GatedGradient, *scratch):
+    left, entries = iter(scratch), []
+    for number, (rows, end) in enumerate(_sides(op)):
+        partial = next(left) if end.parts is None else end.parts
+        entries.append(_side(op, number, end, partial))
+        entries += finish(
+            end.partial(partial, op.columns, rows.coded), leaves=end.parts is not None
+        )
+    return entries
+
+
+def _side(op: GatedGradient, number: int, end: SummedGradient, partial: torch.Tensor) -> Launch:
+    return launch(
+        "gated_gradient.cu",
+        "lsq_gated_gradient",
+        op,
+        partial,
+        grid=len(partial),
+        UP=number,
+        ROUNDED=int(end.rounded is not None),
+        **_defines(op, op.gradient, end.floats),
+        **row_defines(op.columns),
+    )
+
+
+def _defines(op: Gated | GatedGradient, *floats: torch.Tensor | None) -> dict[str, int]:
+    """-D of its kernel, which has activations of the one dtype of `floats`."""
+    found = [one for one in (op.gate.floats, op.up.floats, *floats) if one is not None]
+    defines = float_define(*found) if found else {"FLOAT": FLOATS[torch.float32]}
+    return {"ACTIVATION": int(op.activation), "CODED": int(op.gate.coded is not None), **defines}

@@ -1,0 +1,218 @@
+"""Launches, products and their scratch memory that the CUDA sides of several operations need.
+
+M rows, N columns, K: the inner dimension of a product.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lsq import gemm
+from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import MOST_TILE_ROWS
+from lsq.native.geometry import VECTOR, padded, patches, tiles
+from lsq.native.launch import FLOATS, TICKETS, Launch, Product, check, launch
+from lsq.program.cuda import Spec
+from lsq.program.values import Coded
+
+
+def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> Launch:
+    """out [M, N] = values [M, N], codes or floats, times scale [M], [1] or None, in the dtype of
+    `out`."""
+    return launch(
+        "operands.cu",
+        "lsq_float_operand",
+        values,
+        scale,
+        out,
+        1 if scale is None else scale.numel(),
+        *values.shape,
+        grid=patches(*values.shape),
+        FLOAT=FLOATS[out.dtype],
+        FROM=FLOATS.get(values.dtype, 2),
+    )
+
+
+def zero(out: torch.Tensor) -> Launch:
+    """Fill `out`, of any shape and dtype of activations, with zeros."""
+    return launch(
+        "operands.cu",
+        "lsq_zero",
+        out,
+        out.numel(),
+        grid=max(1, -(-out.numel() // (256 * VECTOR))),
+        FLOAT=FLOATS[out.dtype],
+    )
+
+
+def add_sums(sums: torch.Tensor, total: torch.Tensor, *, adds: bool) -> Launch:
+    """total float32 [M, N] = sums int32 [M, N], or total + sums if it `adds`; M * N is a multiple
+    of 8."""
+    return launch(
+        "operands.cu",
+        "lsq_add_sums",
+        sums,
+        total,
+        total.numel(),
+        grid=max(1, -(-total.numel() // (256 * VECTOR))),
+        ADDS=int(adds),
+    )
+
+
+def check_columns(multiple: int, **columns: int) -> None:
+    """Refuse widths that are no multiple of `multiple`, naming them.
+
+    Raises:
+        ValueError: a width is not.
+    """
+    for name, width in columns.items():
+        check(
+            width % multiple == 0,
+            f"{name} is {width}; on CUDA it must be a multiple of {multiple}: choose other sizes,"
+            " or the CPU",
+        )
+
+
+def started(rounded: Coded | None) -> dict[str, int]:
+    """-D of a kernel that rounds."""
+    return {"STARTED": int(rounded is not None and rounded.started)}
+
+
+SUMS = {torch.int32: 1, torch.float32: 2}
+"""-DSUMS of kernels that end a product of codes, by the dtype of its sums; 0: of floats."""
+
+
+def sums_scratch(rows: int, columns: int, inner: int) -> list[Spec]:
+    """Scratch memory of `int8_products`; the last tensor holds the sums."""
+    shape = rows, columns
+    return [(shape, torch.int32), *([(shape, torch.float32)] if inner > gemm.LARGEST_INNER else [])]
+
+
+def int8_products(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    sums: torch.Tensor,
+    total: torch.Tensor | None = None,
+    *,
+    op: str = Product.op,
+) -> list[Product | Launch]:
+    """Products for sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed; none for an
+    empty batch.
+
+    Args:
+        a, b, sums: see above.
+        total: float32 [M, N], where K is longer than one int32 sum may be: the sums of its parts.
+        op: who reads the sums, where tuned files tell (lsq.native.launch.Product).
+
+    Raises:
+        ValueError: N or K is no multiple of 16.
+    """
+    check_columns(
+        16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]}
+    )
+    if not sums.numel():
+        return []
+    if total is None:
+        return [Product(a=a, b=b, out=sums, op=op)]
+    entries = []
+    for part in gemm.inner_parts(a.shape[1]):
+        entries.append(Product(a=a[:, part], b=b[:, part], out=sums))
+        entries.append(add_sums(sums, total, adds=part.start > 0))
+    return entries
+
+
+def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:
+    """Scratch memory of `converted`."""
+    return [] if values.dtype == dtype else [(tuple(values.shape), dtype)]
+
+
+def converted(
+    values: torch.Tensor,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    scratch: Iterator[torch.Tensor],
+) -> tuple[list[Launch], torch.Tensor]:
+    """(launches, values [M, N] in `dtype`): codes times their scale [M] or [1], or floats of
+    another dtype.
+
+    Raises:
+        ValueError: N is no multiple of 8.
+    """
+    if values.dtype == dtype:
+        return [], values
+    check_columns(8, **{"the width of an operand to convert": values.shape[1]})
+    out = next(scratch)
+    return [float_operand(values, scale, out)], out
+
+
+def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
+    """codes int8 [M, N] -> out int8 [N, P].
+
+    Raises:
+        ValueError: N or P is no multiple of 16.
+    """
+    rows, columns = codes.shape
+    check_columns(
+        16,
+        **{
+            "the width of codes to transpose": columns,
+            "the width of transposed codes": out.shape[1],
+        },
+    )
+    grid = tiles(out.shape[1], columns)
+    return launch(
+        "transpose.cu", "lsq_transpose_codes", codes, out, rows, columns, out.shape[1], grid=grid
+    )
+
+
+def transposed_scratch(rows: int, columns: int) -> tuple:
+    """(shape, dtype) of transposed codes."""
+    return (columns, padded(rows)), torch.int8
+
+
+WARP = 32
+"""Threads."""
+
+
+def tiled(
+    source: str,
+    name: str,
+    tile: TileConfiguration,
+    shape: tuple[int, int, int],
+    *arguments,
+    **defines: int,
+) -> Launch:
+    """The launch of a kernel that makes a product of that shape, (M, N, K), by such tiles; one row
+    of them if M is 0.
+
+    Raises:
+        ValueError: N or K is no multiple of 16, or the product has more rows, or more tiles in
+            parts, than there is room for.
+    """
+    m, n, k = shape
+    check_columns(16, **{"the inner width of an int8 product": k, "its outer width": n})
+    grid = tile.blocks(m, n)
+    check(
+        grid[1] <= MOST_TILE_ROWS,
+        f"{m} rows are more than {MOST_TILE_ROWS * tile.rows}: take smaller batches",
+    )
+    check(
+        tile.split == 1 or math.prod(grid) <= TICKETS,
+        f"{tile}: a product of {m} x {n} has more than {TICKETS} of them, which are not made in"
+        " parts: tune again",
+    )
+    by = {"WGMMA": 1} if tile.instruction == "wgmma" else {}
+    return launch(
+        source,
+        name,
+        *arguments,
+        grid=(*grid, tile.split),
+        block=WARP * math.prod(tile.warps),
+        shared=tile.shared_bytes,
+        TILE_M=tile.rows,
+        TILE_N=tile.columns,
+        STAGES=tile.stages,
+        **by,
+        **defines,
+    )

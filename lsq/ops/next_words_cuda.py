@@ -1,0 +1,73 @@
+"""Launches of lsq.ops.next_words."""
+
+import torch
+
+from lsq import gemm
+from lsq.native.geometry import VECTOR
+from lsq.native.launch import check, launch
+from lsq.ops.launches import tiled
+from lsq.ops.next_words import NextWords
+from lsq.ops.vocabulary_loss import PRODUCT
+from lsq.program.cuda import launches, scratch_of
+
+
+def _tile(op: NextWords) -> gemm.TileConfiguration | None:
+    """Tiles of the logits, as in the vocabulary's loss; None: there are no rows."""
+    check(op.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`")
+    return gemm.cuda_tile(PRODUCT, *_shape(op))
+
+
+@scratch_of.register(NextWords)
+def scratch_of_next_words(op: NextWords):
+    """The largest logits of groups of eight words; what warps leave of the rows of a tile,
+    (largest logit, sum of exponentials); the best groups of each row, best first, and the
+    logits of their words.
+    """
+    tile = _tile(op)
+    across = 0 if tile is None else tile.blocks(*_shape(op)[:2])[0]
+    groups = across * tile.columns // VECTOR if tile is not None and op.best else 0
+    warps = across * tile.warps[1] if tile is not None else 0
+    chosen = min(op.best, -(-op.vocabulary // VECTOR))
+    return [
+        ((op.rows, groups), torch.float32),
+        ((op.rows, warps, 2), torch.float32),
+        ((op.rows, chosen), torch.int32),
+        ((op.rows, chosen * VECTOR), torch.float32),
+    ]
+
+
+def _shape(op: NextWords) -> tuple[int, int, int]:
+    """(R, P, H)."""
+    return op.rows, op.columns, op.x.codes.shape[1]
+
+
+@launches.register(NextWords)
+def launch_next_words(op: NextWords, groups, parts, chosen, logits):
+    tile, inner = _tile(op), op.x.codes.shape[1]
+    if tile is None:
+        return []
+    product = tiled(
+        "next_words_product.cu",
+        "lsq_next_words_product",
+        tile,
+        _shape(op),
+        op,
+        inner,
+        groups,
+        parts,
+    )
+    join = launch(
+        "next_words.cu",
+        "lsq_next_words",
+        op,
+        inner,
+        groups,
+        groups.shape[1],
+        parts,
+        parts.shape[1],
+        chosen,
+        chosen.shape[1],
+        logits,
+        grid=op.rows,
+    )
+    return [product, join]

@@ -1,0 +1,105 @@
+"""Launches of lsq.ops.project."""
+
+from lsq import gemm
+from lsq.gemm import LARGEST_INNER, TileConfiguration
+from lsq.native.geometry import VECTOR, patches
+from lsq.native.launch import TICKET, Launch, Product, check, float_define, launch
+from lsq.ops.launches import (
+    SUMS,
+    check_columns,
+    converted,
+    converted_scratch,
+    int8_products,
+    started,
+    sums_scratch,
+    tiled,
+)
+from lsq.ops.nonlinearity import Nonlinearity
+from lsq.ops.project import GEMM, Project
+from lsq.program.cuda import launches, scratch_of
+
+
+@scratch_of.register(Project)
+def scratch_of_project(op: Project):
+    if op.x.coded is None:
+        return converted_scratch(op.weight.matrix, op.x.floats.dtype)
+    return sums_scratch(op.rows, op.columns, op.x.tensor.shape[1]) if _tile(op) is None else []
+
+
+def _tile(op: Project) -> gemm.TileConfiguration | None:
+    """Tiles of the one kernel for product and epilogue; None: cuBLASLt multiplies, and a kernel
+    applies the epilogue."""
+    if op.weight.format.packed:
+        return packed_tile(op.rows, op.x.tensor.shape[1])
+    return gemm.cuda_tile(GEMM, op.rows, *op.weight.codes.shape)
+
+
+@launches.register(Project)
+def launch_project(op: Project, *scratch):
+    if op.x.coded is not None:
+        if not scratch:
+            return [project_product(op, _tile(op))]
+        products = int8_products(op.x.tensor, op.weight.codes, *scratch, op=GEMM)
+        return [*products, _epilogue(op, scratch[-1])]
+    if op.rows == 0:
+        return []
+    conversion, weight = converted(op.weight.matrix, None, op.x.floats.dtype, iter(scratch))
+    product = Product(a=op.x.floats, b=weight, out=op.out, transpose_b=op.weight.operand_in_out)
+    return [*conversion, product, *([_epilogue(op, None)] if op.has_epilogue else [])]
+
+
+def _epilogue(op: Project, sums):
+    check_columns(VECTOR, **{"the width of a product with an end": op.columns})
+    end = op.nonlinearity or Nonlinearity()
+    floats = [tensor for tensor in (op.x.floats, op.out, end.before) if tensor is not None]
+    return launch(
+        "project.cu",
+        "lsq_end",
+        op,
+        sums,
+        TICKET,
+        grid=patches(op.rows, op.columns),
+        ACTIVATION=int(end.activation),
+        SUMS=0 if sums is None else SUMS[sums.dtype],
+        **started(op.rounded),
+        **(float_define(*floats) if floats else {}),
+    )
+
+
+def project_product(op: Project, tile: TileConfiguration) -> Launch:
+    """The one launch that does what a `Project` of codes does; a launch without rows writes its
+    scale.
+
+    Raises:
+        ValueError: K or P is no multiple of 16, or there are more rows than a grid has blocks for.
+    """
+    inner, end = op.x.tensor.shape[1], op.nonlinearity or Nonlinearity()
+    stored = {"INT4": 1} if op.weight.format.packed else {}
+    return tiled(
+        "project_product.cu",
+        "lsq_project_product",
+        tile,
+        (op.rows, op.columns, inner),
+        op,
+        inner,
+        TICKET,
+        ACTIVATION=int(end.activation),
+        **started(op.rounded),
+        **stored,
+        **({} if op.out is None else float_define(op.out)),
+    )
+
+
+def packed_tile(rows: int, inner: int) -> TileConfiguration:
+    """For a weight that is stored as int4, by mma.sync on every GPU: many rows share what they
+    unpack.
+
+    Raises:
+        ValueError: K is longer than one int32 sum may be.
+    """
+    check(
+        inner <= LARGEST_INNER,
+        f"a weight that is stored as int4 has {inner} inputs; on CUDA it may have {LARGEST_INNER}:"
+        " choose int8",
+    )
+    return TileConfiguration(rows=64 if rows <= 64 else 128, columns=64, stages=4)

@@ -1,0 +1,97 @@
+"""Launches of lsq.ops.rotation."""
+
+import torch
+
+from lsq.native.geometry import MANY_BLOCKS, VECTOR, row_blocks, row_defines
+from lsq.native.launch import TICKET, Launch, check, float_define, launch
+from lsq.ops.launches import started
+from lsq.ops.rotation import Rotate, RotateGradient, Rotation
+from lsq.ops.sums import PartialSums
+from lsq.ops.sums_cuda import finish, leave_gradient_sums, parts_of
+from lsq.program.cuda import launches, leave_sums, scratch_of
+from lsq.program.operation import Spec
+
+
+@launches.register(Rotate)
+def launch_rotate(op: Rotate):
+    return [
+        launch(
+            "rotation.cu",
+            "lsq_rotate",
+            op,
+            TICKET,
+            NORMED=int(op.norms is not None),
+            grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
+            **float_define(op.x, op.out),
+            **_defines(op.rotation, op.columns),
+            **started(op.rounded),
+        )
+    ]
+
+
+@leave_sums.register(RotateGradient)
+def leave_sums_of_rotate_gradient(op: RotateGradient, tensor):
+    return leave_gradient_sums(op.dx, tensor, op.rows, op.columns, None)
+
+
+@scratch_of.register(RotateGradient)
+def scratch_of_rotate_gradient(op: RotateGradient) -> list[Spec]:
+    """Sums over rows for the bias; for the norms those of each column, of each block and in
+    all."""
+    parts = parts_of(op.rows, op.columns, 1)
+    found = [parts] if op.dx.parts is None else []
+    return found if op.norms is None else [*found, parts, ((op.columns,), torch.float32)]
+
+
+@launches.register(RotateGradient)
+def launch_rotate_gradient(op: RotateGradient, *scratch):
+    left = iter(scratch)
+    partial = next(left) if op.dx.parts is None else op.dx.parts
+    of_norms, total = (None, None) if op.norms is None else left
+    return [
+        launch(
+            "rotation.cu",
+            "lsq_rotate_gradient",
+            op,
+            partial,
+            of_norms,
+            grid=len(partial),
+            NORMED=int(op.norms is not None),
+            ROUNDED=int(op.dx.rounded is not None),
+            **float_define(op.gradient, op.x, op.dx.floats),
+            **_defines(op.rotation, op.columns),
+        ),
+        *finish(op.dx.partial(partial, op.columns, None), leaves=op.dx.parts is not None),
+        *([] if op.norms is None else _finish_norms(op, of_norms, total)),
+    ]
+
+
+def _finish_norms(op: RotateGradient, parts, total) -> list[Launch]:
+    """From sums of columns to those of norms, whose heads are rows then."""
+    rotation, width = op.rotation, op.rotation.width
+    of_columns = PartialSums.of(parts, op.columns, (total,))
+    heads = total[: rotation.heads * width].view(-1, width).split([rotation.queries, rotation.keys])
+    of_heads = [
+        PartialSums.of(one, width, (to,))
+        for one, to in zip(heads, (op.dquery, op.dkey), strict=True)
+    ]
+    return [launched for one in (of_columns, *of_heads) for launched in finish(one, leaves=False)]
+
+
+def _defines(rotation: Rotation, columns: int) -> dict[str, int]:
+    """-D of a kernel on rows of C columns.
+
+    Raises:
+        ValueError: kernels have no such heads.
+    """
+    check(
+        rotation.width % VECTOR == 0 and rotation.rotated % (2 * VECTOR) == 0,
+        f"heads of {rotation.width} columns of which {rotation.rotated} are rotated cannot run on"
+        f" CUDA: the width must be a multiple of {VECTOR}, and the rotated columns of {2 * VECTOR}",
+    )
+    return {
+        "WIDTH": rotation.width,
+        "ROTATED": rotation.rotated,
+        "HEADS": rotation.heads,
+        **row_defines(columns),
+    }

@@ -1,0 +1,55 @@
+"""Finds the CUDA side of operations: that of lsq.ops.project lies in lsq.ops.project_cuda.
+
+Such a file registers functions for its operations here. It is imported when one of them is first
+asked for, so that programs for the CPU load none.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lsq.native.launch import Launch, Product
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""(shape, dtype) of scratch memory."""
+
+
+def _from_file_beside(default: Callable) -> Callable:
+    """A generic function of an operation, with `default` where its file registers nothing."""
+
+    def dispatch(operation, *arguments):
+        _load(type(operation).__module__ + "_cuda")
+        found = generic.dispatch(type(operation))
+        return (default if found is dispatch else found)(operation, *arguments)
+
+    generic = functools.singledispatch(functools.wraps(default)(dispatch))
+    return generic
+
+
+@functools.cache
+def _load(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+
+
+@_from_file_beside
+def launches(operation, *scratch: torch.Tensor) -> list[Launch | Product]:
+    """See Operation.cuda."""
+    raise ValueError(f"operation {operation.name} has no CUDA implementation")
+
+
+@_from_file_beside
+def scratch_of(operation) -> Sequence[Spec]:
+    """See Operation.cuda_scratch."""
+    return ()
+
+
+@_from_file_beside
+def leave_sums(operation, tensor: Callable) -> Sequence:
+    """See Operation.leave_sums."""
+    return ()

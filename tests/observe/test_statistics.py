@@ -1,0 +1,267 @@
+"""observe() against direct computation, and the names under which tensors are found."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from lsq import quant
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import (
+    Embedding,
+    FeedForward,
+    QuantizedLinear,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    VocabularyProjection,
+)
+from lsq.observe import mean_squares, observe, quantized_tensors
+from lsq.run.cuda import CUDA, emulated_device
+from tests.layers.oracle import recorded
+from tests.layers.shapes import HIDDEN, config_of
+
+
+class Model(nn.Module):
+    """A little of everything, as a translation model nests it."""
+
+    def __init__(self, **quantization):
+        super().__init__()
+        config = config_of(**quantization)
+        self.embedding = Embedding(33, HIDDEN, 1)
+        self.layers = nn.ModuleList(
+            [TransformerEncoderLayer(config), TransformerDecoderLayer(config)]
+        )
+        self.output = VocabularyProjection(
+            33, HIDDEN, quant=config.quant, weight=self.embedding.weight
+        )
+
+    def forward(self, tokens):
+        encoded = self.layers[0](self.embedding(tokens))
+        return self.output(self.layers[1](self.embedding(tokens), encoded))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+def test_one_layer_against_direct_computation(bits, granularity):
+    layer = QuantizedLinear(
+        32, 16, quant=QuantConfig(bits=bits, weight_granularity=granularity, clips="learned")
+    )
+    x = torch.randn(41, 32)
+    layer(x)
+    layer.load_state_dict(
+        {name: 0.7 * t if "clip" in name else t for name, t in layer.state_dict().items()}
+    )
+    with observe(layer) as found:
+        layer(x)
+    assert found.keys() == {"input", "weight"}
+    for name, tensor, clip in (
+        ("input", x, layer.input_clip),
+        ("weight", layer.weight, layer.weight_clip),
+    ):
+        codes, _, clipped = quant.quantize(tensor.detach(), clip.detach(), bits)
+        statistics = found[name]
+        assert statistics.kind == ("weight" if name == "weight" else "activation")
+        assert statistics.clip == pytest.approx(clip.mean().item())
+        assert (
+            statistics.clipped_share == pytest.approx(clipped.float().mean().item())
+            and clipped.any()
+        )
+        assert statistics.zero_share == pytest.approx((codes == 0).float().mean().item())
+        assert statistics.largest_code == codes.abs().max() == quant.maximum_code(bits)
+
+
+def test_codes_in_use():
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(clip_init="fixed", activation_clip=127.0))
+    with observe(layer) as found:
+        layer(torch.tensor([[0.0, 5.2, -9.4, 0.3] * 4]))
+    assert found["input"].largest_code == 9
+    assert found["input"].zero_share == 0.5
+    assert found["input"].clipped_share == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "largest"),
+    [
+        ("int8/tensor", 8, 9),
+        ("int6/tensor", 6, 2),
+        ("int8/group32", None, None),
+        ("fp8-e4m3/tensor", None, None),
+        ("mxint8", None, None),
+        ("nvfp4", None, None),
+    ],
+)
+def test_codes_of_formats_are_counted_by_their_own_limits(form, bits, largest):
+    """Values that have scales of their own, or finer steps near zero, lose nothing by a wide
+    clip."""
+    formats = {"weight_format": form, "activation_format": form}
+    quant = QuantConfig(**formats, clip_init="absmax")
+    layer = QuantizedLinear(32, 16, quant=quant)
+    layer(torch.full((1, 32), 127.0))
+    layer.eval()
+    with observe(layer) as found:
+        layer(torch.tensor([[0.0, 5.2, -9.4, 0.0] * 8]))
+    given, weight = found["input"], found["weight"]
+    assert (given.bits, given.largest_code, given.clipped_share, given.zero_share) == (
+        bits,
+        largest,
+        0.0,
+        0.5,
+    )
+    assert weight.bits == bits and weight.largest_code == (
+        None if bits is None else 2 ** (bits - 1) - 1
+    )
+    assert weight.clipped_share == 0
+
+
+def test_rows_of_activations_have_scales_of_their_own():
+    """Each row uses all codes, however wide the clip of all of them is; a weight has a clip for
+    each row."""
+    layer = QuantizedLinear(
+        32, 16, quant=QuantConfig(weight_format="int8/row", activation_format="int8/row")
+    )
+    layer(100 * torch.randn(3, 32))
+    with observe(layer) as found:
+        layer(torch.randn(3, 32))
+    assert found["input"].largest_code is found["input"].bits is None and found["weight"].bits == 8
+
+
+def test_a_gated_middle_clips_nothing():
+    """Each of its rows has a scale of its own; its clip only follows."""
+    layer = FeedForward(
+        LayerConfig(hidden=HIDDEN, heads=4, feed_forward=64, activation="silu", gated=True)
+    )
+    layer(torch.randn(3, 2, HIDDEN))
+    layer.eval()
+    with observe(layer) as found:
+        layer(100 * torch.randn(3, 2, HIDDEN))
+    assert found["gate"].clipped_share > 0
+    assert found["activation"].clipped_share == 0 and found["activation"].largest_code is None
+
+
+def test_values_that_are_missing_do_not_stop_the_watching():
+    layer = QuantizedLinear(
+        16, 16, quant=QuantConfig(activation_format="int8/tensor", gradient_format="float32")
+    )
+    layer(torch.randn(3, 16))
+    layer.eval()
+    with observe(layer) as found:
+        layer(torch.full((3, 16), torch.nan))
+    assert found["input"].largest_code == 0
+
+
+def test_every_quantised_tensor_of_a_model_is_seen_under_its_name():
+    model = Model()
+    with observe(model) as found:
+        model(torch.randint(2, 33, (3, 7)))
+    names = dict(quantized_tensors(model))
+    assert found.keys() == names.keys()
+    assert len(names) == 9 + 17 + 2
+    assert {
+        "layers.0.self_attn.qkv_weight",
+        "layers.1.encoder_attn.memory",
+        "output.input",
+    } <= names.keys()
+    for name, clip in names.items():
+        assert clip is model.get_parameter(name + "_clip")
+        assert found[name].clip == pytest.approx(clip.mean().item())
+        assert found[name].kind == ("weight" if name.endswith("weight") else "activation")
+        assert 0 <= found[name].clipped_share < 0.2
+
+
+def test_the_last_pass_counts():
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0))
+    layer(torch.randn(41, 16))
+    with observe(layer) as found:
+        layer(torch.zeros(3, 16))
+        assert found["input"].zero_share == 1.0
+        layer(torch.full((3, 16), 100.0))
+    assert found["input"].clipped_share == 1.0
+
+
+def test_nothing_is_seen_outside():
+    layer = QuantizedLinear(16, 16)
+    with observe(layer) as found:
+        pass
+    layer(torch.randn(3, 16))
+    assert not found
+
+
+def test_an_error_inside_ends_the_watching():
+    layer = QuantizedLinear(16, 16)
+    with pytest.raises(ValueError, match="must be"), observe(layer):
+        layer(torch.randn(3, 17))
+    with recorded(layer) as outcome:
+        layer(torch.randn(3, 16))
+    assert outcome.codes.keys() == {"input_clip", "weight_clip"}
+
+
+def test_a_float_model_has_nothing_to_see():
+    model = Model(mode="float")
+    with observe(model) as found:
+        model(torch.randint(2, 33, (3, 7)))
+    assert not found
+    assert not list(quantized_tensors(model))
+
+
+def test_decoding_shows_activations():
+    """In eval mode without gradients the codes of weights are kept, and nothing rounds them."""
+    layer = QuantizedLinear(16, 16).eval()
+    with torch.no_grad(), observe(layer) as found:
+        layer(torch.randn(3, 16))
+    assert found.keys() == {"input"}
+
+
+def test_watching_changes_nothing_in_the_emulator():
+    """What was rounded is computed again where the module runs, in its floats."""
+    layer = TransformerEncoderLayer(
+        dataclasses.replace(config_of(), quant=QuantConfig(clips="absmax"))
+    )
+    layer.backend = CUDA(emulated_device(), activations=torch.bfloat16)
+    x = torch.randn(3, 5, HIDDEN)
+    layer(x)
+    wanted = layer.eval()(x)
+    with observe(layer) as found:
+        assert torch.equal(layer(x), wanted)
+    assert found["feed_forward.input"].clipped_share < 0.1
+
+
+@pytest.mark.parametrize(
+    "quant", [QuantConfig(), QuantConfig(weight_format="int4"), QuantConfig(mode="float")]
+)
+def test_mean_squares_of_a_projection_over_two_passes(quant):
+    torch.manual_seed(1)
+    layer = QuantizedLinear(48, 32, quant=quant)
+    batches = [torch.randn(rows, 48) * torch.linspace(0, 2, 48) for rows in (41, 7)]
+    layer(batches[0])
+    found = mean_squares([layer], lambda: [layer(x) for x in batches])
+    x = torch.cat(batches).double()
+    if quant.quantized:
+        scale = layer.input_clip.detach() / 127
+        x = (x / scale).clamp(-127, 127).round() * scale
+    assert found.keys() == {layer} and found[layer].keys() == {"weight"}
+    assert found[layer]["weight"].dtype == torch.float32
+    torch.testing.assert_close(
+        found[layer]["weight"], x.square().mean(0).float(), rtol=1e-4, atol=1e-6
+    )
+    assert layer._observer is None
+
+
+def test_mean_squares_of_all_products_of_a_layer():
+    layer = TransformerEncoderLayer(config_of(mode="float"))
+    found = mean_squares([layer], lambda: layer(torch.randn(5, 2, HIDDEN)))[layer]
+    assert {name: len(one) for name, one in found.items()} == {
+        "self_attn.qkv_weight": HIDDEN,
+        "self_attn.out_weight": HIDDEN,
+        "feed_forward.fc1_weight": HIDDEN,
+        "feed_forward.fc2_weight": layer.config.feed_forward,
+    }
+    assert all((one > 0).any() for one in found.values())
+
+
+def test_who_looked_before_goes_on_when_the_batch_fails():
+    layer = QuantizedLinear(16, 16)
+    layer._observer = before = object()
+    with pytest.raises(ZeroDivisionError):
+        mean_squares([layer], lambda: 1 / 0)
+    assert layer._observer is before
