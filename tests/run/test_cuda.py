@@ -15,7 +15,7 @@ from lsq.layers.programs import Mode
 from lsq.native import compiler
 from lsq.native.launch import launch
 from lsq.native.launch_list import LaunchList
-from lsq.ops import prediction
+from lsq.ops import vocabulary_loss_cuda
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, UnpackGradients
 from lsq.ops.rounding import Add
@@ -73,7 +73,7 @@ def test_tensors_that_were_the_same_at_first_may_part(where):
 
 def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
     # several products, each of a part of the rows
-    monkeypatch.setattr(prediction, "CUDA_BLOCK_ROWS", 8)
+    monkeypatch.setattr(vocabulary_loss_cuda, "CUDA_BLOCK_ROWS", 8)
     _, _, loss = chain(where.place)
     loss.prediction.x.floats, loss.prediction.target = (
         torch.randn(21, 48).to(where.place),
@@ -83,7 +83,7 @@ def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
     for _ in range(2):
         run()
         torch.testing.assert_close(
-            loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()[0].reshape(1)
+            loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()["loss"].reshape(1)
         )
         slot(loss, "prediction.x.floats").put(torch.randn(21, 48).to(where.place))
 
@@ -112,8 +112,8 @@ def test_another_operation_is_refused(where, monkeypatch):
 def test_what_is_not_held_may_go(where):
     x = torch.randn(41, 48).to(where.place)
     add = Add(a=x, b=x, out=torch.empty_like(x))
-    assert not list(part_of(add, (), where.place, hold=False).places.held())
-    assert [id(tensor) for tensor in part_of(add, (), where.place).places.held()] == list(
+    assert not list(part_of(add, (), where.place, hold=False).addresses.held())
+    assert [id(tensor) for tensor in part_of(add, (), where.place).addresses.held()] == list(
         map(id, (x, x, add.out))
     )
 
