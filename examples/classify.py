@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 # isort: skip  (first: a torchaudio that cannot be loaded is kept from transformers)
 import lsq.models.huggingface
-from lsq.models.huggingface import LsqCallback
+from lsq.models import LsqCallback
 
 LANGUAGES = ("cs", "de", "en", "es", "fr", "it", "nl", "pl", "pt", "sv")
 LENGTH = 24

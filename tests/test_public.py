@@ -4,10 +4,9 @@ import pytest
 from torch import nn
 
 import lsq
-from lsq import dist
-from lsq import models as conversion
+from lsq import dist, models
 from lsq.layers.memory import release_memory
-from lsq.models import huggingface, sparsity
+from lsq.models import sparsity
 from lsq.observe import quantized_tensors
 from lsq.study import measure, sensitivity
 
@@ -37,8 +36,8 @@ class Trainer:
         lsq.monitor,
         lambda model: lsq.plan_memory(model, None),
         release_memory,
-        conversion.float_state_dict,
-        lambda model: huggingface.save_clips(model, "nowhere"),
+        models.float_state_dict,
+        lambda model: models.save_clips(model, "nowhere"),
         sparsity.sparsify,
         sparsity.sparsity_of,
         dist.compress_gradients,

@@ -269,7 +269,7 @@ def test_a_wheel_alone_converts_and_trains(installed):
     assert "FileNotFoundError" in done.stderr
     draw = "from lsq.commands.losses import draw_losses; draw_losses({}, 'x.png', '')"
     assert "needs matplotlib" in installed("-c", draw).stderr
-    callback = "from lsq.models.huggingface import LsqCallback"
+    callback = "from lsq.models import LsqCallback"
     assert "LsqCallback needs transformers, accelerate" in installed("-c", callback).stderr
 
 

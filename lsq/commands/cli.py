@@ -103,9 +103,9 @@ def _run(arguments: list[str] | None) -> int:
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be text
     logs.configure()
     try:
+        inputs.check(given.command, given.arguments)
         if not HELP & set(given.arguments):
             extras.require("this command", *EXTRAS.get(given.command, ()))
-        inputs.check(given.command, given.arguments)
         return importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}").run(
             given.arguments
         )

@@ -505,9 +505,9 @@ def _comparable(
     pairs = []
     for tensor, *pair in zip(tensors, found, expected, strict=True):
         if tensor in sums:
-            totals = (replace(sums[tensor], parts=parts).totals() for parts in pair)
-            outs = sums[tensor].outs
-            pairs += [both for out, *both in zip(outs, *totals, strict=True) if out is not None]
+            one, other = (replace(sums[tensor], parts=parts).add_up() for parts in pair)
+            wanted = [name for name in one if getattr(sums[tensor], name) is not None]
+            pairs += [(one[name], other[name]) for name in wanted]
         else:
             pairs.append(pair)
     return pairs

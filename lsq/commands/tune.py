@@ -112,6 +112,9 @@ def run(arguments: list[str]) -> int:
         parser().error("say what to tune: --arch NAME or --shapes FILE")
     if given.device == "cpu":
         raise ValueError(f"--device is cpu, and {NOT_ON_CPUS}")
+    for option, file in (("--output", given.output), ("--plot", given.plot)):
+        if file is not None and not given.list:
+            check_writable(file, option, makes_folders=option == "--output")
     keys = products(given, training)
     if given.list:
         print(product_list.text(keys), end="")
@@ -121,9 +124,8 @@ def run(arguments: list[str]) -> int:
     except RuntimeError as error:
         raise ValueError(f"there is no GPU to tune for ({error}); {NOT_ON_CPUS}") from None
     path = given.output or _default_path(device.file_name(validators))
-    check_writable(path, makes_folders=True)
-    if given.plot is not None:
-        check_writable(given.plot, "--plot")
+    if given.output is None:
+        check_writable(path, makes_folders=True)
     status = 0
     if given.arch or given.shapes:
         known = () if given.again else {entry.key for entry in opened(path, validators).entries}

@@ -176,13 +176,20 @@ def _order(entry: Entry) -> tuple:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedFile:
-    """A file of the user's folder, or an explicitly named one, and whether it is used."""
+    """A file of the user's folder or of the package, or an explicitly named one, and whether it is
+    used."""
 
     path: Path
     file: ConfigurationFile | None
     """None if it cannot be read."""
     refusal: str | None
     """Why it is not used for the device; None if it is."""
+    shipped: bool = False
+    """Whether it comes with lsq, where files for other devices are expected."""
+
+
+PACKAGE_FOLDER = Path(__file__).parent / "configs"
+"""Files that come with lsq."""
 
 
 def user_folder() -> Path | None:
@@ -197,14 +204,15 @@ def user_folder() -> Path | None:
 
 
 def search(here: Validators) -> list[SearchedFile]:
-    """Every file of the user's folder, with its refusal for a device."""
-    folder, results = user_folder(), []
-    for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
+    """Every file of the user's folder, then of the package, with its refusal for a device."""
+    user, results = user_folder(), []
+    own = sorted(user.glob("*.json")) if user is not None and user.is_dir() else []
+    for path in (*own, *sorted(PACKAGE_FOLDER.glob("*.json"))):
         file = None
         try:
             file = read(path)
             refusal = difference(file.validators, here)
         except (ValueError, OSError) as error:
             refusal = str(error).removeprefix(f"{path}: ")
-        results.append(SearchedFile(path=path, file=file, refusal=refusal))
+        results.append(SearchedFile(path=path, file=file, refusal=refusal, shipped=path not in own))
     return results

@@ -194,9 +194,10 @@ def missing_kernel(file: ConfigurationFile) -> str | None:
 
 
 def load(here: Validators) -> Table:
-    """A table of the user's files; refused files are warned of, once in a process.
+    """A table of the user's and the package's files, with one warning of those that are refused.
 
-    Files for other kinds of device are expected, and so are all others beside a file that is used.
+    Files for other kinds of device are expected, and so are all others beside a file that is used,
+    and those of the package for other devices.
     """
     files = [
         dataclasses.replace(each, refusal=each.refusal or missing_kernel(each.file))
@@ -207,6 +208,7 @@ def load(here: Validators) -> Table:
         each
         for each in files
         if each.refusal is not None
+        and not (each.shipped and each.file is not None)
         and (each.path, each.refusal) not in _warned
         and (each.file is None or (each.file.validators.kind == here.kind and not loaded.used))
     ]

@@ -1,4 +1,4 @@
-"""Hugging Face: folders of transformers in another number format, and names that users import.
+"""Hugging Face: folders of transformers in another number format.
 
 Import it before transformers where torchaudio is broken: transformers then works without it.
 """
@@ -20,12 +20,11 @@ from lsq import files
 from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.weight_masks import SUFFIX
-from lsq.models.clips import NAME, average_clips, clip_names, clip_state, load_clips, save_clips
+from lsq.models.clips import NAME, clip_names, clip_state
 from lsq.models.conversion import convert, revert
 from lsq.models.other_format import CLIP, Measured, formats_of, load_other_format, refuse_same
 from lsq.quant.pruning import Pruning
 
-__all__ = ["average_clips", "convert_folder", "load_clips", "save_clips"]
 OF_TRAINING = (
     "trainer_state.json",
     "training_args.bin",
@@ -37,13 +36,6 @@ OF_TRAINING = (
 """Files of a training by Trainer in the former format, which are not copied."""
 CONVERT_OPTIONS = ({}, {"fused": False}, {"tied": True}, {"fused": False, "tied": True})
 """Options of lsq.convert that are tried, since a folder does not say them."""
-
-
-def __getattr__(name: str) -> object:
-    """LsqCallback is imported when it is used first, since it needs transformers."""
-    if name == "LsqCallback":
-        return import_module("lsq.models.trainer").LsqCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def keep_broken_torchaudio_out() -> None:

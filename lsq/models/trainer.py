@@ -276,10 +276,6 @@ class LsqCallback(TrainerCallback, ExportableState):
         elif wrapped is not self._exchanging:  # which a second training goes on with
             self.compression = compress_gradients(wrapped, self.gradients)
             self._exchanging = wrapped
-            if self.gradients.error_feedback and trainer.state.global_step:
-                logger.warning(
-                    "error feedback starts from zero: checkpoints of Trainer do not hold it"
-                )
 
 
 def _sharded(model: nn.Module) -> bool:

@@ -29,7 +29,7 @@ def check_cuda(op: Adam) -> None:
 @launches.register(AdamSteps)
 def launch_adam_steps(op: AdamSteps):
     for step in op.steps:
-        step.check_cuda()
+        check_cuda(step)
     found = {"lsq_adam": op.plain, "lsq_adam_codes": op.coded, "lsq_adam_poison": op.shared}
     return [_of_table(f"{name}_table", table) for name, table in found.items() if len(table.tiles)]
 

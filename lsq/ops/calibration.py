@@ -17,7 +17,7 @@ from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, fac
 from lsq.program.operation import Operation
 from lsq.quant import SMALLEST_CLIP, Format, fill_empty
 from lsq.quant.numbers import Grain, ScaledFormat
-from lsq.quant.numbers.clips import INTEGERS
+from lsq.quant.numbers.scaled import INTEGERS
 
 
 class LeastErrorClip(Operation):

@@ -26,7 +26,7 @@ from lsq.quant.numbers import (
     scaled_format,
     signal_to_noise,
 )
-from lsq.quant.numbers.clips import PERCENTILE
+from lsq.quant.numbers.scaled import PERCENTILE
 from lsq.study.products import gather
 from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import (

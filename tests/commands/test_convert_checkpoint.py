@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lsq.models.huggingface
+import lsq.models
 from lsq.commands import cli
 from lsq.layers import clip_format
 from lsq.models.sparsity import sparsity_of
@@ -106,7 +106,7 @@ def folder(tmp_path_factory):
     words = torch.randint(0, 96, (2, 16))
     model(input_ids=words, labels=words).loss.backward()
     model.save_pretrained(folder)
-    lsq.models.huggingface.save_clips(model, folder)
+    lsq.models.save_clips(model, folder)
     (folder / "trainer_state.json").write_text("{}")
     return folder, words
 
@@ -132,12 +132,12 @@ def test_a_folder_of_transformers(convert, folder, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tensor")
     lsq.convert(model, lsq.QuantConfig(weight_granularity="tensor"))
-    lsq.models.huggingface.load_clips(model, tmp_path / "tensor")
+    lsq.models.load_clips(model, tmp_path / "tensor")
     assert model.eval()(input_ids=words).logits.isfinite().all()
     lsq.revert(model)
     lsq.convert(model)
     with pytest.raises(ValueError, match="trained with weight_granularity='tensor'"):
-        lsq.models.huggingface.load_clips(model, tmp_path / "tensor")
+        lsq.models.load_clips(model, tmp_path / "tensor")
 
 
 def write_folder(path: Path, source: Path, **quant) -> torch.nn.Module:
@@ -150,7 +150,7 @@ def write_folder(path: Path, source: Path, **quant) -> torch.nn.Module:
     words = torch.arange(2, 18).view(1, 16)
     model.train()(input_ids=words, labels=words)
     model.save_pretrained(path)
-    lsq.models.huggingface.save_clips(model, path)
+    lsq.models.save_clips(model, path)
     return model
 
 
@@ -161,7 +161,7 @@ def test_masks_of_a_folder_stay(convert, folder, tmp_path):
     assert status == 0, said
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "after")
     lsq.convert(model, lsq.QuantConfig(sparsity="2:4", weight_format="nvfp4"))
-    lsq.models.huggingface.load_clips(model, tmp_path / "after")
+    lsq.models.load_clips(model, tmp_path / "after")
     layer, other = (one.transformer.h[0] for one in (model, sparse))
     assert layer.weight_masks.active
     for name in layer.weight_masks.names:
@@ -200,7 +200,7 @@ def test_a_mixture_for_layers_by_themselves_alone(convert, fused, tmp_path):
     lsq.convert(model, fused=fused)
     model(input_ids=torch.arange(2, 18).view(1, 16))
     model.save_pretrained(before)
-    lsq.models.huggingface.save_clips(model, before)
+    lsq.models.save_clips(model, before)
     status, said = convert(before, tmp_path / "after", "--weight-format", "int8,*query*=int4")
     if fused:
         assert (
@@ -212,7 +212,7 @@ def test_a_mixture_for_layers_by_themselves_alone(convert, fused, tmp_path):
         assert status == 0, said
         lsq.revert(model)
         lsq.convert(model, lsq.QuantConfig(weight_format="int8,*query*=int4"), fused=False)
-        lsq.models.huggingface.load_clips(model, tmp_path / "after")
+        lsq.models.load_clips(model, tmp_path / "after")
 
 
 def test_folders_that_are_refused(convert, folder, tmp_path):

@@ -27,7 +27,7 @@ def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch)
 
 def test_warnings_name_options_of_fairseq(train, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(QuantConfig, "activation_clip", 0.01)
-    train(tmp_path, "--max-update 1 --lsq-clip-init fixed")
+    train(tmp_path, "--max-update 1 --lsq-clip-init fixed --lsq-weight-granularity tensor")
     warned = [
         record.getMessage()
         for record in caplog.records

@@ -300,12 +300,15 @@ def machine(monkeypatch, tmp_path):
     return Machine(monkeypatch, tmp_path)
 
 
-def test_files_of_the_user_are_searched_in_order(machine):
+def test_files_of_the_user_and_of_the_package_are_searched_in_order(machine):
     assert configuration_file.search(CPU) == []
     second, first = machine.add(machine.user, "b"), machine.add(machine.user, "a")
     (machine.user / "a.json.tmp").write_text("")
     (machine.user / "notes.txt").write_text("")
-    assert [each.path for each in configuration_file.search(CPU)] == [first, second]
+    last = machine.add(machine.package, "a")
+    found = configuration_file.search(CPU)
+    assert [each.path for each in found] == [first, second, last]
+    assert [each.shipped for each in found] == [False, False, True]
 
 
 def test_user_folder(monkeypatch, tmp_path):

@@ -198,6 +198,17 @@ def test_a_file_beside_one_that_holds_is_expected(machine, caplog):
     assert not warnings(caplog)
 
 
+def test_the_packages_files_serve_after_the_users_and_may_be_for_other_devices(machine, caplog):
+    other = dataclasses.replace(CPU, device="Other CPU")
+    machine.add(machine.package, "other", entry(8), validators=other)
+    machine.add(machine.package, "here", entry(8, configuration=SMALL), entry(9))
+    assert not warnings(caplog)
+    assert lookup.load(CPU).configuration(key(8)) == SMALL
+    machine.add(machine.user, "mine", entry(8))
+    loaded = lookup.load(CPU)
+    assert loaded.configuration(key(8)) == rows(96) and loaded.configuration(key(9)) == rows(96)
+
+
 def test_a_kernel_that_cannot_run_here_is_refused_with_its_number(machine, caplog):
     path = machine.add(machine.user, "a", entry(8), entry(16, configuration=rows(0, "amx")))
     named = (

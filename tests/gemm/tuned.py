@@ -70,15 +70,17 @@ def file(*entries, validators=CPU):
 
 
 class Machine:
-    """A device with a user's folder of its own.
+    """A device with folders of its own, the user's and the package's.
 
     `here` are its validators by kind; a kind that is missing is not there.
     """
 
     def __init__(self, monkeypatch, folder: Path) -> None:
         self.user = folder / "user" / "lsq" / "gemm"
+        self.package = folder / "package"
         self.here = {"cpu": CPU}
         monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "user"))
+        monkeypatch.setattr(configuration_file, "PACKAGE_FOLDER", self.package)
         monkeypatch.setattr(device, "here", self._here)
         monkeypatch.setattr(lookup, "_tables", {})
         monkeypatch.setattr(lookup, "_explicit", False)

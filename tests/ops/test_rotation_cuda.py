@@ -8,7 +8,7 @@ from tests.ops.test_rotation import gradient_of, rotate
 
 CASES = [
     {"rows": 7, "width": 64},
-    {"width": 24, "turned": 16},
+    {"width": 24, "rotated": 16},
     {"rows": 3, "width": 128, "queries": 3, "keys": 1},
 ]
 """One vector of a thread, with columns that stay; two."""
@@ -32,9 +32,10 @@ def test_ends(rows, normed):
 
 
 def test_heads_that_kernels_do_not_have_are_refused():
-    for options in ({"width": 12, "turned": 8}, {"width": 24, "turned": 24}):
+    for options in ({"width": 12, "rotated": 8}, {"width": 24, "rotated": 24}):
         with pytest.raises(
-            ValueError, match="columns of which .* turn cannot run on CUDA.*multiple of 8.* of 16"
+            ValueError,
+            match="columns of which .* are rotated cannot run on CUDA.*multiple of 8.* of 16",
         ):
             rotate(**options).cuda()
 

@@ -11,7 +11,6 @@ from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.programs import Vocabulary
 from lsq.native.launch import Product
-from lsq.ops.project import Project
 from lsq.program.operation import Operation
 from lsq.program.samples import placed
 from lsq.run.products import launched_by_operation, products_of
@@ -117,9 +116,3 @@ def test_shapes_that_cuda_does_not_take_are_refused():
     program = programs.linear(config_of(mode="float").quant, 21, 48, 91, mode_on("cpu"), bias=True)
     with pytest.raises(ValueError, match="the width of a product with an end is 91"):
         products_of(program)
-
-
-def test_an_operation_without_kernels_is_named(monkeypatch):
-    monkeypatch.setattr(Project, "cuda", Operation.cuda)
-    with pytest.raises(ValueError, match="operation Project has no CUDA implementation"):
-        products_of(linear())

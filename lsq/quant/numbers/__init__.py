@@ -4,12 +4,11 @@ share a scale, how scales are stored and clips are measured.
 What products read today is described in lsq/quant/formats.py.
 """
 
-from lsq.quant.numbers.clips import METHODS
 from lsq.quant.numbers.codebooks import SOURCES, fit_codebook, lloyd_max, lloyd_max_distortion, nf4
 from lsq.quant.numbers.grains import Grain, as_matrix, grain
 from lsq.quant.numbers.names import NUMBERS, PRESETS, SCALES, number_format, scaled_format
 from lsq.quant.numbers.number import NumberFormat, signal_to_noise
-from lsq.quant.numbers.scaled import Encoded, FloatScales, PowerScales, ScaledFormat
+from lsq.quant.numbers.scaled import METHODS, Encoded, FloatScales, PowerScales, ScaledFormat
 from lsq.quant.numbers.tables import (
     fp4_e2m1,
     fp8_e4m3,

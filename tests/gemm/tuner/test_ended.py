@@ -104,7 +104,7 @@ def test_wrong_results_are_refused(trial, monkeypatch):
             made, arguments=tuple(32 if one == 64 else one for one in made.arguments)
         )
 
-    monkeypatch.setattr("lsq.ops.project.project_product", wrong)
+    monkeypatch.setattr("lsq.ops.project_cuda.project_product", wrong)
     assert "of its results are wrong" in trial.fault(tile())
 
 

@@ -7,8 +7,8 @@ import torch
 
 from lsq.quant import octav_clip
 from lsq.quant.calibration import _octav_fixed_point
-from lsq.quant.numbers import METHODS, clips, scaled_format, signal_to_noise
-from lsq.quant.numbers.clips import measure
+from lsq.quant.numbers import METHODS, scaled, scaled_format, signal_to_noise
+from lsq.quant.numbers.scaled import measure
 
 
 def quality(name: str, x: torch.Tensor, clip, **options) -> float:
@@ -152,6 +152,6 @@ def test_blocks_are_searched_as_if_each_were_alone(monkeypatch):
     for name in ("nvfp4", "vsquant4", "int8/block7x7"):
         form = scaled_format(name)
         expected = form.encode(x, "mse")
-        monkeypatch.setattr(clips, "TOGETHER", 1)
+        monkeypatch.setattr(scaled, "TOGETHER", 1)
         assert torch.equal(form.encode(x, "mse").codes, expected.codes)
         monkeypatch.undo()
