@@ -11,7 +11,6 @@ from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.programs import Vocabulary
 from lsq.native.launch import Product
-from lsq.program.operation import Operation
 from lsq.program.samples import placed
 from lsq.run.products import launched_by_operation, products_of
 from tests.emulator.emulated_cublaslt import emulated
