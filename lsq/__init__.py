@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lsq.config import QuantConfig
     from lsq.layers.memory import plan_memory
     from lsq.models import convert, freeze, revert
-    from lsq.observe import monitor
+    from lsq.observe.monitor import monitor
 
 __all__ = ["QuantConfig", "Translator", "convert", "freeze", "monitor", "plan_memory", "revert"]
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ _HOMES = {
     "Translator": "lsq.commands.translator",
     "convert": "lsq.models",
     "freeze": "lsq.models",
-    "monitor": "lsq.observe",
+    "monitor": "lsq.observe.monitor",
     "plan_memory": "lsq.layers.memory",
     "revert": "lsq.models",
 }

@@ -1,9 +1,11 @@
-"""The extras of lsq in pyproject.toml: their packages, and errors that say how to install them."""
+"""The extras of lsq in pyproject.toml, errors that say how to install them, and names of packages
+that are imported when they are first used."""
 
 import json
 import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -130,3 +132,19 @@ def _origin() -> dict:
         found.read_text("direct_url.json") for found in metadata.distributions(name=DISTRIBUTION)
     )
     return json.loads(next(filter(None, records), "{}"))
+
+
+def lazily(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the `__getattr__` of a package that imports its names when they are first used.
+
+    Args:
+        package: its `__name__`.
+        files: each name -> the module in the package that has it.
+    """
+
+    def getter(name: str) -> object:
+        if name in files:
+            return getattr(import_module(f"{package}.{files[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return getter

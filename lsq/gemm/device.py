@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 
 from lsq.files.json_file import check_text, check_whole, shown
-from lsq.native import compiler, processor
-from lsq.native.products import ProductLibrary, find_cublaslt
+from lsq.native import processor
 
 FORMAT = 2
 """Of the files."""
@@ -130,6 +129,8 @@ def here(kind: str = "cpu") -> Validators:
     if kind != "cuda":
         raise ValueError(f'kind is {kind!r}; allowed: "cpu", "cuda"')
     if not torch.cuda.is_available():
+        from lsq.native import compiler
+
         raise RuntimeError(f"torch sees no GPU here; {compiler.remedy()}, or use the CPU")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return CudaValidators(
@@ -149,6 +150,8 @@ def onednn_version() -> str:
 
 @functools.cache
 def _cublaslt_version() -> str:
+    from lsq.native.products import ProductLibrary, find_cublaslt  # for GPUs alone
+
     library = ProductLibrary(find_cublaslt())
     try:
         return library.version()

@@ -1,7 +1,8 @@
 """PyTorch modules whose projections run in int8, imported when they are first used."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lsq.extras import lazily
 
 if TYPE_CHECKING:
     from lsq.layers.attention import MultiheadAttention
@@ -43,9 +44,4 @@ __all__ = [
     "pack_time_major",
     "unpack_time_major",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name in _FILES:
-        return getattr(import_module(f"lsq.layers.{_FILES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _FILES)

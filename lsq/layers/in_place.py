@@ -37,6 +37,13 @@ class InPlace(ProgramModule):
         """
         raise NotImplementedError
 
+    def finish_conversion(self, check: bool) -> None:
+        """End a conversion that cannot fail any more.
+
+        Args:
+            check: whether the first pass is compared with the float module's, where that is known.
+        """
+
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield the path, the module and the name there of each parameter that one of the program's
         is made of."""

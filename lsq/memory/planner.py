@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy
 
-from lsq.memory import exact
 from lsq.memory.buffer import LARGEST, Buffer, Plan, fixed_offsets, live_load, lower_bound
 from lsq.memory.placement import Placement, capacity_of, place
 from lsq.memory.validator import check, overlaps
@@ -103,6 +102,8 @@ def plan(
         if method == "exact":
             left = start + time_limit - time.perf_counter()
             loads = busiest_loads(occupying)
+            from lsq.memory import exact  # for `lsq plan` alone
+
             placement = exact.improve(occupying, loads, placement, target, left, progress)
         capacities = placement.used
     names = [buffer.name for buffer in occupying]

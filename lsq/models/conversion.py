@@ -14,7 +14,6 @@ from lsq.layers.coded_weight import CodedWeight, decode_all
 from lsq.layers.in_place import InPlace
 from lsq.layers.model_formats import check_patterns
 from lsq.models.clips import clip_names, keep_apart, warn_without_clips
-from lsq.models.fused_layer import FusedLayer
 from lsq.models.report import Layer, Report, Whole
 from lsq.models.selection import Skip, conversions, stacks_of
 from lsq.run import shards
@@ -108,9 +107,9 @@ def convert(
         _name_classes(model)
         keep_apart(model)
         check_patterns(model, quant)
-        for module in (one.module for one in layers if isinstance(one.module, FusedLayer)):
-            module.compared = not check
-            module.join()  # moves parameters, so nothing fails after it
+        for one in layers:
+            if one.kind is not None:
+                one.module.finish_conversion(check)
     if quant.learned:
         warn_without_clips(model)
     return report

@@ -1,11 +1,26 @@
 """Looks at the quantisers of a model: what each rounds (`observe`, `Signals`), and the noise of
-whole modules (`monitor`)."""
+whole modules (`lsq.monitor`)."""
 
-from lsq.observe.monitor import Monitor, monitor
-from lsq.observe.noise import Bounds, Reading
-from lsq.observe.signals import Signals
-from lsq.observe.statistics import TensorStatistics, mean_squares, observe, quantized_tensors
+from typing import TYPE_CHECKING
 
+from lsq.extras import lazily
+
+if TYPE_CHECKING:
+    from lsq.observe.monitor import Monitor
+    from lsq.observe.noise import Bounds, Reading
+    from lsq.observe.signals import Signals
+    from lsq.observe.statistics import TensorStatistics, mean_squares, observe, quantized_tensors
+
+_FILES = {
+    "Monitor": "monitor",
+    "Bounds": "noise",
+    "Reading": "noise",
+    "Signals": "signals",
+    "TensorStatistics": "statistics",
+    "mean_squares": "statistics",
+    "observe": "statistics",
+    "quantized_tensors": "statistics",
+}
 __all__ = [
     "Bounds",
     "Monitor",
@@ -13,7 +28,7 @@ __all__ = [
     "Signals",
     "TensorStatistics",
     "mean_squares",
-    "monitor",
     "observe",
     "quantized_tensors",
 ]
+__getattr__ = lazily(__name__, _FILES)

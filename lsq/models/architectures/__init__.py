@@ -1,11 +1,16 @@
 """Layers of transformers and PyTorch that have a program, an architecture a file."""
 
+from __future__ import annotations
+
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lsq.layers.in_place import class_in_place
-from lsq.models.fused_layer import FusedLayer
+
+if TYPE_CHECKING:
+    from lsq.models.fused_layer import FusedLayer
 
 LAYERS = {
     **dict.fromkeys(
