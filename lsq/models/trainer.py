@@ -201,10 +201,10 @@ class LsqCallback(TrainerCallback, ExportableState):
         """Count a step of the monitor."""
         if self.monitor is None:
             return
-        fallen, readings = len(self.monitor.fallen), self.monitor.readings
+        fallen, readings = len(self.monitor.in_floats), self.monitor.readings
         self.monitor.step()
         self._looked |= self.monitor.readings is not readings
-        if self.largest_batch is not None and len(self.monitor.fallen) > fallen:
+        if self.largest_batch is not None and len(self.monitor.in_floats) > fallen:
             _plan_batch(_trainer_around(), self.largest_batch, self.memory)
 
     def on_log(

@@ -101,7 +101,7 @@ class Monitor:
         self._arm()
 
     @property
-    def fallen(self) -> tuple[str, ...]:
+    def in_floats(self) -> tuple[str, ...]:
         """Names of the modules that go on in floats, also by a checkpoint."""
         return tuple(
             name for name, module in self._modules().items() if module.schedule.float_fallback
@@ -110,7 +110,7 @@ class Monitor:
     def figures(self, *, every_module: bool) -> dict[str, float]:
         """Summarise the last look: the least signal-to-noise of each quantity in dB, of each module
         as well where wanted, and how many modules are in floats."""
-        figures = {"lsq/modules_in_floats": float(len(self.fallen))}
+        figures = {"lsq/modules_in_floats": float(len(self.in_floats))}
         for name, reading in self.readings.items():
             for quantity, value in reading.values().items():
                 least = f"lsq/{quantity}_signal_to_noise"
@@ -121,7 +121,7 @@ class Monitor:
 
     def __str__(self) -> str:
         """The last readings, the worst of modules that differ by numbers in their names alone."""
-        outcome = f"{len(self.fallen)} of {len(self._modules())} modules go on in floats"
+        outcome = f"{len(self.in_floats)} of {len(self._modules())} modules go on in floats"
         if not self.readings:
             due = self._every * (self.steps // self._every + 1)
             return (
@@ -273,7 +273,7 @@ class Monitor:
             self._warn(
                 name,
                 broken,
-                f"it goes on in floats, as {len(self.fallen)} of {len(self._modules())} modules",
+                f"it goes on in floats, as {len(self.in_floats)} of {len(self._modules())} modules",
             )
         elif name not in self._warned:
             self._warned.add(name)
@@ -309,7 +309,7 @@ class Monitor:
         for name, reading in self.readings.items():
             for kind, value in reading.values().items():
                 self._writer.add_scalar(f"signal_to_noise/{kind}/{name}", value, self.steps)
-        self._writer.add_scalar("signal_to_noise/modules_in_floats", len(self.fallen), self.steps)
+        self._writer.add_scalar("signal_to_noise/modules_in_floats", len(self.in_floats), self.steps)
 
 
 monitor = Monitor

@@ -158,7 +158,7 @@ def test_noise_is_watched_and_logged(tmp_path, caplog):
     )
     assert [found[step]["lsq/modules_in_floats"] for step in (1, 3, 5)] == [0, 3, 3]
     assert sum("memory (planned)" in record.getMessage() for record in caplog.records) == 2
-    assert watched.monitor.fallen == ("transformer.h.0", "transformer.h.1", "lm_head")
+    assert watched.monitor.in_floats == ("transformer.h.0", "transformer.h.1", "lm_head")
 
 
 @pytest.mark.thorough
@@ -175,7 +175,7 @@ def test_a_watched_training_goes_on_bit_for_bit(tmp_path):
     later.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert losses(later) == losses(whole) and same_states(later.model, whole.model)
     (callback,) = [one for one in later.callback_handler.callbacks if isinstance(one, LsqCallback)]
-    assert callback.monitor.steps == 8 and len(callback.monitor.fallen) == 3
+    assert callback.monitor.steps == 8 and len(callback.monitor.in_floats) == 3
     state = LsqCallback(monitor=options).state()["args"]
     assert (
         json.loads(json.dumps(state)) == state

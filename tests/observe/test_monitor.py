@@ -56,7 +56,7 @@ def test_outliers_of_a_gated_block_are_caught(caplog):
     monitor = lsq.monitor(model, every=3)
     with caplog.at_level(logging.WARNING, "lsq"):
         losses = train(model, monitor, 16)
-    assert monitor.fallen == (DOWN,)
+    assert monitor.in_floats == (DOWN,)
     assert losses[-1] < losses[0] - 0.5
     (record,) = (one for one in caplog.records if one.name.startswith("lsq.observe"))
     assert record.message.startswith(f"step 6, {DOWN}: ") and " dB, below " in record.message
@@ -68,7 +68,7 @@ def test_a_model_without_outliers_stays_as_it_is(caplog):
     monitor = lsq.monitor(model, every=2)
     with caplog.at_level(logging.WARNING, "lsq"):
         train(model, monitor, 16)
-    assert not monitor.fallen and not caplog.records
+    assert not monitor.in_floats and not caplog.records
     assert len(monitor.readings) == 7
     assert all(set(one.values()) == set(QUANTITIES) for one in monitor.readings.values())
 
@@ -78,7 +78,7 @@ def test_only_warned_once(caplog):
     monitor = lsq.monitor(model, every=1, patience=1, bounds=ALL_BELOW, fall_back=False)
     with caplog.at_level(logging.WARNING, "lsq"):
         train(model, monitor, 3)
-    assert not monitor.fallen
+    assert not monitor.in_floats
     assert len(caplog.records) == 7 and all(
         "by a look; it stays in int8" in one.message for one in caplog.records
     )
@@ -92,9 +92,9 @@ def test_patience_wants_looks_in_a_row():
     train(model, monitor, 1)
     monitor._bounds = ALL_BELOW
     train(model, monitor, 2)
-    assert not monitor.fallen
+    assert not monitor.in_floats
     train(model, monitor, 1)
-    assert len(monitor.fallen) == 7
+    assert len(monitor.in_floats) == 7
     train(model, monitor, 1)
     assert not monitor.readings
 
@@ -198,7 +198,7 @@ def test_frozen_layers_and_a_module_that_is_there_twice():
     assert found[DOWN] == set(QUANTITIES)
     assert "blocks.1.up" not in found and len(found) == 6
     train(model, monitor, 1)  # all in floats, the frozen ones, too
-    assert len(monitor.fallen) == 6
+    assert len(monitor.in_floats) == 6
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
@@ -226,7 +226,7 @@ def test_gradients_that_are_not_finite_say_nothing():
     monitor = lsq.monitor(model, every=1, patience=1, bounds=Bounds(output=-math.inf))
     (loss_of(model, batch()) * math.inf).backward()
     monitor.step()
-    assert not monitor.fallen
+    assert not monitor.in_floats
     assert all(set(one.values()) == {"output"} for one in monitor.readings.values())
 
 
@@ -262,7 +262,7 @@ def test_whole_layers_and_their_planned_memory(caplog):
     with caplog.at_level(logging.WARNING, "lsq"):
         step().backward()
         monitor.step()
-    assert len(monitor.fallen) == 3
+    assert len(monitor.in_floats) == 3
     assert sum("planned memory is released" in one.message for one in caplog.records) == (
         memory is not None
     )
@@ -333,18 +333,18 @@ def test_a_training_goes_on_as_it_would_have():
     other.load_state_dict(state)
     other_monitor.load_state_dict(own)
     assert train(other, other_monitor, 4, first=3) == expected
-    assert monitor.fallen == other_monitor.fallen == (DOWN,)
+    assert monitor.in_floats == other_monitor.in_floats == (DOWN,)
 
 
 def test_a_checkpoint_brings_what_has_fallen_and_takes_it_away():
     before, after = fallen_model(), fallen_model(DOWN)
     fresh = converted()
     fresh.load_state_dict(saved(after.state_dict()))
-    assert lsq.monitor(fresh).fallen == (DOWN,)
+    assert lsq.monitor(fresh).in_floats == (DOWN,)
     x = torch.randn(3, 128)
     assert torch.equal(fresh.get_submodule(DOWN)(x), after.get_submodule(DOWN)(x))
     fresh.load_state_dict(saved(before.state_dict()))
-    assert not lsq.monitor(fresh).fallen
+    assert not lsq.monitor(fresh).in_floats
     assert torch.equal(fresh.eval().get_submodule(DOWN)(x), before.eval().get_submodule(DOWN)(x))
 
 
@@ -368,7 +368,7 @@ def test_copies_are_in_floats_and_not_watched():
     twin = copy.deepcopy(model)
     train(twin, None, 1)
     monitor.step()
-    assert not monitor.readings and lsq.monitor(twin).fallen == (DOWN,)
+    assert not monitor.readings and lsq.monitor(twin).in_floats == (DOWN,)
 
 
 # Mistakes

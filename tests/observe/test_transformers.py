@@ -52,7 +52,7 @@ def test_outliers_in_a_fused_layer_are_caught():
     model = llama(1.0, 1000.0)
     monitor = lsq.monitor(model, every=2)
     losses = train(model, monitor, 14)
-    assert monitor.fallen == ("model.layers.1",)
+    assert monitor.in_floats == ("model.layers.1",)
     assert set(monitor.readings) == {"model.layers.0", "lm_head"}
     assert losses[-1] < losses[0]
     layer, tokens = model.model.layers[1], batch()[:2]
@@ -67,6 +67,6 @@ def test_outliers_in_a_fused_layer_are_caught():
     assert generated.shape == (2, 9)
     fresh = llama(1.0, 1.0)
     fresh.load_state_dict(model.state_dict())
-    assert lsq.monitor(fresh).fallen == monitor.fallen
+    assert lsq.monitor(fresh).in_floats == monitor.in_floats
     with torch.no_grad():
         torch.testing.assert_close(fresh.eval()(tokens).logits, found, rtol=1e-5, atol=1e-5)

@@ -42,7 +42,7 @@ def parallel(rank: int) -> dict:
         monitor._see = noisy
     losses = trained(DistributedDataParallel(model), monitor, 6, rank)
     return {
-        "fallen": monitor.fallen,
+        "fallen": monitor.in_floats,
         "readings": {k: one.values() for k, one in monitor.readings.items()},
         "weight": model.get_submodule(UP).weight.detach(),
         "losses": losses,
@@ -67,7 +67,7 @@ def sharded(rank: int) -> dict:
     trained(model, monitor, 2, rank)
     readings = {name: one.values() for name, one in monitor.readings.items()}
     trained(model, monitor, 1, rank)
-    fallen = monitor.fallen
+    fallen = monitor.in_floats
     losses = trained(model, monitor, 3, rank)
     distributed.barrier()
     return {"readings": readings, "fallen": fallen, "losses": losses}
