@@ -15,13 +15,13 @@ from pathlib import Path
 
 from lsq.commands import cli
 from lsq.native import loader, runtime
-from lsq.run import backends
+from lsq.run import cuda
 
 
 def main(folder: Path, commands: list[list[str]]) -> int:
     """Run command lines up to the first that fails; its exit status, else 0."""
     loader._FOLDER, runtime.LIBRARY = folder, folder / runtime.LIBRARY.name
-    backends.emulated_device = partial(backends.emulated_device, True)
+    cuda.emulated_device = partial(cuda.emulated_device, True)
     status = 0
     for command in commands:
         status = status or cli.main(command)
