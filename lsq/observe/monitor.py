@@ -309,7 +309,9 @@ class Monitor:
         for name, reading in self.readings.items():
             for kind, value in reading.values().items():
                 self._writer.add_scalar(f"signal_to_noise/{kind}/{name}", value, self.steps)
-        self._writer.add_scalar("signal_to_noise/modules_in_floats", len(self.in_floats), self.steps)
+        self._writer.add_scalar(
+            "signal_to_noise/modules_in_floats", len(self.in_floats), self.steps
+        )
 
 
 monitor = Monitor
