@@ -30,10 +30,7 @@ INT8 = [*LSQ, "--lsq-backward", "int8"]
 SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
     "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
-    "lsq int8, backward float32": {
-        "arguments": [*LSQ, "--lsq-backward", "float"],
-        "modes": True,
-    },
+    "lsq int8, backward float32": {"arguments": [*LSQ, "--lsq-backward", "float"], "modes": True},
     "lsq int8, backward int8": {"arguments": INT8, "modes": True},
 }
 GRADIENTS = "exist", "none"

@@ -43,11 +43,7 @@ EXTRAS = {
     ),
     "serve": Extra(
         "translations over HTTP, `lsq serve`",
-        {
-            "uvicorn": "uvicorn",
-            "starlette": "starlette",
-            "prometheus-client": "prometheus_client",
-        },
+        {"uvicorn": "uvicorn", "starlette": "starlette", "prometheus-client": "prometheus_client"},
     ),
     "study": Extra(
         "tables, pictures and TensorBoard",

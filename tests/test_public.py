@@ -12,8 +12,7 @@ from lsq.study import measure, sensitivity
 
 
 @pytest.mark.parametrize(
-    ("package", "name"),
-    [("optim", "Adam"), ("dist", "GradientConfig"), ("models", "convert")],
+    ("package", "name"), [("optim", "Adam"), ("dist", "GradientConfig"), ("models", "convert")]
 )
 def test_packages_are_imported_when_they_are_used_first(package, name):
     """By `__getattr__`, which Python asks for what nobody has imported yet."""

@@ -101,10 +101,7 @@ def test_a_converted_layer_computes_the_reference(shape, clips):
 def test_whole_numbers_and_halves():
     """Under clips of 127 whole numbers are their own codes, and the product has no error at all."""
     layer = QuantizedLinear(
-        16,
-        16,
-        bias=False,
-        quant=QuantConfig(clip_init="fixed", activation_clip=127.0),
+        16, 16, bias=False, quant=QuantConfig(clip_init="fixed", activation_clip=127.0)
     )
     halves = torch.arange(-128.0, 128.0, 0.5).view(
         2, 16, 16

@@ -162,9 +162,7 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):
         # PyTorch takes seconds to import, and is there already
-        from lsq.dist.roll_call import (
-            ExchangeFailed,
-        )
+        from lsq.dist.roll_call import ExchangeFailed
         from lsq.native.shared_library import LibraryError
 
         if isinstance(error, (ExchangeFailed, LibraryError)):

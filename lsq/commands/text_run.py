@@ -162,10 +162,7 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
     done = folder.updates()
     if not done and (other := newest_sound(model / LAST)) and "--restore-file" not in options.extra:
         # written whole before the process or the disk failed
-        arguments += [
-            "--restore-file",
-            str(other),
-        ]
+        arguments += ["--restore-file", str(other)]
         done = updates_of(other)
     say(
         f"{folder.name}: {f'going on from update {done}' if done else 'training'}; the log is"

@@ -189,11 +189,7 @@ def gpu_trials(*, exhaustive: bool = False, cache: int | None = None) -> Trials:
     """
     current = gpu(torch.cuda.current_device(), first_candidate)
     return CublasBackend(
-        current.products,
-        device=current,
-        operations=OPERATIONS,
-        exhaustive=exhaustive,
-        cache=cache,
+        current.products, device=current, operations=OPERATIONS, exhaustive=exhaustive, cache=cache
     ).trial
 
 

@@ -11,9 +11,5 @@ if TYPE_CHECKING:
 __all__ = ["GradientCompression", "GradientConfig", "compress_gradients"]
 __getattr__ = lazily(
     __name__,
-    {
-        "GradientCompression": "hooks",
-        "GradientConfig": "config",
-        "compress_gradients": "hooks",
-    },
+    {"GradientCompression": "hooks", "GradientConfig": "config", "compress_gradients": "hooks"},
 )

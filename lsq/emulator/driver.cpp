@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,8 @@ struct Module {
     Context* context;
     std::map<std::string, Function> functions;
 };
+
+std::map<Module*, std::unique_ptr<Module>> modules;  // the loaded ones
 
 bool too_large(Index size, unsigned x, unsigned y, unsigned z) {
     return !size.x || !size.y || !size.z || size.x > x || size.y > y || size.z > z;
@@ -101,14 +104,17 @@ DRIVER cuModuleLoadData(Module** module, const void* image) {
         }
         void* library = dlopen(text + sizeof MAGIC - 1, RTLD_NOW | RTLD_LOCAL);
         if (!library) fail(INVALID_IMAGE, dlerror());
-        *module = new Module{library, &context, {}};
+        auto made = std::make_unique<Module>(Module{library, &context, {}});
+        *module = made.get();
+        modules.emplace(*module, std::move(made));
     });
 }
 
 DRIVER cuModuleUnload(Module* module) {
-    dlclose(module->library);
-    delete module;
-    return SUCCESS;
+    return guarded([&] {
+        dlclose(module->library);
+        modules.erase(module);
+    });
 }
 
 DRIVER cuModuleGetFunction(Function** function, Module* module, const char* name) {

@@ -31,11 +31,7 @@ ADDRESS_MULTIPLE = 16
 LAYOUTS = ("nt", "nn", "tt", "tn")
 """First letter: a lies as [M, K] ("n") or [K, M] ("t"); second: b lies as [K, N] ("n") or [N, K]
 ("t")."""
-OUTS = {
-    "int8": ("int32", "int8"),
-    "bfloat16": ("bfloat16", "float32"),
-    "float32": ("float32",),
-}
+OUTS = {"int8": ("int32", "int8"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
 """dtype of the operands -> dtypes of the result."""
 ALPHAS = ("one", "scalar", "vector")
 """Scale of the result: none; a float; float32 [N] on the device, for int8 to int8."""

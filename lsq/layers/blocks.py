@@ -449,13 +449,7 @@ def between(
     block's (pre-norm)."""
     name = following if config.pre_norm else own
     normed = norm(
-        builder,
-        config,
-        before.floats,
-        update,
-        name=name,
-        clip=clip,
-        keep_float=not config.pre_norm,
+        builder, config, before.floats, update, name=name, clip=clip, keep_float=not config.pre_norm
     )
     return Residual(floats=normed.z if config.pre_norm else normed.out, rows=normed.rows)
 

@@ -122,11 +122,7 @@ class _Worker:
 
 
 def search(
-    buffers: Sequence[Buffer],
-    loads: Sequence[int],
-    capacity: int,
-    deadline: float,
-    worker: _Worker,
+    buffers: Sequence[Buffer], loads: Sequence[int], capacity: int, deadline: float, worker: _Worker
 ) -> Placement | None:
     """A placement of at most `capacity` bytes; None: there is none, or the deadline came first."""
     smallest = capacity // SMALL_SHARE

@@ -27,13 +27,7 @@ from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.models.adapters import Adapted, adapted, block_matrix
-from lsq.models.batch import (
-    causal,
-    encoder_packing_of,
-    everything,
-    packing_of,
-    rotation_of,
-)
+from lsq.models.batch import causal, encoder_packing_of, everything, packing_of, rotation_of
 from lsq.models.comparison import compare
 from lsq.models.exact import (
     RECORDER,

@@ -147,11 +147,7 @@ def test_a_language_model(lsq_export, corpus, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("target", export.TARGETS)
 def test_formats_by_patterns_are_refused_as_they_were_given(
-    lsq_export,
-    output,
-    tmp_path,
-    monkeypatch,
-    target,
+    lsq_export, output, tmp_path, monkeypatch, target
 ):
     path, formats = tmp_path / "mixed.pt", "int8,*fc2*=nvfp4,encoder.*=float32"
     state = torch.load(output / "int8" / CHECKPOINT)

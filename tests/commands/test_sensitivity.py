@@ -86,10 +86,7 @@ def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatc
 
 
 def test_beginning_anew_loses_nothing_before_something_is_measured(
-    lsq_sensitivity,
-    output,
-    tmp_path,
-    monkeypatch,
+    lsq_sensitivity, output, tmp_path, monkeypatch
 ):
     path = tmp_path / "out" / sensitivity.JSON
     assert lsq_sensitivity(output, *FEW)[0] == 0

@@ -22,10 +22,7 @@ TINY = (
     " --encoder-attention-heads 4 --decoder-attention-heads 4"
 ).split()
 GPU_FILE = file(
-    entry(64, configuration=tile()),
-    entry(32, configuration=tile()),
-    cublas_entry(),
-    validators=GPU,
+    entry(64, configuration=tile()), entry(32, configuration=tile()), cublas_entry(), validators=GPU
 )
 
 

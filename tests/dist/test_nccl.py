@@ -20,11 +20,7 @@ SIZES = (1, 1000, 20011)
 
 def averages(rank: int) -> list[torch.Tensor]:
     world, scratch = distributed.group.WORLD, Scratch(GPU)
-    ways = (
-        TwoHop(world, scratch),
-        TwoHop(world, scratch, world),
-        GCQ(world, scratch),
-    )
+    ways = (TwoHop(world, scratch), TwoHop(world, scratch, world), GCQ(world, scratch))
     results = []
     for size in SIZES:
         for way in ways:

@@ -128,16 +128,10 @@ def test_shared_memory_starts_as_nan_in_every_block():
         ("divergent_barrier", r"and 39 more: wait at __syncthreads \(.*and 23 more finished"),
         ("two_barriers", r"reach the same __syncthreads: .*\(32, 0, 0\) and 31 more: wait"),
         ("finished_lane", r"thread .* wait at __ballot_sync \(faulty.cu:\d+, mask 0xffffffff\)"),
-        (
-            "different_masks",
-            r"calls __shfl_sync .* with mask 0x.*, but is itself lane \d+, which",
-        ),
+        ("different_masks", r"calls __shfl_sync .* with mask 0x.*, but is itself lane \d+, which"),
         ("other_lanes_mask", r"calls __any_sync \(.*\) with mask 0xff, but is itself lane"),
         ("different_functions", r"the same mask and function: thread .* __all_sync .* __syncwarp"),
-        (
-            "source_not_named",
-            r"reads lane 20 by __shfl_sync .*, which its mask 0xffff does not",
-        ),
+        ("source_not_named", r"reads lane 20 by __shfl_sync .*, which its mask 0xffff does not"),
     ],
 )
 def test_faults_of_synchronization(kernel, message, order):

@@ -157,10 +157,7 @@ def test_copies_arrive_in_groups(order, size):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (
-            1,
-            r"reads shared memory that a copy of thread \d+ still .*, after it waited",
-        ),
+        (1, r"reads shared memory that a copy of thread \d+ still .*, after it waited"),
         (2, rf"shared memory that ({STILL}|warp \d (wrote|read) with no __syncthreads)"),
         (3, rf"writes shared memory that {STILL}"),
         (4, rf"writes shared memory that {STILL}"),

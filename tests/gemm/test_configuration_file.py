@@ -15,18 +15,7 @@ import pytest
 from lsq.files import json_file
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration_file import ConfigurationFile, read, write
-from tests.gemm.tuned import (
-    CPU,
-    GPU,
-    TIMES,
-    Machine,
-    cublas,
-    cublas_entry,
-    entry,
-    file,
-    rows,
-    tile,
-)
+from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, rows, tile
 
 CPU_FILE = file(
     entry(8),

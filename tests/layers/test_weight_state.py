@@ -100,11 +100,7 @@ def test_codes_are_kept_while_nothing_changes(monkeypatch):
 
 
 def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
-    layer, x, original = (
-        linear(clip_init="fixed").eval(),
-        torch.randn(3, 16),
-        RoundWeight.cpu,
-    )
+    layer, x, original = (linear(clip_init="fixed").eval(), torch.randn(3, 16), RoundWeight.cpu)
     nested = []
 
     def cpu(operation):

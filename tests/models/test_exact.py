@@ -13,15 +13,7 @@ from torch import nn
 import lsq
 from lsq.config import QuantConfig
 from tests.models.architectures.test_llama import MAKERS, SHAPE
-from tests.models.checks import (
-    FLOAT,
-    WORDS,
-    fused,
-    made,
-    right_padded,
-    transformers,
-    words,
-)
+from tests.models.checks import FLOAT, WORDS, fused, made, right_padded, transformers, words
 
 llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 bert = pytest.importorskip("transformers.models.bert.modeling_bert")

@@ -135,19 +135,7 @@ def test_floats_go_one_by_one(monkeypatch):
     monkeypatch.setattr(frozen, "encoded", encoded)
     lsq.freeze(model)
     # queries, keys and values are one, and the head is last
-    assert there == [
-        14,
-        11,
-        10,
-        9,
-        8,
-        7,
-        4,
-        3,
-        2,
-        1,
-        0,
-    ]
+    assert there == [14, 11, 10, 9, 8, 7, 4, 3, 2, 1, 0]
     assert not any(one() is not None for one in floats)
 
 

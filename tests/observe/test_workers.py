@@ -87,9 +87,6 @@ def test_shards():
     for name, values in alone(0).items():  # of one of the two batches, beside the least of both
         for kind, value in values.items():
             # as far as two batches differ
-            assert abs(first["readings"][name][kind] - value) < 15, (
-                name,
-                kind,
-            )
+            assert abs(first["readings"][name][kind] - value) < 15, (name, kind)
     assert len(first["fallen"]) == len(second["fallen"]) == 7
     assert first["losses"][-1] < first["losses"][0]

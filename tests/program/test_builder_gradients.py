@@ -159,10 +159,7 @@ def test_no_two_roundings_share_random_words():
         x = project(b, rounded(b, x, name + "_x"), name, (16, 16))
     b.output(x)
     # where a gradient is made, and where one of a weight is
-    names = (
-        "rounded.subsequence",
-        "subsequence",
-    )
+    names = ("rounded.subsequence", "subsequence")
     found = [
         operation.attributes().get(name) for operation in b.build().operations for name in names
     ]

@@ -21,11 +21,7 @@ def builder(
 ) -> LayerBuilder:
     """An empty program called tiny."""
     return LayerBuilder(
-        "tiny",
-        quant,
-        training=training,
-        backward=backward,
-        backend=where or backend("cpu"),
+        "tiny", quant, training=training, backward=backward, backend=where or backend("cpu")
     )
 
 

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.quant import (
-    SMALLEST_CLIP,
-    calibrate,
-    check_clip,
-    maximum_code,
-    octav_clip,
-)
+from lsq.quant import SMALLEST_CLIP, calibrate, check_clip, maximum_code, octav_clip
 from lsq.quant.calibration import _octav_fixed_point
 from tests.quant.fake import fake_quantize
 

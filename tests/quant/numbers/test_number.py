@@ -92,12 +92,7 @@ def test_widths():
     assert [number_format(f"int{bits}").bits for bits in range(2, 9)] == [2, 3, 4, 5, 6, 7, 8]
     assert {
         name: number_format(name).bits for name in ("fp4-e2m1", "log4.3", "nf4", "ternary")
-    } == {
-        "fp4-e2m1": 4,
-        "log4.3": 8,
-        "nf4": 4,
-        "ternary": 1.6,
-    }
+    } == {"fp4-e2m1": 4, "log4.3": 8, "nf4": 4, "ternary": 1.6}
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
