@@ -24,8 +24,7 @@ class Arena:
     """The bytes of a plan.
 
     On the CPU they are untouched address space: the system gives memory to the pages that are
-    written, once, and they stay. They are given back when the arena and every tensor in it are
-    gone.
+    written, once. It is given back when the arena and every tensor in it are gone.
 
     Args:
         size: bytes.
@@ -83,8 +82,7 @@ class Arena:
         if offset < 0 or offset + size > self.size or offset % dtype.itemsize:
             raise ValueError(
                 f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit"
-                " an arena of "
-                f"{self.size} bytes"
+                f" an arena of {self.size} bytes"
             )
 
 
@@ -114,8 +112,7 @@ def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(
             f"the system gives no address space for a plan of {capacity} bytes ({error.strerror});"
-            " plan for smaller "
-            "batches or shorter sentences, or train without a plan"
+            " plan for smaller batches or shorter sentences, or train without a plan"
         ) from error
     if LINUX:
         for advice in (mmap.MADV_HUGEPAGE, *([WIPE_ON_FORK] if wiped_on_fork else [])):
