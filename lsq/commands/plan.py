@@ -15,10 +15,9 @@ from lsq.commands.options import (
     positive,
     seconds,
 )
-from lsq.memory.buffer import Buffer, Plan
 from lsq.memory.files import read_buffers, save_plan, write_plan
 from lsq.memory.picture import alive_at_peak, draw
-from lsq.memory.planner import METHODS, TIME_LIMIT, plan
+from lsq.memory.planner import METHODS, TIME_LIMIT, Buffer, Plan, plan
 
 SHOWN = 10
 """Buffers that are listed."""

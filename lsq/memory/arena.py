@@ -14,8 +14,7 @@ HUGE_PAGE = 2 << 20
 """Bytes of the pages that arenas of the CPU ask for: fewer page faults and address cache misses."""
 LINUX = sys.platform == "linux"
 NO_RESERVE = 0x4000 if LINUX else 0
-"""MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than the machine's memory,
-if no batch is."""
+"""MAP_NORESERVE: a plan may be larger than the machine's memory, if no batch is."""
 WIPE_ON_FORK = 18
 """MADV_WIPEONFORK."""
 
@@ -68,8 +67,7 @@ class Arena:
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
     def release(self, offset: int, size: int) -> None:
-        """Give whole pages of `size` bytes from `offset` on back to the system, on Linux; they are
-        zeros then."""
+        """Give whole pages of `size` bytes from `offset` on back to the system, on Linux."""
         if self._pages is None or not LINUX:
             return
         first = -(-(self._start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE

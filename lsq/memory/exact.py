@@ -1,9 +1,8 @@
 """The exact search of `plan`: which capacities to try, in which orders, and for how long.
 
-The search itself, depth first after Moffitt 2023 (MiniMalloc: A Lightweight Memory Allocator for
-Hardware-Accelerated Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. Its time
-depends on the order in which it tries buffers, with a heavy tail; so it restarts with other orders,
-each time with a larger budget.
+The search itself, depth first after Moffitt 2023 (MiniMalloc, ASPLOS), is C++:
+lsq/csrc/cpu/planner_search.cpp. Its time depends on the order in which it tries buffers, with a
+heavy tail; so it restarts with other orders, each time with a larger budget.
 """
 
 import random
@@ -13,19 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.memory.buffer import Buffer, lower_bound
-from lsq.memory.planner import fixed_offsets, peak_of, place, table
+from lsq.memory.planner import Buffer, fixed_offsets, lower_bound, peak_of, place, table
 from lsq.native import loader
 from lsq.native.shared_library import LibraryError
 
 MOST_BUFFERS = 4096
 """The search compares every pair of buffers; beyond so many, the smallest are set aside."""
 SMALL_SHARE = 2**14
-"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside, and placed afterwards where
-they fit."""
+"""Buffers below capacity / SMALL_SHARE are set aside, and placed afterwards where they fit."""
 FIRST_BUDGET = 4096
-"""Positions that the first round may try with each order; every further round may try twice as
-many."""
+"""Positions that the first round tries with each order; every further round tries twice as many."""
 NOISE = 0.4
 """Lives and sizes are shortened at random by up to this share where orders are varied."""
 WAIT = 0.1
@@ -42,7 +38,7 @@ def improve(
     seconds: float,
     progress: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Look for better offsets.
+    """Look for better offsets than the best known ones.
 
     Args:
         buffers: none of size 0.

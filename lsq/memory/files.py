@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lsq.files import write_text
-from lsq.memory.buffer import LARGEST, Buffer, Plan
+from lsq.memory.planner import LARGEST, Buffer, Plan
 
 REQUIRED = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset", "gaps")

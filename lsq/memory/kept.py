@@ -1,8 +1,7 @@
 """Memory that is kept between passes: a pool for tensors, rooms for what lives inside one pass.
 
-A training step makes and drops the same tensors again and again. The C library returns large ones
-to the system at once, which clears their pages before it gives them out again: a fifth of a ViT's
-step. Here pages stay.
+The C library returns large tensors to the system at once, which clears their pages before it gives
+them out again: a fifth of a ViT's step. Here pages stay.
 """
 
 import contextlib
@@ -20,8 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from lsq.memory.arena import Arena, tensor_in
-from lsq.memory.buffer import DEFAULT_ALIGNMENT, Buffer
-from lsq.memory.planner import plan
+from lsq.memory.planner import DEFAULT_ALIGNMENT, Buffer, plan
 
 SMALLEST = 1 << 18
 """Bytes of the smallest tensor that is kept; the C library keeps smaller ones itself."""
@@ -129,11 +127,9 @@ def _append(returned: deque[int], offset: int, _: weakref.ref) -> None:
 class Room:
     """Memory for workspaces, of which one is open at a time, by whoever holds `lock`.
 
-    Args:
-        device: its device.
-        lasting_bytes: address space of the CPU that stays, more than any workspace needs: all
-            workspaces begin at its first byte, which caches then know. 0: PyTorch's allocator gives
-            memory for each use of a workspace, and takes it back.
+    `lasting_bytes`: address space of the CPU that stays, more than any workspace needs: all
+    workspaces begin at its first byte, which caches then know. 0: PyTorch's allocator gives memory
+    for each use of a workspace, and takes it back.
 
     Raises:
         MemoryError: the system has not so much address space for this process.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lsq import extras
-from lsq.memory.buffer import Buffer, Plan, live_load
+from lsq.memory.planner import Buffer, Plan, live_load
 
 MEBIBYTE = 2**20
 COLOURED = 1000

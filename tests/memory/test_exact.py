@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lsq.memory import exact
-from lsq.memory.buffer import Buffer
-from lsq.memory.planner import busiest_loads, peak_of, plan
+from lsq.memory.planner import Buffer, busiest_loads, peak_of, plan
 from lsq.native import loader
 from tests.memory.instances import (
     assert_separate,

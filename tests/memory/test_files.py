@@ -4,9 +4,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lsq.memory.buffer import Buffer
 from lsq.memory.files import read_buffers, save_plan, write_plan
-from lsq.memory.planner import plan
+from lsq.memory.planner import Buffer, plan
 from tests.memory.instances import buffers_of, random_buffers
 
 
