@@ -119,5 +119,5 @@ def release_memory(model: nn.Module) -> None:
     require_model(model)
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.step_memory is not None:
-            module.step_memory.borrowed.copy_out()
+            module.step_memory.copy_out()
             module.step_memory = None

@@ -23,10 +23,11 @@ from lsq.program.tensor import VirtualTensor
 from lsq.run.frames import Frame, PreparedPass, Values, fresh
 from lsq.run.step import Borrow, StepPlan, signature
 
-ADVICE = (
-    "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan"
-    " (release_memory; LsqCallback without largest_batch; in fairseq --lsq-memory naive)"
+UNPLANNED = (
+    "train without a plan (release_memory; LsqCallback without largest_batch; in fairseq"
+    " --lsq-memory naive)"
 )
+ADVICE = f"rehearse the step as it is now (lsq.layers.memory.plan_memory), or {UNPLANNED}"
 CLASSES = 5
 PREPARED_KEPT = 2048
 """Prepared passes that a memory keeps, those used last; one takes about 30 KB."""
@@ -76,46 +77,6 @@ class BorrowedTensor:
         if self._memory() is not None and (tensor := self._tensor()) is not None:
             tensor.data = tensor.data.clone()
         return self._memory() is None
-
-
-class BorrowedTensors:
-    def __init__(self, arena: Arena):
-        self._arena = arena
-        self._open: list[BorrowedTensor] = []
-        # arenas are zeros in a forked process: gradients that it may read are moved
-        copy_out = weakref.WeakMethod(self.copy_out)
-        os.register_at_fork(before=lambda: (found := copy_out()) and found())
-
-    def borrow(self, offset: int, virtual: VirtualTensor, *options) -> torch.Tensor:
-        """A tensor at byte `offset` to give away; `options` as BorrowedTensor takes them."""
-        tensor, memory = self._arena.lend(offset, virtual.shape, virtual.dtype)
-        borrowed = BorrowedTensor(tensor, memory, *options)
-        self._open.append(borrowed)
-        # once backward() is through: until then hooks may still replace the gradient
-        if borrowed.leaf is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(borrowed.find_gradient)
-        return tensor
-
-    def copy_out(self, position: float = math.inf) -> None:
-        """Move what was borrowed until a pass before `position`, and is still held, to memory of
-        its own; views stay."""
-        self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
-
-    def end(self, position: float) -> None:
-        """Free the bytes of what was borrowed until a pass before `position`.
-
-        Raises:
-            RuntimeError: somebody holds a view of it.
-        """
-        self.copy_out(position)
-        held = next((one for one in self._open if one.until < position), None)
-        if held is not None:
-            raise RuntimeError(
-                f"{held.label} lies in planned memory that is needed again, and something still"
-                " holds a view of it; clone the views of results and gradients that you keep, or"
-                " train without a plan (release_memory; LsqCallback without largest_batch; in"
-                " fairseq --lsq-memory naive)"
-            )
 
 
 class PlannedFrame(Frame):
@@ -195,7 +156,7 @@ class PlannedFrame(Frame):
         borrow = self.memory.step.borrowed[self.node, index, number]
         leaf = borrow.leaf and self._leaves[borrow.leaf.name]
         label = f"{tensor.name} of {self.memory.names[self.node]}"
-        return self.memory.borrowed.borrow(offset, tensor, borrow, leaf, label)
+        return self.memory.borrow(offset, tensor, borrow, leaf, label)
 
     def offset(self, index: int, number: int) -> int | None:
         """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh
@@ -243,7 +204,10 @@ class StepMemory:
         self.names = names
         self.outside = outside
         self.arena = Arena(step.plan.peak, device)
-        self.borrowed = BorrowedTensors(self.arena)
+        self._open: list[BorrowedTensor] = []
+        # arenas are zeros in a forked process: gradients that it may read are moved
+        copy_out = weakref.WeakMethod(self.copy_out)
+        os.register_at_fork(before=lambda: (found := copy_out()) and found())
         self._owners = [weakref.ref(owner) for owner in owners]
         self.positions = {
             (each.node, each.backward): position for position, each in enumerate(step.passes)
@@ -358,8 +322,35 @@ class StepMemory:
         self.end_borrowed(math.inf)
         self._step_number += 1
 
+    def borrow(self, offset: int, virtual: VirtualTensor, *options) -> torch.Tensor:
+        """A tensor at byte `offset` to give away; `options` as BorrowedTensor takes them."""
+        tensor, memory = self.arena.lend(offset, virtual.shape, virtual.dtype)
+        borrowed = BorrowedTensor(tensor, memory, *options)
+        self._open.append(borrowed)
+        # once backward() is through: until then hooks may still replace the gradient
+        if borrowed.leaf is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(borrowed.find_gradient)
+        return tensor
+
+    def copy_out(self, position: float = math.inf) -> None:
+        """Move what was borrowed until a pass before `position`, and is still held, to memory of
+        its own; views stay."""
+        self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
+
     def end_borrowed(self, position: float) -> None:
-        self.borrowed.end(position)
+        """Free the bytes of what was borrowed until a pass before `position`.
+
+        Raises:
+            RuntimeError: somebody holds a view of it.
+        """
+        self.copy_out(position)
+        held = next((one for one in self._open if one.until < position), None)
+        if held is not None:
+            raise RuntimeError(
+                f"{held.label} lies in planned memory that is needed again, and something still"
+                " holds a view of it; clone the views of results and gradients that you keep, or"
+                f" {UNPLANNED}"
+            )
 
     def _begin_backward(self, frame: PlannedFrame, name: str) -> None:
         if frame.step_number != self._step_number:
