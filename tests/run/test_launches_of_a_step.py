@@ -8,7 +8,7 @@ from lsq import gemm
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.layers.programs import Mode, Table
 from lsq.native.launch import Product
 from lsq.run.cuda import AbsentGPU
 from lsq.run.products import launched
@@ -66,7 +66,6 @@ def test_an_encoder_layer():
 
 def test_a_step():
     """As docs/gpu.md says. What RoundWeight and the optimizer launch is not in programs."""
-    words = Vocabulary(words=32768, hidden=1024, padded=32768)
     table = Table(
         vocabulary=32768,
         hidden=1024,
@@ -80,7 +79,7 @@ def test_a_step():
         "encoder": programs.encoder_layer(BIG, SENTENCES, MODE),
         "decoder": programs.decoder_layer(BIG, SENTENCES, SENTENCES, MODE),
         "loss": programs.vocabulary_loss(
-            QUANT, SENTENCES.rows, words, MODE, padding=1, smoothing=0.1
+            QUANT, SENTENCES.rows, 32768, 1024, MODE, padding=1, smoothing=0.1
         ),
         "embedding": programs.embedding(QUANT, SENTENCES.rows, table, MODE),
     }
