@@ -35,8 +35,6 @@ LATE = (
 class Pass:
     """State that all logits of one pass share."""
 
-    parameters: tuple[torch.Tensor, ...]
-    """The head's."""
     made_with: int
     """The version of its weight."""
     counted: bool = False
@@ -77,8 +75,8 @@ class Logits(torch.Tensor):
         before: tuple[Logits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> Logits:
         if before is None:
-            origin = Pass(parameters=tuple(head.parameters()), made_with=head.weight._version)
-            made = _Projected.apply(cls, head, words, dtype, hidden, *origin.parameters)
+            origin = Pass(made_with=head.weight._version)
+            made = _Projected.apply(cls, head, words, dtype, hidden, *head.parameters())
         else:
             origin = before[0].origin
             made = _Changed.apply(cls, (*hidden.shape[:-1], words), dtype, *before)
