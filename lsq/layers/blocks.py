@@ -21,8 +21,7 @@ from lsq.ops.gated import Gated
 from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.residual_norm import NormalisedRows, ResidualNorm, ResidualSum
-from lsq.program.parameters import Kind, fan_in, xavier
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor, fan_in, xavier
 from lsq.program.values import Rows
 from lsq.quant import NORMALISED
 

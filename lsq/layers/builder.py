@@ -24,9 +24,8 @@ from lsq.ops.sums import finish_together
 from lsq.program.backend import Backend
 from lsq.program.builder import Builder
 from lsq.program.operation import Operation
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 from lsq.program.values import Coded, Rows
 from lsq.quant.numbers import Grain
 

@@ -11,8 +11,8 @@ from lsq.config import QuantConfig, check_dimension
 from lsq.layers.builder import Epilogue, Mode, cached
 from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.module import beside_the_graph, held, rows_of
-from lsq.program.parameters import fan_in
 from lsq.program.program import Program
+from lsq.program.tensor import fan_in
 
 ALONE = {"weight": ["weight"]}, {"input": ["input", "weight"]}
 """Names of the weights and activations of one product: see model_formats.tensor_names."""

@@ -10,9 +10,8 @@ from lsq.config import Fitted, LayerConfig, Names, QuantConfig
 from lsq.layers.builder import Mode
 from lsq.layers.clips import ClippedModule
 from lsq.ops.project import Project
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 from lsq.quant.numbers import ScaledFormat
 from lsq.run.backends import backend
 

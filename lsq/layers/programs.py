@@ -17,9 +17,8 @@ from lsq.ops.embedding import Embed
 from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.rounding import unpacked
 from lsq.ops.vocabulary_loss import VocabularyLoss
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 
 
 @cached

@@ -18,8 +18,7 @@ from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
 from lsq.run.backends import Backend
 from lsq.run.frames import Slot
-from lsq.run.parameter_state import WeightCodes, state_of
-from lsq.run.stamp import Stamp, checksum
+from lsq.run.parameter_state import Stamp, WeightCodes, checksum, state_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +63,7 @@ class WeightState:
     A weight that training changes is rounded in every pass, unless lsq.optim.Adam has rounded it in
     its step, into memory of that parameter and its clip: an earlier pass with others, as of
     torch.func.functional_call, may still await its backward pass. Other weights, and all in eval
-    mode, keep their codes until their stamp (lsq.run.stamp) says that weight or clip changed.
+    mode, keep their codes until their Stamp says that weight or clip changed.
 
     Args:
         sums: checksums of another state of the same weights.

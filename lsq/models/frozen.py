@@ -13,7 +13,7 @@ from lsq.layers.in_place import InPlace
 from lsq.layers.programs import padded_words
 from lsq.layers.weight_state import encoded
 from lsq.models.conversion import check_bare
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.quant import WeightFormat
 from lsq.run import parameter_state
 

@@ -49,7 +49,7 @@ TEXT = (
 )
 CSV = b"id,lower,upper,size\na,0,3,100\nb,1,4,64\n"
 COMMANDS = {
-    "plan": "plan given/b.csv --align 16 --method portfolio --cap 4096",
+    "plan": "plan given/b.csv --align 16 --method portfolio --capacity 4096",
     "tune": "tune --shapes given/p.csv --device cuda --beam 5 --max-tokens 64 --output t.json",
     "configs list": "configs list",
     "configs show": "configs show given/file.json",
