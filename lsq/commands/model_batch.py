@@ -1,17 +1,18 @@
 """A model by the path that a user gives, and its loss on a batch of text: for `lsq formats` and
 `lsq sensitivity`."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from lsq.commands import run_files
-from lsq.commands.options import count
+from lsq.commands.options import Count, File, Folder
 from lsq.text.corpus import read_lines, read_pairs
 
 LONGEST = 256
@@ -37,58 +38,34 @@ class ModelBatch:
     description: str
 
 
-def add_options(parser: ArgumentParser, formats: Sequence[str], words: int) -> None:
-    """Add the options that say which text, tensors and formats, and whether there is a progress
-    bar."""
-    parser.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="with --model: sentences, one a line, and a second file of translations for a model"
-        " that translates; without it, the validation data of the training",
-    )
-    parser.add_argument(
-        "--words",
-        type=count,
-        metavar="N",
-        help=f"with --model: of the text, about (default: {words})",
-    )
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="of a checkpoint as --model: its data folder"
-    )
-    parser.add_argument(
-        "--sentencepiece-model",
-        type=Path,
-        metavar="FILE",
-        help="of a checkpoint as --model, for --text",
-    )
-    parser.add_argument(
-        "--tensors",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="names of weights, with * and ?; without it, all",
-    )
-    parser.add_argument(
-        "--formats",
-        nargs="+",
-        default=list(formats),
-        metavar="FORMAT",
-        help="such as nvfp4 or int4/group16/uint4, see docs/numbers.md",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+class BatchOptions(Namespace):
+    """model and text"""
+
+    text: list[File] = []
+    """with --model: sentences, one a line, and a second file of translations for a model that
+    translates; without it, the validation data of the training"""
+    words: Count
+    """with --model: of the text, about"""
+    data: Folder | None = None
+    """of a checkpoint as --model: its data folder"""
+    sentencepiece_model: File | None = None
+    """of a checkpoint as --model, for --text"""
+    tensors: Annotated[list[str], "PATTERN"] = []
+    """names of weights, with * and ?; without it, all"""
+    formats: Annotated[list[str], "FORMAT"]
+    """such as nvfp4 or int4/group16/uint4, see docs/numbers.md"""
+    quiet: bool = False
+    """no progress bar"""
 
 
-def of_options(given: Namespace, words: int) -> ModelBatch:
+def of_options(given: Namespace) -> ModelBatch:
     """Load what the options describe, and say that it is measured."""
     batch = load(
         given.model,
         given.text,
         data=given.data,
         subwords=given.sentencepiece_model,
-        words=given.words or words,
+        words=given.words,
     )
     print(f"measuring {given.model}, {batch.description}")
     return batch
@@ -108,8 +85,7 @@ def load(
         path: a folder of transformers' with its tokenizer; or a run of `lsq train-text`, or a
             checkpoint of fairseq's with `data`.
         texts: a file with a sentence a line; for a model that translates also one of their
-            translations. Without any, a trained model takes its own validation data. The sentences
-            of the batch are spread over the files.
+            translations. Without any, a trained model takes its own validation data.
         data, subwords: of a checkpoint: the folder of its data, and sentencepiece's model.
         words: of the batch, about; at least one sentence.
 
@@ -137,10 +113,7 @@ def _spread(lengths: Sequence[int], words: int) -> list[int]:
 def _of_fairseq(
     path: Path, texts: Sequence[Path], data: Path | None, subwords: Path | None, words: int
 ) -> ModelBatch:
-    files = run_files.find(path, data, subwords)
-    from lsq.commands import trained  # it imports fairseq, which takes seconds
-
-    found = trained.load(files)
+    found = run_files.load(run_files.find(path, data, subwords))
     dataset = _own_data(found) if not texts else _pairs(found, texts)
     chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
     sample = dataset.collater([dataset[i] for i in chosen])

@@ -1,10 +1,8 @@
-"""`lsq numbers`: the built-in task.
-
-English number names to German, learnt in float and then in int8, and compared.
+"""`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8.
 
 No number that is tested is trained on. Both trainings are of the same model, from the same initial
-weights, with the
-same batches and dropout masks: what is left of their difference comes from int8, and from chance.
+weights, with the same batches and dropout masks: what is left of their difference comes from int8,
+and from chance.
 """
 
 import json
@@ -13,10 +11,10 @@ import random
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lsq.commands import device, stages, text_run, train_text, training_options
+from lsq.commands import launch, stages, text_run, train_text
 from lsq.commands.interruption import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
-from lsq.commands.options import check_writable, command_parser, positive
+from lsq.commands.options import Folder, Positive, check_writable, command_parser
 from lsq.commands.prepare import Prepared, say, text_option
 from lsq.commands.stages import Stage
 from lsq.commands.step_memory import step_memory
@@ -33,8 +31,8 @@ NUMBERS = "numbers"
 SAMPLES = 8
 """Translations that are shown."""
 VOCABULARY = {"size": 100, "coverage": 1.0, "max_length": 60}
-SIZES = {"--layers": 2, "--hidden": 128, "--feed-forward": 512, "--heads": 4, "--max-tokens": 2000}
-"""Options of `lsq train-text` that this command has as well, and their defaults here."""
+SIZES = ("--layers", "--hidden", "--feed-forward", "--heads", "--max-tokens")
+"""Options of `lsq train-text` that this command has as well."""
 TRAINING = {
     "--dropout": "0.1",
     "--lr": "0.002",
@@ -53,49 +51,44 @@ MOST_THREADS = 8
 """More are slower with models this small."""
 
 
+class Options(train_text.Sizes):
+    """Train two small translators of English number names into German, one in float32 and then one
+    in int8, with the same data, options, seed and threads; compare their speed, their memory and
+    their translations of numbers that neither has seen. Run the same command again to continue
+    after an interruption."""
+
+    output: Folder = Path("runs/numbers")
+    """where to write"""
+    updates: Positive = 550
+    """updates of the weights, in each run"""
+    train_pairs: Positive = 20000
+    """numbers to learn from"""
+    test_pairs: Positive = 500
+    """numbers to test with"""
+    max_tokens: Positive = 2000
+    """tokens in a batch, with padding"""
+    seed: int = 1
+    """seed of the numbers, the weights and the dropout"""
+    cpu: bool = False
+    """use no GPU"""
+    fairseq: bool = False
+    """also train fairseq's own model, which draws other weights and masks"""
+    threads: Positive = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    """threads of either training"""
+    quiet: bool = False
+    """no progress bars"""
+    layers, hidden, feed_forward, heads = 2, 128, 512, 4
+
+
 def parser() -> ArgumentParser:
-    """The command line of `lsq numbers`."""
-    made = command_parser(
-        "numbers",
-        "Train two small translators of English number names into German, one in float32 and"
-        " then one in int8, with"
-        " the same data, options, seed and threads; compare their speed, their memory and their"
-        " translations of"
-        " numbers that neither has seen. Run the same command again to continue after an"
-        " interruption.",
-    )
-    made.add_argument(
-        "--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write"
-    )
-    made.add_argument(
-        "--updates", type=positive, default=550, help="updates of the weights, in each run"
-    )
-    made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
-    made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
-    training_options.add(made, (*training_options.MODEL, *training_options.TRAINING), SIZES)
-    made.add_argument(
-        "--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout"
-    )
-    cores = len(os.sched_getaffinity(0))
-    made.add_argument("--cpu", action="store_true", help="use no GPU")
-    made.add_argument(
-        "--fairseq",
-        action="store_true",
-        help="also train fairseq's own model, which draws other weights and masks",
-    )
-    device.add_options(made)
-    made.add_argument(
-        "--threads",
-        type=positive,
-        default=min(cores, MOST_THREADS),
-        help="threads of either training",
-    )
-    made.add_argument("--quiet", action="store_true", help="no progress bars")
+    """Make the parser of `lsq numbers`."""
+    made = command_parser("numbers", Options)
+    launch.add_device_options(made)
     return made
 
 
 def train_text_arguments(given: Namespace, files: TextFiles, name: str) -> list[str]:
-    """The command line of `lsq train-text` for the run of that name."""
+    """Return the command line of `lsq train-text` for the run of that name."""
     arguments = []
     for split, pair in files.items():
         for side, path in zip(SIDES, pair, strict=True):
@@ -115,14 +108,14 @@ def train_text_arguments(given: Namespace, files: TextFiles, name: str) -> list[
         **TRAINING,
     }
     if name in RUNS:
-        options |= device.asked(given)
+        options |= launch.device_options(given)
     switches = [*(["--cpu"] if given.cpu else []), *(["--quiet"] if given.quiet else [])]
     named = [*(RUNS | FAIRSEQ)[name], *(word for option in options.items() for word in option)]
     return arguments + named + switches
 
 
 def sizes(given: Namespace) -> dict[str, int]:
-    """The options of SIZES."""
+    """Return the options of SIZES."""
     return {option: getattr(given, destination(option)) for option in SIZES}
 
 
@@ -132,11 +125,8 @@ def destination(option: str) -> str:
 
 
 def report(prepared: Prepared, names: list[str], *, usual: bool) -> None:
-    """Compare the runs of these names: prints samples and a table, writes results.json, samples.txt
-    and losses.png.
-
-    `usual`: see `meaning`.
-    """
+    """Compare the runs of these names: print samples and a table, write results.json, samples.txt
+    and losses.png. `usual`: see `meaning`."""
     source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
     hypotheses = {name: hypotheses_of(prepared, name) for name in names}
     runs = {}
@@ -176,7 +166,7 @@ def report(prepared: Prepared, names: list[str], *, usual: bool) -> None:
 
 
 def table(runs: dict[str, dict]) -> str:
-    """Quality, speed and memory of the runs, in words and figures side by side."""
+    """Format quality, speed and memory of the runs side by side."""
     first, second = runs["float"], runs["int8"]
     lines = [("", list(runs))]
     lines += [
@@ -212,10 +202,8 @@ def table(runs: dict[str, dict]) -> str:
 
 
 def meaning(runs: dict[str, dict], *, usual: bool) -> str:
-    """What the difference of the two losses says, in a sentence.
-
-    `usual`: the options are those that CHANCE was measured with.
-    """
+    """Say what the difference of the two losses means; `usual`: the options are those that CHANCE
+    was measured with."""
     found = runs["int8"]["best_validation_loss"] - runs["float"]["best_validation_loss"]
     ended = (
         "With the same initial weights, batches and dropout masks int8 ends"
@@ -234,28 +222,18 @@ def meaning(runs: dict[str, dict], *, usual: bool) -> str:
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand.
-
-    Raises:
-        ValueError, OSError: a mistake in the options, or a run failed.
-        Interrupted: a signal came.
-    """
+    """Train in float and in int8, and compare; raises as `run_lsq` does."""
     given = parser().parse_args(arguments)
     check_writable(given.output, makes_folders=True)
-    device.choose(given, ours=True)  # for both runs, so that they compute in one place
+    launch.choose_device(given, ours=True)  # for both runs, so that they compute in one place
     with locked_folder(given.output / NUMBERS, "choose another --output"):
         compare(given)
     return 0
 
 
 def compare(given: Namespace) -> None:
-    """Make the numbers and their data, train on them in every mode, and report.
-
-    Raises:
-        ValueError: the runs that are there were made from other numbers, or the folder holds files
-            of somebody else.
-        ChildProcessError, Interrupted: see `run_lsq`.
-    """
+    """Make the numbers and their data, train on them in every mode, and report; ValueError if what
+    is there was made from other numbers, or by somebody else."""
     text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=corpus.FILES)
     comparison = Stage(
         name="comparison", folder=given.output, makes=("results.json", "samples.txt", "losses.png")

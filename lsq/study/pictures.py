@@ -1,5 +1,4 @@
-"""Pictures: errors of formats over bits, beside what no format can beat; and their costs in loss,
-over the tensors of a model and as estimated."""
+"""Pictures: errors of formats over bits, beside limits, and their costs in loss."""
 
 import math
 import statistics
@@ -33,19 +32,11 @@ below zero are shown."""
 
 
 def draw(errors: Errors, path: Path, title: str = "") -> None:
-    """Draw a point with its name for each format, the medians of each kind of tensors in a panel.
+    """Draw a point with its name for each format, the medians of each kind of tensors in a panel,
+    into a .png, .svg or .pdf; ValueError if there is nothing to draw, or the suffix is another.
 
     Lines: the rate-distortion limit of a Gaussian and Shannon's of a Laplacian; dots, the best
     codebook for each value by itself (Lloyd-Max). Formats without any error are left out.
-
-    Args:
-        errors: the measurements.
-        path: of a .png, .svg or .pdf, written whole or not at all.
-        title: above it.
-
-    Raises:
-        ValueError: there is nothing to draw, or the suffix is another.
-        OSError: it cannot be written.
     """
     if not errors.kinds:
         raise ValueError("nothing was measured, so there is nothing to draw")
@@ -66,17 +57,8 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
 
 
 def draw_costs(costs: Costs, path: Path) -> None:
-    """Draw measured costs over the tensors, formats in colours, and estimates over measured costs.
-
-    Args:
-        costs: the measurements; the title of a panel counts those that are not finite.
-        path: picture to write, whole or not at all; its suffix chooses the format (.png, .svg,
-            .pdf).
-
-    Raises:
-        ValueError: the format is unknown.
-        OSError: it cannot be written.
-    """
+    """Draw measured costs over the tensors, formats in colours, and estimates over measured costs,
+    into a .png, .svg or .pdf. The title of a panel counts costs that are not finite."""
     names = list(dict.fromkeys(tensor.name for tensor in costs.tensors))
     shown = names if len(names) <= MOST_NAMES else []
     kinds = [kind for kind in KINDS if costs.of(kind)] or list(KINDS)

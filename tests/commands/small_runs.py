@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from lsq.commands import text_run, train_text
-from lsq.commands.run_folder import RunFolder
+from lsq.commands.text_run import RunFolder
 from lsq.fairseq.checkpoint import LAST
 
 
