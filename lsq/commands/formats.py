@@ -122,7 +122,8 @@ def measured(given: Namespace) -> tuple[Errors, str]:
         tensors = tensors_in(file_of(given.checkpoint))
         errors = measure_tensors(tensors, chosen=given.tensors, **options)
         return errors, str(given.checkpoint)
-    batch = model_batch.of_options(given)
+    batch = model_batch.load(given)
+    print(f"measuring {given.model}, {batch.description}")
     errors = measure(batch.model, batch.loss, tensors=given.tensors, **options)
     return errors, f"{given.model}, {batch.description}"
 

@@ -1,5 +1,4 @@
-"""A model by the path that a user gives, and its loss on a batch of text: for `lsq formats` and
-`lsq sensitivity`."""
+"""A model and its loss on a batch of text, for `lsq formats` and `lsq sensitivity`."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -58,47 +57,17 @@ class BatchOptions(Namespace):
     """no progress bar"""
 
 
-def of_options(given: Namespace) -> ModelBatch:
-    """Load what the options describe, and say that it is measured."""
-    batch = load(
-        given.model,
-        given.text,
-        data=given.data,
-        subwords=given.sentencepiece_model,
-        words=given.words,
-    )
-    print(f"measuring {given.model}, {batch.description}")
-    return batch
-
-
-def load(
-    path: Path,
-    texts: Sequence[Path] = (),
-    *,
-    data: Path | None = None,
-    subwords: Path | None = None,
-    words: int,
-) -> ModelBatch:
-    """Read a model and make a batch.
-
-    Args:
-        path: a folder of transformers' with its tokenizer; or a run of `lsq train-text`, or a
-            checkpoint of fairseq's with `data`.
-        texts: a file with a sentence a line; for a model that translates also one of their
-            translations. Without any, a trained model takes its own validation data.
-        data, subwords: of a checkpoint: the folder of its data, and sentencepiece's model.
-        words: of the batch, about; at least one sentence.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is not there, damaged, or does not fit.
-    """
-    if path.is_dir() and (path / "config.json").exists():
-        if data is not None or subwords is not None:
-            raise ValueError(
-                f"{path} is a folder of transformers'; leave --data and --sentencepiece-model out"
-            )
-        return _of_transformers(path, texts, words)
-    return _of_fairseq(path, texts, data, subwords, words)
+def load(given: BatchOptions) -> ModelBatch:
+    """Read the model that the options name and make a batch of sentences that are spread over the
+    text; ValueError or FileNotFoundError if a file is not there, damaged, or does not fit."""
+    if not given.model.is_dir() or not (given.model / "config.json").exists():
+        return _of_fairseq(given)
+    if given.data is not None or given.sentencepiece_model is not None:
+        raise ValueError(
+            f"{given.model} is a folder of transformers'; leave --data and --sentencepiece-model"
+            " out"
+        )
+    return _of_transformers(given.model, given.text, given.words)
 
 
 def _spread(lengths: Sequence[int], words: int) -> list[int]:
@@ -110,17 +79,14 @@ def _spread(lengths: Sequence[int], words: int) -> list[int]:
 # Models of fairseq
 
 
-def _of_fairseq(
-    path: Path, texts: Sequence[Path], data: Path | None, subwords: Path | None, words: int
-) -> ModelBatch:
-    found = run_files.load(run_files.find(path, data, subwords))
+def _of_fairseq(given: BatchOptions) -> ModelBatch:
+    path, texts = given.model, given.text
+    found = run_files.load(run_files.find(path, given.data, given.sentencepiece_model))
     dataset = _own_data(found) if not texts else _pairs(found, texts)
-    chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
+    chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], given.words)
     sample = dataset.collater([dataset[i] for i in chosen])
     if found.criterion is None:
-        raise ValueError(
-            f"{path} does not say what its loss was; give the checkpoint of a training"
-        )
+        raise ValueError(f"{path} does not say what its loss was; give that of a training")
     criterion, plain = (found.task.build_criterion(found.criterion).eval() for _ in range(2))
     plain.eps = 0.0
 
@@ -172,23 +138,16 @@ def _pairs(found, texts: Sequence[Path]):
     pairs = read_pairs(*texts, print)
 
     def encoded(lines: list[str], dictionary) -> list[Tensor]:
-        pieces = [
-            " ".join(processor.encode(line, out_type=str)) if processor else line for line in lines
-        ]
-        return [
-            dictionary.encode_line(line, add_if_not_exist=False).long()[-LONGEST:]
-            for line in pieces
-        ]
+        if processor:
+            lines = [" ".join(processor.encode(line, out_type=str)) for line in lines]
+        codes = (dictionary.encode_line(line, add_if_not_exist=False) for line in lines)
+        return [line.long()[-LONGEST:] for line in codes]
 
-    source, target = encoded(pairs.source, found.source), encoded(pairs.target, found.target)
-    return LanguagePairDataset(
-        source,
-        [len(line) for line in source],
-        found.source,
-        target,
-        [len(line) for line in target],
-        found.target,
-    )
+    sides = []
+    for lines, dictionary in ((pairs.source, found.source), (pairs.target, found.target)):
+        side = encoded(lines, dictionary)
+        sides += [side, [len(line) for line in side], dictionary]
+    return LanguagePairDataset(*sides)
 
 
 # Models of transformers

@@ -53,7 +53,8 @@ def run(arguments: list[str]) -> int:
         raise ValueError(f"--output {given.output} is a file; give a folder")
     check_writable(given.output, makes_folders=True)
     with locked_folder(given.output, "choose another --output"), _interruptible(given.overwrite):
-        batch = model_batch.of_options(given)
+        batch = model_batch.load(given)
+        print(f"measuring {given.model}, {batch.description}")
         with _progress(given.quiet) as progress:
             costs = sensitivity(
                 batch.model,

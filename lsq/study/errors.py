@@ -18,9 +18,7 @@ from lsq.config import require_whole
 from lsq.quant.numbers import (
     METHODS,
     PRESETS,
-    SOURCES,
     ScaledFormat,
-    lloyd_max_distortion,
     scaled_format,
     signal_to_noise,
 )
@@ -68,18 +66,7 @@ def laplacian(bits: float) -> float:
 
 
 BOUNDS: dict[str, Callable[[float], float]] = {"gaussian": gaussian, "laplacian": laplacian}
-"""By the names of SOURCES."""
-
-
-def lloyd_max(source: str, bits: int) -> float:
-    """Return the signal-to-noise ratio, in dB, of the best 2^bits values under one scale (Max
-    1960); ValueError if there is no such source, or `bits` is not from 1 to 6."""
-    if source not in SOURCES or bits not in range(1, 7):
-        raise ValueError(
-            f"source {source!r}, {bits} bits; allowed: {', '.join(map(repr, SOURCES))}, and 1 to 6"
-            " bits"
-        )
-    return -10 * math.log10(lloyd_max_distortion(source, bits))
+"""By the names of lsq.quant.numbers.SOURCES."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lsq import extras, files
+from lsq.quant.numbers import lloyd_max_distortion
 from lsq.study.costs import ESTIMATES, KINDS, Costs, correlation
-from lsq.study.errors import BOUNDS, Errors, Median, lloyd_max
+from lsq.study.errors import BOUNDS, Errors, Median
 from lsq.study.tensors import PLURALS
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _panel(axes: "Axes", errors: Errors, kind: str) -> None:
         ends, heights = [1, most], [bound(1), bound(most)]
         axes.plot(ends, heights, style, color="black", linewidth=1, label=f"{name}: limit")
         bits = [number for number in LLOYD_BITS if number <= most]
-        heights = [lloyd_max(source, number) for number in bits]
+        heights = [-10 * math.log10(lloyd_max_distortion(source, number)) for number in bits]
         line = {"color": "grey", "marker": ".", "linewidth": 0.8, "label": f"{name}: Lloyd-Max"}
         axes.plot(bits, heights, style, **line)
     count = sum(entry.kind == kind and not entry.problem for entry in errors.entries)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lsq.commands import model_batch
-from lsq.commands.model_batch import load
+from lsq.commands.model_batch import BatchOptions
 from tests.commands.conftest import WORDS, write_pairs
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
@@ -16,6 +16,10 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 SHAPE |= {"num_attention_heads": 2, "max_position_embeddings": 32}
+
+
+def load(path, texts=(), **options):
+    return model_batch.load(BatchOptions(model=path, text=list(texts), **options))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 
 from lsq.quant.numbers import METHODS, scaled_format, signal_to_noise
 from lsq.study import DEFAULT_FORMATS, measure, measure_tensors
-from lsq.study.errors import BOUNDS, COLUMNS, Entry, Error, Errors, gaussian, laplacian, lloyd_max
+from lsq.study.errors import COLUMNS, Entry, Error, Errors, gaussian, laplacian
 
 
 def entry(name: str, *noise: float, kind: str = "weight", **changes) -> Entry:
@@ -176,28 +176,6 @@ def test_limits_are_the_published_ones():
     published = [6.62, 12.66, 18.68]
     for bits, limit in enumerate(published, 1):
         assert limit < laplacian(bits) < limit + 0.04
-
-
-@pytest.mark.parametrize(
-    "source, published",
-    [("gaussian", [4.40, 9.30, 14.62, 20.22]), ("laplacian", [3.01, 7.54, 12.64, 18.13])],
-)
-def test_lloyd_max_in_decibels(source, published):
-    """Max 1960; for the Laplacian Adams and Giesler 1978.
-
-    All stay below the limit of their source.
-    """
-    found = [lloyd_max(source, bits) for bits in range(1, 5)]
-    assert found == pytest.approx(published, abs=0.02)
-    assert all(value < BOUNDS[source](bits) for bits, value in enumerate(found, 1))
-
-
-def test_lloyd_max_refuses():
-    said = "source 'cauchy', 4 bits; allowed: 'gaussian', 'laplacian', and 1 to 6 bits"
-    with pytest.raises(ValueError, match=said):
-        lloyd_max("cauchy", 4)
-    with pytest.raises(ValueError, match="7 bits"):
-        lloyd_max("gaussian", 7)
 
 
 def test_no_format_beats_the_limit_of_its_source():
