@@ -1,8 +1,7 @@
 """`lsq plan`: choose offsets for the buffers of a file or of a training step, with a small peak."""
 
-import contextlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -73,18 +72,8 @@ def parser(of_file: bool = True) -> ArgumentParser:
     return made
 
 
-@contextlib.contextmanager
-def _progress(given: Namespace) -> Iterator[Callable[[int], None]]:
-    """Within this context, the `progress` of `plan`."""
-    hidden = given.quiet or given.method != "exact"
-    with tqdm(
-        desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden or None
-    ) as bar:
-        yield lambda tried: bar.update(tried - bar.n)
-
-
 def report(buffers: list[Buffer], plan: Plan) -> str:
-    """The memory of a plan and its reasons, for people."""
+    """Format the memory of a plan and its reasons."""
     lines = [
         f"buffers      {len(buffers)}",
         f"peak         {plan.peak} bytes ({plan.peak / 2**20:.1f} MiB)",
@@ -96,9 +85,8 @@ def report(buffers: list[Buffer], plan: Plan) -> str:
     if plan.capacity_met is not None:
         lines.append(f"capacity     {'met' if plan.capacity_met else 'not met'}")
     lines.append(f"segments     {len(plan.used)}, together {sum(plan.capacities)} bytes")
-    for segment, (used, capacity) in enumerate(
-        zip(plan.used[:SHOWN], plan.capacities, strict=False)
-    ):
+    sizes = zip(plan.used[:SHOWN], plan.capacities, strict=False)
+    for segment, (used, capacity) in enumerate(sizes):
         lines.append(f"  {segment:3}  {used} bytes used of {capacity}")
     lines += _more(len(plan.used))
     time, alive = alive_at_peak(buffers, plan)
@@ -114,30 +102,27 @@ def _more(count: int) -> list[str]:
     return [f"  and {count - SHOWN} more"] if count > SHOWN else []
 
 
-def _check_outputs(given: Namespace) -> None:
+def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
+    """Return the options, and the buffers to plan."""
+    of_file = not is_given("--arch", arguments)
+    options = parser(of_file)
+    if of_file:
+        given = options.parse_args(arguments)
+    else:
+        given, training = options.parse_known_args(arguments)
     for option, path in (("--output", given.output), ("--plot", given.plot)):
         if path is not None:
             check_writable(path, option)
-
-
-def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
-    """The options, and the buffers to plan."""
-    if not is_given("--arch", arguments):
-        given = parser().parse_args(arguments)
-        _check_outputs(given)
+    if of_file:
         return given, read_buffers(given.file, alignment=given.align)
-    given, training = parser(of_file=False).parse_known_args(arguments)
-    _check_outputs(given)
     parsed = parse_step("lsq plan", given.arch, training)
     from lsq.commands import launch  # takes seconds, and a file needs none of it
     from lsq.fairseq.memory import describe_training
 
     backend = launch.planned(parsed)
     parsed.lsq_device = parsed.lsq_activations = None  # it need not be here
-    print(
-        f"planned for  {backend.name}, activations in"
-        f" {str(backend.activations).removeprefix('torch.')}"
-    )
+    activations = str(backend.activations).removeprefix("torch.")
+    print(f"planned for  {backend.name}, activations in {activations}")
     step = describe_training(parsed, given.vocabulary_size, backend)
     return given, list(step.buffers.values())
 
@@ -166,14 +151,16 @@ def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Nam
 def run(arguments: list[str]) -> int:
     """Plan, report, and write; LibraryError if exact is asked for without the C++ library."""
     given, buffers = _buffers(arguments)
-    with _progress(given) as progress:
+    hidden = given.quiet or given.method != "exact" or None
+    shown = {"desc": "searching", "unit": " positions", "unit_scale": True, "leave": False}
+    with tqdm(disable=hidden, **shown) as bar:
         result = plan(
             buffers,
             method=given.method,
             capacity=given.capacity,
             time_limit=given.time_limit,
             cap=given.cap,
-            progress=progress,
+            progress=lambda tried: bar.update(tried - bar.n),
         )
     print(report(buffers, result))
     if given.output is not None:

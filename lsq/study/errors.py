@@ -103,17 +103,13 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Median:
-    """A format over all tensors of a kind."""
+class Median(Error):
+    """The error of a format over all tensors of a kind."""
 
-    format: str
-    bits: float
-    signal_to_noise: float
     least: float
     """The least signal-to-noise ratio."""
     where: str
     """The name of that tensor."""
-    largest_error: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,9 +104,14 @@ def test_what_is_refused(prepared, lsq_generate, tmp_path):
         lsq_generate(tmp_path / "x.pt", "--fp16")
     torch.save({"weights": 1}, tmp_path / "x.pt")
     (tmp_path / "y.pt").write_text("not a checkpoint")
-    (tmp_path / "z.pt").touch()
-    for name in ("x.pt", "y.pt", "z.pt"):
-        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of fairseq's"):
+    (tmp_path / "empty.pt").touch()
+    foreign = "is not a checkpoint of fairseq's"
+    for name, message in (
+        ("x.pt", foreign),
+        ("y.pt", foreign),
+        ("empty.pt", "is damaged: it is empty"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} {message}"):
             lsq_generate(tmp_path / name)
 
 
