@@ -37,8 +37,7 @@ from lsq.program.program import Program
 from lsq.program.samples import Sampler
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
-from lsq.run.cuda import AbsentGPU
-from lsq.run.products import launched_by_operation
+from lsq.run.cuda import AbsentGPU, launched_by_operation
 
 LAYERS = 6
 """Of the encoder, and of the decoder."""

@@ -17,13 +17,12 @@ from lsq.commands.options import (
     one_line_errors,
     positive,
 )
-from lsq.memory.buffer import Buffer, Plan
 from lsq.memory.files import read_buffers, save_plan, write_plan
 from lsq.memory.picture import alive_at_peak, draw
-from lsq.memory.planner import METHODS, TIME_LIMIT, plan
+from lsq.memory.planner import METHODS, TIME_LIMIT, Buffer, Plan, plan
 
 SHOWN = 10
-"""Buffers and segments that are listed."""
+"""Buffers that are listed."""
 
 
 TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".split()
@@ -43,15 +42,13 @@ class Options(Namespace):
     vocabulary_size: Count = 32000
     """joined vocabulary, with --arch"""
     output: Annotated[Path, "PLAN"] | None = None
-    """write id,offset,segment; or all of the plan, if it ends in .json"""
+    """write id,offset; or all of the plan, if it ends in .json"""
     method: Annotated[str, METHODS] = "portfolio"
     """how to plan"""
     capacity: Bytes | None = None
-    """what one segment should keep to"""
+    """what the plan should keep to"""
     time_limit: Seconds = TIME_LIMIT
     """seconds for exact"""
-    cap: Bytes | None = None
-    """plan segments of at most this size"""
     plot: File | None = None
     """draw a map of the memory (.png, .svg, .pdf)"""
     quiet: bool = False
@@ -84,22 +81,15 @@ def report(buffers: list[Buffer], plan: Plan) -> str:
     ]
     if plan.capacity_met is not None:
         lines.append(f"capacity     {'met' if plan.capacity_met else 'not met'}")
-    lines.append(f"segments     {len(plan.used)}, together {sum(plan.capacities)} bytes")
-    sizes = zip(plan.used[:SHOWN], plan.capacities, strict=False)
-    for segment, (used, capacity) in enumerate(sizes):
-        lines.append(f"  {segment:3}  {used} bytes used of {capacity}")
-    lines += _more(len(plan.used))
-    time, alive = alive_at_peak(buffers, plan)
+    time, alive = alive_at_peak(buffers)
     lines.append(f"alive at operation {time}, where most bytes are: {len(alive)} buffers")
     lines += [
         f"  {buffer.size:14}  {buffer.name}  ({buffer.first} to {buffer.last})"
         for buffer in alive[:SHOWN]
     ]
-    return "\n".join(lines + _more(len(alive)))
-
-
-def _more(count: int) -> list[str]:
-    return [f"  and {count - SHOWN} more"] if count > SHOWN else []
+    if len(alive) > SHOWN:
+        lines.append(f"  and {len(alive) - SHOWN} more")
+    return "\n".join(lines)
 
 
 def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
@@ -159,7 +149,6 @@ def run(arguments: list[str]) -> int:
             method=given.method,
             capacity=given.capacity,
             time_limit=given.time_limit,
-            cap=given.cap,
             progress=lambda tried: bar.update(tried - bar.n),
         )
     print(report(buffers, result))

@@ -23,8 +23,7 @@ from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
-from lsq.program.parameters import Kind, fan_in, xavier
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor, fan_in, xavier
 from lsq.program.values import Rows
 
 

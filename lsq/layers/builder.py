@@ -22,8 +22,7 @@ from lsq.ops.scales import start_together
 from lsq.ops.sums import finish_together
 from lsq.program.builder import Builder
 from lsq.program.operation import Operation
-from lsq.program.parameters import Kind
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 from lsq.program.values import Coded, Rows, Weight
 from lsq.quant import NORMALISED
 from lsq.quant.numbers import Grain

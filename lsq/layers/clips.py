@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.optim import Optimizer
 
 from lsq.config import QuantConfig
-from lsq.dist import replicas
 from lsq.layers import clip_format
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.followed_clips import FollowedClips
@@ -16,11 +16,24 @@ from lsq.layers.schedule import Schedule
 from lsq.layers.weight_masks import SUFFIX, WeightMasks
 from lsq.layers.weight_state import WeightState
 from lsq.ops.calibration import Calibration
-from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program
+from lsq.program.tensor import CLIPS, Kind, Parameter
 from lsq.quant import largest_clips
 from lsq.run import parameter_state
+from lsq.run.parameter_state import steps
 from lsq.run.shards import MeasuredClips, is_shard
+
+
+def _agree(optimizer: Optimizer) -> None:
+    """Let all processes agree on clips before a step."""
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        from lsq.dist import replicas  # a single process loads none of it
+
+        replicas.agree(optimizer)
 
 
 class ClippedModule(nn.Module):
@@ -47,7 +60,7 @@ class ClippedModule(nn.Module):
         self.followed = FollowedClips()
         self.measured = MeasuredClips()
         self.weight_masks: WeightMasks | None = None
-        replicas.watch(self)
+        steps.know(self, _agree)
 
     # Parameters
 
@@ -403,7 +416,7 @@ class ClippedModule(nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        replicas.watch(self)
+        steps.know(self, _agree)
 
     def train(self, mode: bool = True):
         if not (mode and self.training):

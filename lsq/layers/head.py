@@ -14,7 +14,7 @@ from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import ALONE, result_dtype
 from lsq.layers.logits import Logits
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.run import rehearsal
+from lsq.run.executor import active_rehearsal
 
 IGNORED = -1
 """The target that a program ignores."""
@@ -117,7 +117,7 @@ class Head(InPlace):
                     " words"
                 )
         # what fills up must not be measured
-        exact = self.calibration_due() and rehearsal.active() is None
+        exact = self.calibration_due() and active_rehearsal.get() is None
         if count in (0, counted.numel()) or exact:
             return rows, target
         more = filled(count) - count

@@ -10,27 +10,25 @@ from torch import nn
 from lsq.config import require_model
 from lsq.layers.module import ProgramModule
 from lsq.native import loader
-from lsq.run import rehearsal
 from lsq.run.guard import MARGIN, GuardedMemory
 from lsq.run.planned import StepMemory
-from lsq.run.rehearsal import counting_kept
-from lsq.run.step import StepPlan, node_names, plan_step
+from lsq.run.step import Rehearsal, StepPlan, counting_kept, node_names, plan_step, rehearse
 
 MODES = ("planned", "guard", "naive")
 
 
 def rehearse_step(
     model: nn.Module, step: Callable[[], torch.Tensor]
-) -> tuple[rehearsal.Rehearsal, tuple[str, ...]]:
+) -> tuple[Rehearsal, tuple[str, ...]]:
     """The passes of `step` and a name for each node: that of its module in `model`.
 
     Raises:
         ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is
             in eval mode; the step trains modules that are not in it, or is none (see
-            `lsq.run.rehearsal.rehearse`).
+            `lsq.run.step.rehearse`).
     """
     _check_model(model)
-    rehearsed = rehearsal.rehearse(step, model.parameters())
+    rehearsed = rehearse(step, model.parameters())
     names = {module: name for name, module in model.named_modules()}
     outside = sorted({type(owner).__name__ for owner in rehearsed.owners if owner not in names})
     if outside:
@@ -105,9 +103,9 @@ def plan_memory(
     rehearsed, names = rehearse_step(model, counted)
     margin = MARGIN if mode == "guard" else 0
     kind = GuardedMemory if mode == "guard" else StepMemory
-    place = rehearsed.owners[0].target.place
+    device = rehearsed.owners[0].target.device
     plan = plan_step(tuple(rehearsed.passes), names, margin=margin)
-    memory = kind(plan, rehearsed.owners, names, place, outside=outside)
+    memory = kind(plan, rehearsed.owners, names, device, outside=outside)
     for owner in rehearsed.owners:
         owner.step_memory = memory
     return memory
@@ -121,5 +119,5 @@ def release_memory(model: nn.Module) -> None:
     require_model(model)
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.step_memory is not None:
-            module.step_memory.borrowed.copy_out()
+            module.step_memory.copy_out()
             module.step_memory = None

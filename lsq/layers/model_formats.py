@@ -11,8 +11,8 @@ from lsq.config import Fitted, LayerConfig, QuantConfig
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
 from lsq.layers.tensor_names import tensor_names
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
+from lsq.program.tensor import Kind
 from lsq.quant.numbers import ScaledFormat
 from lsq.run.backends import backend
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,13 @@ from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.values import SEEN
 from lsq.quant.random import draw_key, key_of
-from lsq.run import parameter_state, rehearsal, shards
+from lsq.run import parameter_state, shards
 from lsq.run.backends import Backend, backend, for_device
-from lsq.run.executor import NO_HOOKS, Execution, Hooks
+from lsq.run.executor import NO_HOOKS, Execution, Hooks, active_rehearsal
 from lsq.run.parameter_state import steps
-from lsq.run.planned import StepMemory
+
+if TYPE_CHECKING:
+    from lsq.run.planned import StepMemory
 
 Watcher = Callable[["ProgramModule", Program, dict[str, Tensor], tuple[Tensor, ...]], None]
 """Sees every pass in training mode: module, program, inputs and parameters by name, results; see
@@ -133,7 +136,7 @@ class ProgramModule(ClippedModule):
         self._check_devices(inputs)
         if self.schedule.float_fallback:
             program = in_floats(program)
-        rehearsed = rehearsal.active()
+        rehearsed = active_rehearsal.get()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
         run = self._prepare(program)
@@ -299,7 +302,7 @@ class ProgramModule(ClippedModule):
             (key,) = target.send([draw_key()])
             return key
         if not program.draws:
-            return torch.zeros(1, dtype=torch.int64, device=target.place)
+            return torch.zeros(1, dtype=torch.int64, device=target.device)
         trained = [one for one in self.every_parameter() if one.requires_grad]
         largest = sorted(trained, key=Tensor.numel)[-1:]
         return key_of(next(iter(inputs.values())), *largest)  # another one after each update

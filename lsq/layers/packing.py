@@ -13,8 +13,8 @@ from torch.nn import functional
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.module import ProgramModule
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.run import rehearsal
 from lsq.run.backends import Backend, for_device
+from lsq.run.executor import active_rehearsal
 
 
 class Packing:
@@ -100,7 +100,7 @@ def packing_options(model: nn.Module) -> dict:
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
     looked_at = any(module._observer is not None or module.calibration_due() for module in modules)
-    exact = not model.training or (looked_at and rehearsal.active() is None)
+    exact = not model.training or (looked_at and active_rehearsal.get() is None)
     return {"backend": target, "few_sizes": target.few_sizes and not exact}
 
 

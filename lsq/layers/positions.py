@@ -9,8 +9,7 @@ from lsq.config import LayerConfig, RelativeBias, Rotary
 from lsq.layers.builder import LayerBuilder, Result
 from lsq.ops.heads import PositionBias
 from lsq.ops.rotation import HeadNorms, Rotate, Rotation, rotation_table
-from lsq.program.parameters import Kind
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 
 
 def rotate_heads(

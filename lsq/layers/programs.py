@@ -20,9 +20,8 @@ from lsq.layers.builder import LayerBuilder
 from lsq.ops.embedding import Embed
 from lsq.ops.prediction import Prediction
 from lsq.program.backend import Backend
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 
 PROGRAMS_KEPT = 512
 """Programs of the sizes seen last that are kept, for each kind of layer."""

@@ -18,8 +18,7 @@ from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
 from lsq.run.backends import Backend
 from lsq.run.frames import Slot
-from lsq.run.parameter_state import WeightCodes, state_of
-from lsq.run.stamp import Stamp, checksum
+from lsq.run.parameter_state import Stamp, WeightCodes, checksum, state_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +63,8 @@ class WeightState:
     A weight that training changes is rounded in every pass, into memory of its own, unless
     lsq.optim.Adam has rounded it in its step. The memory is that of one parameter and its clip: an
     earlier pass with others, such as those of torch.func.functional_call, may still await its
-    backward pass. Other weights, and all in eval mode, keep their codes until the stamp on them
-    (lsq.run.stamp) says that weight or clip changed. Those that are codes alone (lsq.freeze) keep
-    their own.
+    backward pass. Other weights, and all in eval mode, keep their codes until their Stamp says that
+    weight or clip changed. Those that are codes alone (lsq.freeze) keep their own.
     """
 
     def __init__(self, sums: dict[str, int | None] | None = None):

@@ -14,8 +14,7 @@ HUGE_PAGE = 2 << 20
 """Bytes of the pages that arenas of the CPU ask for: fewer page faults and address cache misses."""
 LINUX = sys.platform == "linux"
 NO_RESERVE = 0x4000 if LINUX else 0
-"""MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than the machine's memory,
-if no batch is."""
+"""MAP_NORESERVE: a plan may be larger than the machine's memory, if no batch is."""
 WIPE_ON_FORK = 18
 """MADV_WIPEONFORK."""
 
@@ -24,8 +23,7 @@ class Arena:
     """The bytes of a plan.
 
     On the CPU they are untouched address space: the system gives memory to the pages that are
-    written, once, and they stay. They are given back when the arena and every tensor in it are
-    gone.
+    written, once. It is given back when the arena and every tensor in it are gone.
 
     Args:
         size: bytes.
@@ -69,8 +67,7 @@ class Arena:
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
     def release(self, offset: int, size: int) -> None:
-        """Give whole pages of `size` bytes from `offset` on back to the system, on Linux; they are
-        zeros then."""
+        """Give whole pages of `size` bytes from `offset` on back to the system, on Linux."""
         if self._pages is None or not LINUX:
             return
         first = -(-(self._start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -83,8 +80,7 @@ class Arena:
         if offset < 0 or offset + size > self.size or offset % dtype.itemsize:
             raise ValueError(
                 f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit"
-                " an arena of "
-                f"{self.size} bytes"
+                f" an arena of {self.size} bytes"
             )
 
 
@@ -114,8 +110,7 @@ def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(
             f"the system gives no address space for a plan of {capacity} bytes ({error.strerror});"
-            " plan for smaller "
-            "batches or shorter sentences, or train without a plan"
+            " plan for smaller batches or shorter sentences, or train without a plan"
         ) from error
     if LINUX:
         for advice in (mmap.MADV_HUGEPAGE, *([WIPE_ON_FORK] if wiped_on_fork else [])):

@@ -12,7 +12,7 @@ from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
 from lsq.layers.weight_state import encoded
 from lsq.models.conversion import check_bare
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.quant import WeightFormat
 from lsq.run import parameter_state
 

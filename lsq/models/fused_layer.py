@@ -42,8 +42,8 @@ from lsq.models.exact import (
     unknown_attention,
 )
 from lsq.models.fused_weights import Joined, RoundedWeights, lie_together
-from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program
+from lsq.program.tensor import Kind, Parameter
 from lsq.run.backends import Backend, backend
 from lsq.run.executor import FLOATS, Execution
 

@@ -15,9 +15,8 @@ from lsq.layers.blocks import PackedSequences
 from lsq.layers.float_fallback import in_floats
 from lsq.layers.programs import origins
 from lsq.program.backend import Backend
-from lsq.program.parameters import CLIPS
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import CLIPS, VirtualTensor
 from lsq.run.executor import Execution
 
 LEAST, MOST = -60.0, 120.0

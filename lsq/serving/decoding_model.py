@@ -19,8 +19,8 @@ from lsq.layers.decoding import check_ready
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
 from lsq.ops.rounding import RoundWeight
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
+from lsq.program.tensor import Kind
 from lsq.program.values import Weight
 from lsq.run.backends import backend
 from lsq.serving.architecture import Architecture, StackArchitecture

@@ -14,9 +14,8 @@ from lsq.layers.builder import LayerBuilder
 from lsq.layers.programs import Mode
 from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.embedding import Embed
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 from lsq.program.values import Rows
 from lsq.run.backends import Backend
 from lsq.serving.architecture import Architecture, StackArchitecture

@@ -25,7 +25,7 @@ def test_report(file, lsq):
     assert (status, said) == (0, "")
     assert "peak         6 bytes (0.0 MiB)" in lines
     assert "lower bound  6 bytes" in lines and "gap          0.0000%" in lines
-    assert "method       portfolio" in lines and "segments     1, together 6 bytes" in lines
+    assert "method       portfolio" in lines
     assert "alive at operation 2, where most bytes are: 2 buffers" in lines
     assert [line.split() for line in lines[-2:]] == ["4 a (0 to 2)".split(), "2 b (2 to 4)".split()]
 
@@ -33,7 +33,7 @@ def test_report(file, lsq):
 def test_output(file, tmp_path, lsq):
     output, other = tmp_path / "plan.csv", tmp_path / "plan.json"
     assert lsq("plan", file, "--output", output, "--method", "greedy_by_size")[0] == 0
-    assert output.read_text() == "id,offset,segment\na,0,0\nb,4,0\nc,0,0\n"
+    assert output.read_text() == "id,offset\na,0\nb,4\nc,0\n"
     assert lsq("plan", file, "--output", other, "--align", "16")[0] == 0
     assert json.loads((tmp_path / "plan.json").read_text())["offsets"] == {"a": 0, "b": 16, "c": 0}
 
@@ -41,7 +41,6 @@ def test_output(file, tmp_path, lsq):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--cap 4", "segments     2, together 8 bytes"),
         ("--method exact --time-limit 5 --quiet", "capacity     met"),
         ("--capacity 5", "capacity     not met"),
         ("--plot map.png", "peak         6 bytes"),
@@ -58,7 +57,7 @@ def test_options(file, lsq, tmp_path, monkeypatch, options, said):
 def test_long_lists_are_cut(tmp_path, lsq):
     file = tmp_path / "many.csv"
     file.write_text("id,lower,upper,size\n" + "".join(f"b{number},0,1,4\n" for number in range(25)))
-    assert lsq("plan", file, "--cap", "8")[1].count("  and ") == 2
+    assert lsq("plan", file)[1].count("  and ") == 1
 
 
 @pytest.mark.parametrize(
@@ -69,9 +68,7 @@ def test_long_lists_are_cut(tmp_path, lsq):
         (ROWS, "--time-limit 0", "'0' is not a number of seconds above 0"),
         (None, "", "wrong.csv is not there; check the path"),
         ("id,lower\n", "", "line 1: no column upper, size"),
-        (ROWS, "--cap 3", "'a' has 4 bytes, but the largest segment may have 3"),
         (ROWS, "--align 3", "alignment is 3; it must be a power of two"),
-        (ROWS, "--method exact --cap 8", "plans one segment"),
         (ROWS, "--plot map.doc", "doc"),
     ],
 )

@@ -239,8 +239,8 @@ def test_other_options_need_another_name_or_overwrite(command, tmp_path):
     of_data = f"the data of the run float, .*{changed}"
     for options, message in (
         ((*given, *pieces), rf"holds a run with other options \({changed}\)"),
-        (("--mode", "int8", *pieces), of_data),
-        (("--overwrite", *pieces), of_data),
+        (("--updates", "1", "--mode", "int8", *pieces), of_data),
+        (("--updates", "1", "--overwrite", *pieces), of_data),
         (("--prepare-only", *pieces), of_data),
         ((*given, *lr), r"other options \(--lr: 0.001 before, 0.01 now\); choose another --name"),
     ):

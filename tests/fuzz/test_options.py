@@ -60,7 +60,7 @@ TEXT = (
 CSV = b"id,lower,upper,size\na,0,3,100\nb,1,4,64\n"
 COMMANDS = {
     "plan": (
-        words("plan given/b.csv --align 16 --method portfolio --cap 4096"),
+        words("plan given/b.csv --align 16 --method portfolio --capacity 4096"),
         known(plan.parser()),
         [],
     ),

@@ -67,7 +67,9 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """By name, on the CPU: outputs, gradients, and the integers of the forward pass, from what is
     given, or drawn."""
-    drawn = {name: tensor.to(where.place) for name, tensor in (given or drawn_for(program)).items()}
+    drawn = {
+        name: tensor.to(where.device) for name, tensor in (given or drawn_for(program)).items()
+    }
     leaves = [drawn[virtual.name].requires_grad_() for virtual in program.differentiable]
     found = {}
 

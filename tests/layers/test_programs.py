@@ -9,7 +9,7 @@ import torch
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.program import samples
-from lsq.program.parameters import CLIPS
+from lsq.program.tensor import CLIPS
 from lsq.run.executor import Execution, Hooks
 from lsq.run.frames import FreshFrame
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
@@ -209,7 +209,7 @@ def test_memory_is_given_back_after_the_last_reader(name):
             assert values.keys() >= set(operation.inputs)
 
         Execution(program, mode.backend, hooks=Hooks(before=check)).run(
-            stretch, values, FreshFrame(mode.backend.place)
+            stretch, values, FreshFrame(mode.backend.device)
         )
     assert {tensor.role for tensor in values} <= {"output", "gradient"}
 

@@ -180,10 +180,10 @@ def test_a_module_rounds_its_weights_in_both_layouts():
     layer(x)
     steps = []
     for where in (backend("cpu"), CUDA(current_device())):
-        one = copy.deepcopy(layer).to(where.place)
+        one = copy.deepcopy(layer).to(where.device)
         one.backend = where
         torch.manual_seed(0)
-        given = x.to(where.place).requires_grad_()
+        given = x.to(where.device).requires_grad_()
         one(given).square().sum().backward()
         found = {"x": given, **dict(one.named_parameters())}
         steps.append(

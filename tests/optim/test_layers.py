@@ -12,7 +12,7 @@ from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.layers.schedule import Schedule
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
-from lsq.run import stamp
+from lsq.run import parameter_state
 from lsq.run.parameter_state import state_of
 from tests.layers.shapes import HIDDEN, config_of
 from tests.optim.test_adam import OPTIONS
@@ -221,7 +221,7 @@ def test_codes_that_a_pass_wrote_over_are_not_used(call):
 
 def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(monkeypatch):
     """Nor where values are not compared, as on a GPU."""
-    monkeypatch.setattr(stamp, "_sample", lambda tensor: tensor.detach()[:0])
+    monkeypatch.setattr(parameter_state, "_sample", lambda tensor: tensor.detach()[:0])
     layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, clip_init="fixed"))
     others = [one for one in layer.parameters() if one is not layer.weight_clip]
     mine, other, x = (
