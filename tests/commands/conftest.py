@@ -1,14 +1,18 @@
 """A toy language pair, prepared once, and the smallest models for it."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from lsq import Translator
-from lsq.commands import cli, train, train_text
+from lsq.commands import cli, text_run, train, train_text
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, prepare
+from lsq.commands.text_run import RunFolder
+from lsq.fairseq.checkpoint import LAST
 from lsq.text.corpus import TextFiles
 from tests.configurations import quick_configurations  # noqa: F401
 
@@ -152,3 +156,28 @@ def output(tmp_path_factory) -> Path:
 def translator(output) -> Translator:
     """The translator of `output`; shared."""
     return Translator(output)
+
+
+# What a small run of `lsq train-text` leaves
+
+
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def begun(words: list[str], updates: int) -> None:
+    """Leave what a training by these options of `lsq train-text` does that has made so many
+    updates."""
+    prepared, options = train_text.parsed(words)
+    folder = RunFolder(prepared=prepared, name=options.given.name)
+    folder.claim(text_run.key_of(prepared, options), updates)
+    folder.model.mark(text_run.key_of(prepared, options), finished=False)
+    torch.save({"optimizer_history": [{"num_updates": updates}]}, folder.model.folder / LAST)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

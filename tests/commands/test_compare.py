@@ -7,8 +7,7 @@ import pytest
 
 from lsq.commands import compare, train_text
 from lsq.commands.losses import LOSSES, read_losses
-from tests.commands.conftest import text_options, write_pairs
-from tests.commands.small_runs import begun
+from tests.commands.conftest import begun, text_options, write_pairs
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from lsq.commands.logs import logging_to
 from lsq.files.lock import locked_file
 from lsq.serving import model_file
 from lsq.serving.decoding_model import model_of
-from tests.commands.small_runs import files_in
+from tests.commands.conftest import files_in
 from tests.fairseq.conftest import corpus  # noqa: F401
 
 CHECKPOINT = "model/checkpoint_best.pt"

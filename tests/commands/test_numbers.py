@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lsq.commands import numbers, train_text
-from tests.commands.small_runs import begun
+from tests.commands.conftest import begun
 
 SIZES = ["--hidden", "32", "--feed-forward", "64", "--layers", "1", "--max-tokens", "400"]
 SMALL = ["--updates", "3", "--train-pairs", "300", "--test-pairs", "12", *SIZES]

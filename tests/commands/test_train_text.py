@@ -17,7 +17,7 @@ from lsq.commands.interruption import Interrupted
 from lsq.commands.losses import read_losses
 from lsq.commands.train_text import parser
 from lsq.files.lock import Busy, locked_folder
-from tests.commands.small_runs import files_in, results_of
+from tests.commands.conftest import files_in, results_of
 
 SMOOTHED = "label_smoothed_cross_entropy"
 

@@ -15,7 +15,7 @@ from lsq.commands import translate
 from lsq.commands.translate import read_lines
 from lsq.files.lock import Busy, locked_file
 from lsq.text.corpus import read_items
-from tests.commands.small_runs import files_in
+from tests.commands.conftest import files_in
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
