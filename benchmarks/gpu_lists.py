@@ -102,7 +102,7 @@ def _training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
     yield (
         1,
         programs.vocabulary_loss(
-            quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1
+            quant, size.tokens, *words(size), mode, padding=PADDING, smoothing=0.1
         ),
     )
 
