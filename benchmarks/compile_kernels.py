@@ -30,8 +30,7 @@ from tqdm import tqdm
 
 from lsq import gemm
 from lsq.config import LayerConfig, QuantConfig
-from lsq.gemm.configuration import WGMMA_SM
-from lsq.gemm.default_tile import default_tile
+from lsq.gemm.configuration import WGMMA_SM, default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.tuner import product_list
 from lsq.gemm.tuner.ended import tiles

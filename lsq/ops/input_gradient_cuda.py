@@ -3,7 +3,7 @@
 import torch
 
 from lsq import gemm
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import row_defines
 from lsq.native.launch import FLOATS, Launch, Product, check, float_define, launch
 from lsq.ops.input_gradient import GEMM, ProjectInputGradient
@@ -27,7 +27,7 @@ LONG_SUMS = 3
 """-DPRODUCT of sums of codes as float32."""
 
 
-def _tile(op: ProjectInputGradient) -> gemm.TileConfiguration | None:
+def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
     """Tiles of the one kernel for product and epilogue; None: a library multiplies, and a
     kernel applies the epilogue."""
     # to round a row takes all of its tiles

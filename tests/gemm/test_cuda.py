@@ -1,10 +1,10 @@
 """Which products lsq's kernels of a GPU make: as its files say, else by shape."""
 
 import pytest
+from lsq.gemm.default_tile import default_tile
 
 from lsq import gemm
 from lsq.gemm import cuda, lookup
-from lsq.gemm.default_tile import default_tile
 from lsq.gemm.lookup import Table
 from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import GPU, Machine, cublas, entry, key, tile

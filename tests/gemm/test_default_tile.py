@@ -1,9 +1,9 @@
 """The rule by which products are ended in their kernels where nothing is tuned."""
 
 import pytest
+from lsq.gemm.default_tile import BLOCKS, default_tile
 
 from lsq.gemm.configuration import MOST_TILE_ROWS
-from lsq.gemm.default_tile import BLOCKS, default_tile
 from lsq.gemm.product_key import TILED, TILED_ALONE
 from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import tile

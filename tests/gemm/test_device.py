@@ -5,9 +5,9 @@ import re
 
 import pytest
 import torch
+from lsq.gemm.device import difference
 
 from lsq.gemm import device
-from lsq.gemm.device import difference
 from lsq.native import processor
 from tests.gemm.tuned import CPU, GPU
 

@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from lsq.gemm.default_tile import default_tile
 
 from lsq import gemm
 from lsq.gemm import cpu, lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import SearchedFile
-from lsq.gemm.default_tile import default_tile
 from lsq.gemm.lookup import Table
 from lsq.native import tiles
 from tests.gemm.operands import asked

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from lsq.gemm.device import CpuValidators, CudaValidators
+
 from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import (
     CpuConfiguration,
@@ -11,7 +13,6 @@ from lsq.gemm.configuration import (
     Times,
 )
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.device import CpuValidators, CudaValidators
 from lsq.gemm.product_key import ProductKey
 from tests.gemm.operands import matmul
 

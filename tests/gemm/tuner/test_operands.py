@@ -3,10 +3,10 @@ largest sums."""
 
 import pytest
 import torch
+from lsq.gemm.tuner.operands import RowChecksums, laid, whole_numbers
 
 from lsq import gemm
 from lsq.gemm.tuner import operands
-from lsq.gemm.tuner.operands import RowChecksums, laid, whole_numbers
 from tests.gemm.operands import codes, matmul
 
 
