@@ -23,14 +23,14 @@ using namespace emulator;
 
 namespace {
 
-struct Failure {
+struct PlannedFailure {
     int32_t status;
     int64_t times;
 };
 
 std::mutex mutex;
 std::map<std::string, int64_t> counts;
-std::map<std::string, Failure> failures;
+std::map<std::string, PlannedFailure> failures;
 
 // Counts a call; returns the status that it must fail with, or kSuccess.
 int called(const char* function) {
@@ -60,7 +60,7 @@ int take(Field& field, const void* value, size_t bytes) {
 bool misaligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
 
 // A column-major matrix is read or written.
-const char* use(const Layout& layout, const void* matrix, bool writes) {
+const char* touch(const Layout& layout, const void* matrix, bool writes) {
     const size_t bytes = bytes_of(layout.type);
     const char* first = static_cast<const char*>(matrix);
     for (uint64_t column = 0; column < layout.columns; ++column) {
@@ -71,15 +71,15 @@ const char* use(const Layout& layout, const void* matrix, bool writes) {
 }
 
 // A Job, on its stream.
-const char* work(const void* data) {
+const char* run_product(const void* data) {
     Job job;
     std::memcpy(&job, data, sizeof job);
     const Problem& problem = job.problem;
-    const char* fault = use(problem.a, job.a, false);
-    if (!fault) fault = use(problem.b, job.b, false);
+    const char* fault = touch(problem.a, job.a, false);
+    if (!fault) fault = touch(problem.b, job.b, false);
     if (!fault && job.alpha) fault = emulator_use(job.alpha, 4 * problem.m, false);
     if (!fault) fault = emulator_use(job.workspace, job.workspace_bytes, true);
-    if (!fault) fault = use(problem.d, job.d, true);
+    if (!fault) fault = touch(problem.d, job.d, true);
     if (!fault) multiply(job);
     return fault;
 }
@@ -222,7 +222,7 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
     job.workspace = workspace;
     job.workspace_bytes = result.workspace;
     static_assert(std::is_trivially_copyable_v<Job>, "a capture keeps copies");
-    return emulator_submit(handle->context, stream, "a product", work, &job, sizeof job) ? kExecutionFailed : kSuccess;
+    return emulator_submit(handle->context, stream, "a product", run_product, &job, sizeof job) ? kExecutionFailed : kSuccess;
 }
 
 // What went wrong in the driver, where that was it.

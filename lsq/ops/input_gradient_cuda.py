@@ -123,7 +123,7 @@ def _epilogue(op: ProjectInputGradient, product, partial):
 
 
 def _product_dtype(op: ProjectInputGradient) -> torch.dtype:
-    return op.floats.dtype if op.weight.codes is None else getattr(torch, op.dtype)
+    return op.floats.dtype if op.weight.codes is None else torch.float32
 
 
 def _in_place(op: ProjectInputGradient) -> bool:
@@ -132,7 +132,7 @@ def _in_place(op: ProjectInputGradient) -> bool:
 
 
 def epilogue_defines(op: ProjectInputGradient) -> dict[str, int]:
-    """-D for csrc/cuda/input_gradient_end.cuh, of what few ends have."""
+    """-D for csrc/cuda/input_gradient_epilogue.cuh, of what few ends have."""
     end = op.nonlinearity
     slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
     return slope | ({} if op.accumulated is None else {"ACCUMULATED": 1})

@@ -31,7 +31,7 @@ PARTS = 16
 
 def _product_dtype(op: ProjectWeightGradient) -> torch.dtype:
     """dtype of the operands of a product of floats."""
-    return op.x.floats.dtype if op.x.coded is None else getattr(torch, op.dtype)
+    return op.x.floats.dtype if op.x.coded is None else torch.float32
 
 
 def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
