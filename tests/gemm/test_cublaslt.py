@@ -159,11 +159,10 @@ def test_equal_specs_share_a_product_and_runs_look_nothing_up(products, workspac
     assert products.get(matmul(m=341)) is first
 
 
-def test_candidates_are_decoded_and_fit_the_workspace(products):
+def test_candidates_fit_the_workspace(products):
     found = products.candidates(matmul())
     assert len(found) > 3
     assert all(candidate.workspace_bytes <= products.workspace_bytes for candidate in found)
-    assert any(candidate.split_k > 1 for candidate in found)
     assert {len(candidate.algorithm) for candidate in found} == {64}
     small = Products(CPU, library=emulated().path, workspace_bytes=0)
     none = small.candidates(matmul())
@@ -173,36 +172,9 @@ def test_candidates_are_decoded_and_fit_the_workspace(products):
 
 def test_parts_of_the_sum_are_never_rounded_to_the_output(products):
     """Splits of K that add up in the output's type are offered for int32 and float32 alone."""
-    as_output = 4
-    for dtype, out in [("int8", "int8"), ("bfloat16", "bfloat16")]:
-        found = products.candidates(matmul(dtype=dtype, out=out))
-        assert {candidate.reduction_scheme for candidate in found} == {0, 2}
-    exact_sums = products.candidates(matmul())
-    assert as_output in {candidate.reduction_scheme for candidate in exact_sums}
-
-
-def test_candidates_that_cannot_be_read_are_left_out(products, monkeypatch, caplog):
-    key = matmul(m=7)
-    proposed = products.candidates(key)
-    read = Products.algorithm
-
-    def newer(self, candidate):
-        if candidate.data == proposed[0].algorithm:
-            raise RuntimeError("attribute 9 is unknown")
-        return read(self, candidate)
-
-    monkeypatch.setattr(Products, "algorithm", newer)
-    for _ in range(2):
-        assert products.candidates(key) == proposed[1:]
-    assert (
-        caplog.text.count(
-            "1 algorithms of cuBLASLt are left out, the first since attribute 9 is unknown"
-        )
-        == 1
-    )
-    monkeypatch.setattr(Products, "algorithm", lambda self, candidate: int("none"))
-    with pytest.raises(ValueError, match="none"):
-        products.candidates(key)
+    exact_sums = len(products.candidates(matmul()))
+    rounded = [matmul(out="int8"), matmul(dtype="bfloat16", out="bfloat16")]
+    assert all(len(products.candidates(key)) < exact_sums for key in rounded)
 
 
 def test_the_algorithm_may_come_from_elsewhere(workspace):

@@ -108,11 +108,11 @@ def test_an_algorithm_of_another_product(tuned, candidates, caplog):
 
 def test_an_entry_that_lies(tuned, candidates, caplog):
     good = candidates(matmul())[-1]
-    lying = dataclasses.replace(good, split_k=good.split_k + 1)
+    lying = dataclasses.replace(good, workspace_bytes=good.workspace_bytes + 1)
     message = refusals(tuned, entries_of(lying), caplog)
     assert (
-        f"split_k is {good.split_k + 1} in the file, and its algorithm has {good.split_k}"
-        in message
+        f"workspace_bytes is {good.workspace_bytes + 1} in the file, and its algorithm needs"
+        f" {good.workspace_bytes}" in message
     )
 
 
@@ -120,13 +120,3 @@ def test_too_large_a_workspace(tuned, candidates, caplog):
     hungry = max(candidates(matmul()), key=lambda candidate: candidate.workspace_bytes)
     message = refusals(tuned, entries_of(hungry), caplog, workspace_bytes=16)
     assert "needs a workspace of" in message and "of 16 allowed" in message
-
-
-def test_fault(tuned, candidates):
-    products, algorithm = tuned()[0], candidates(matmul())[0]
-    assert products.fault(matmul(), algorithm) is None
-    assert "tile is 99 in the file" in products.fault(
-        matmul(), dataclasses.replace(algorithm, tile=99)
-    )
-    larger = dataclasses.replace(algorithm, workspace_bytes=algorithm.workspace_bytes + 1)
-    assert "workspace_bytes is" in products.fault(matmul(), larger)
