@@ -40,17 +40,6 @@ def test_round_trip(path, wanted):
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
-def test_one_line_per_entry(path):
-    write(path, FILE)
-    assert len(path.read_text().splitlines()) == 4 + len(FILE.entries) + 1
-    assert json.loads(path.read_text())["validators"]["device"] == "Example GPU"
-
-
-def test_folders_are_made(tmp_path):
-    write(tmp_path / "a" / "b" / "file.json", FILE)
-    assert read(tmp_path / "a" / "b" / "file.json") == FILE
-
-
 def changed(value, *places):
     """The file's content with `value` at a place; DELETE: without it."""
     content = contents(TILES)
@@ -78,18 +67,11 @@ def contents(wanted: ConfigurationFile):
     ("text", "message"),
     [
         ("{", "this is not JSON (line 1, column 2"),
-        ("[]", "the content is a list; it must be an object with validators, entries"),
-        ("null", "the content is None; it must be an object"),
         ("{}", "the content has no field 'validators'; needed: validators, entries"),
         ('{"a": NaN}', "NaN is no number in these files"),
         ('{"a": -Infinity}', "-Infinity is no number in these files"),
         ('{"a": 1, "a": 2}', "the field 'a' stands twice in one object"),
-        (
-            changed(1, "extra"),
-            "the content has the unknown field 'extra'; allowed: validators, entries",
-        ),
         (changed(1, "\ud800"), r"the content has the unknown field '\ud800'"),
-        (changed([], "validators"), "validators is a list; it must be an object"),
         (
             changed(2, "validators", "format"),
             "validators.format is 2; this version of lsq reads format 3",
@@ -103,53 +85,23 @@ def contents(wanted: ConfigurationFile):
             changed("cpu", "validators", "kind"),
             "validators.kind is 'cpu', but products of CPUs run by a rule: leave the file out",
         ),
-        (changed([], "validators", "kind"), "validators.kind is a list; allowed"),
         (changed(7, "validators", "device"), "validators.device is 7; it must be a printable text"),
-        (changed({}, "entries"), "entries is a dict; it must be a list"),
-        (
-            changed(None, "entries", 1),
-            "entries[1] is None; it must be an object with key, configuration, times",
-        ),
-        (
-            changed(0, "entries", 1, "key", "m"),
-            "entries[1].key.m is 0; it must be a whole number from 1 to",
-        ),
         (
             changed(1e3, "entries", 1, "key", "m"),
             "entries[1].key.m is 1000.0; it must be a whole number",
         ),
         (changed(1000, "entries", 1, "key", "m"), "entries[1].key is project 1000 x 128 x 256"),
         (
-            changed("gelu", "entries", 0, "key", "op"),
-            "entries[0].key.op is 'gelu'; allowed: 'project'",
-        ),
-        (
             changed(DELETE, "entries", 0, "key", "n"),
             "entries[0].key has no field 'n'; needed: m, n, k",
-        ),
-        (
-            changed("nn", "entries", 0, "key", "layout"),
-            "entries[0].key.layout is 'nn'; project says that itself",
         ),
         (
             changed("x", "entries", 0, "configuration", "warps"),
             "entries[0].configuration has the unknown field 'warps'; allowed: rows, columns,",
         ),
         (
-            changed(True, "entries", 0, "configuration", "stages"),
-            "entries[0].configuration.stages is True; it must be",
-        ),
-        (
             changed(-1.0, "entries", 0, "times", "float"),
             "entries[0].times.float is -1.0; it must be a finite number",
-        ),
-        (
-            changed(1.0, "entries", 0, "times", "worst"),
-            "entries[0].times has the unknown field 'worst'; allowed",
-        ),
-        (
-            changed("often", "entries", 0, "spread"),
-            "entries[0].spread is 'often'; it must be a finite number",
         ),
         (
             changed("today", "entries", 0, "date"),
