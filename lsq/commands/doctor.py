@@ -30,7 +30,7 @@ from lsq.layers.blocks import PackedSequences
 from lsq.layers.linear import linear
 from lsq.layers.programs import Mode, Table
 from lsq.native import loader, processor, runtime, tiles
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 from lsq.ops.rounding import RoundWeight
 from lsq.ops.sums import FinishSums, PartialSums
 from lsq.program.operation import Operation
