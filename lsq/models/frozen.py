@@ -120,20 +120,19 @@ def _reason(module: InPlace, name: str, shared: Collection[int]) -> str | None:
 
 @torch.no_grad()
 def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
-    """Freeze one weight, and return its parameters, bytes of floats, bytes of codes."""
+    """Freeze one weight -> number of its parameters, bytes of floats, bytes of codes."""
     if not module.schedule.begun:  # no pass has measured clips
         module.calibrate_weights()
         module.schedule.measured_weights()
     declared, parts = module.declared[name], module.sources(name)
     values = module.own_parameter(name)
+    padded = module.vocabulary.padded if isinstance(module, Head) else None
     codes = encoded(
         values,
         module.own_parameter(declared.clip),
         module.quant.weight_form(name),
         module.target,
-        rows=module.vocabulary.padded
-        if isinstance(module, Head)
-        else values.shape[declared.in_out],
+        rows=padded or values.shape[declared.in_out],
         in_out=declared.in_out,
         absmax=not module.quant.learned,
     )

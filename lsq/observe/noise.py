@@ -39,18 +39,14 @@ class Reading:
     matter."""
 
     def values(self) -> dict[str, float]:
-        """Those that are not None, by name."""
+        """Return those that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def worst(self, other: "Reading") -> "Reading":
         """Return the smaller value of each quantity."""
         mine, others = self.values(), other.values()
-        return Reading(
-            **{
-                name: min(mine.get(name, math.inf), others.get(name, math.inf))
-                for name in mine | others
-            }
-        )
+        both = {name: min(mine[name], others[name]) for name in mine.keys() & others}
+        return Reading(**{**mine, **others, **both})
 
 
 QUANTITIES = tuple(field.name for field in fields(Reading))
@@ -67,11 +63,8 @@ class Bounds:
     """
 
     output: float = 12.0
-    """Of results."""
     input_gradient: float = 8.0
-    """Of gradients of inputs."""
     weight_gradient: float = 4.0
-    """Of all gradients of weights together."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -119,8 +112,8 @@ class Sample:
             kept[virtual.name] = tensor
         for virtual in smaller.parameters:
             tensor = tensors[virtual.name]
-            is_clip = virtual.declared.kind in CLIPS
-            kept[virtual.name] = tensor.detach().clone() if is_clip else tensor
+            copied = virtual.declared.kind in CLIPS
+            kept[virtual.name] = tensor.detach().clone() if copied else tensor
         return cls(program=smaller, backend=backend, tensors=kept, rows=index)
 
     def reading(self, gradients: Sequence[Tensor | None] | None) -> Reading:

@@ -1,10 +1,5 @@
-"""Signals of a training: what the quantisers of a model do while it trains.
-
-Every few steps, for each quantised tensor: its clip, the share of values that are clipped, the
-share of codes that are 0 and the gradient of the clip (means over the channels of a weight). They
-go to TensorBoard or to the log of a Trainer; a tensor that looks unhealthy is warned of once; a
-table shows the last values.
-"""
+"""Signals of a training: every few steps the clip of each quantised tensor, the share of values
+that are clipped, the share of codes that are 0, and the gradient of the clip."""
 
 import logging
 import os
