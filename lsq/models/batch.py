@@ -92,8 +92,11 @@ def _remembered_packing(
     options: dict,
     present_in: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Packing | None:
+    if not isinstance(mask, torch.Tensor | None):
+        return None
+
     def make() -> Packing | None:
-        present = present_in(mask) if isinstance(mask, torch.Tensor) else None
+        present = None if mask is None else present_in(mask)
         if present is None and mask is not None:
             return None
         padding = None if present is None or present.all() else ~present

@@ -22,16 +22,19 @@ SAVED = "of a head that has an adapter, with which PEFT saves it"
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """The result of `freeze`."""
+    """The result of `freeze`.
+
+    Attributes:
+        weights: number of parameters that are codes now.
+        floats: bytes that they had as floats, beside which passes kept codes.
+        codes: bytes of their codes and scales.
+        left: reasons -> number of weights that were left for it.
+    """
 
     weights: int
-    """Number of parameters that are codes now."""
     floats: int
-    """Bytes that they had as floats, beside which passes kept codes."""
     codes: int
-    """Bytes of their codes and scales."""
     left: Mapping[str, int]
-    """Reasons -> number of weights that were left for it."""
 
     def __str__(self) -> str:
         first = (

@@ -205,14 +205,16 @@ class FusedLayer(InPlace):
         self.departed, self.compared = None, False
         # names of what may come by position behind the hidden states
         self.positional = tuple(inspect.signature(self.float_class.forward).parameters)[2:]
-        one = PackedSequences(rows=1, count=1)
-        build = partial(self.program, one, source=one if self.CROSS else None)
-        self.config = config_at(self.config, path, build, self.state_names)
+        self.config = config_at(self.config, path, self._smallest, self.state_names)
         self.begin(self.config.quant)
         self.rounded = RoundedWeights()
         self.joined: dict[str, torch.Tensor | None] = {}
-        self.declare(build, measure=False)
+        self.declare(self._smallest, measure=False)
         self.let_clips_learn(trained)
+
+    def _smallest(self, mode: Mode) -> Program:
+        one = PackedSequences(rows=1, count=1)
+        return self.program(one, mode, source=one if self.CROSS else None)
 
     def extra_repr(self) -> str:
         if self.departed:
@@ -428,10 +430,10 @@ class FusedLayer(InPlace):
         if now == before:
             return
         self._take_adapters(now)
-        one = PackedSequences(rows=1, count=1)
-        mode = Mode(training=True, backward=True, backend=backend("reference"))
         try:
-            program = self.program(one, mode, source=one if self.CROSS else None)
+            program = self._smallest(
+                Mode(training=True, backward=True, backend=backend("reference"))
+            )
         except ValueError:
             self._take_adapters(before)
             raise
@@ -637,8 +639,8 @@ class FusedLayer(InPlace):
 
 
 def _attention_is_recorded() -> bool:
-    """Whether a model of transformers gathers probabilities of attention, by hooks on modules that
-    programs do not call."""
+    """Whether transformers gathers probabilities of attention, by hooks on modules that programs
+    do not call."""
     capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
     return capturing is not None and not ATTENTIONS.isdisjoint(
         capturing._active_collector.get() or ()

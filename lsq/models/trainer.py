@@ -234,7 +234,7 @@ class LsqCallback(TrainerCallback, ExportableState):
             self.sparsity.write_zeros()
 
     def _resume(self, state) -> dict[str, Any]:
-        """Load the clips of a checkpoint, and return what the callback has kept in it."""
+        """Load the clips of a checkpoint; return what the callback has kept in it."""
         # Trainer wants an entry before it saves
         entry = state.stateful_callbacks.setdefault(type(self).__name__, {})
         kept = entry.get("attributes", {})
@@ -276,7 +276,7 @@ def _encoded(model: nn.Module) -> str | None:
 
 
 def _trainer_around() -> Trainer:
-    """Find the Trainer that has called on the stack, since it does not pass itself to callbacks."""
+    """Find the Trainer on the stack, since it does not pass itself to callbacks."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back

@@ -1,8 +1,4 @@
-"""Noise of one pass of a module: a few of its rows are computed twice, as the module does and in
-floats.
-
-M rows of the batch, m of the sample.
-"""
+"""Noise of one pass of a module: m of its M rows are computed twice, as it does and in floats."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +24,15 @@ CU_SEQLENS = {"sentences": "cu_seqlens", "source": "memory_cu_seqlens"}
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Signal-to-noise of one module in one pass, in dB. None: there is no signal."""
+    """Signal-to-noise of one module in one pass, in dB; None: there is no signal.
+
+    Of results and of gradients of inputs, it is the worst one. Gradients of weights count together:
+    one that is nearly zero may be all noise, and does not matter.
+    """
 
     output: float | None = None
-    """The worst of its results."""
     input_gradient: float | None = None
-    """The worst of the gradients of its inputs."""
     weight_gradient: float | None = None
-    """All gradients of its weights together: one that is nearly zero may be all noise, and does not
-    matter."""
 
     def values(self) -> dict[str, float]:
         """Return those that are not None, by name."""
@@ -117,11 +113,8 @@ class Sample:
         return cls(program=smaller, backend=backend, tensors=kept, rows=index)
 
     def reading(self, gradients: Sequence[Tensor | None] | None) -> Reading:
-        """Measure the noise of results, and of the gradients that follow from those of the results.
-
-        Args:
-            gradients: [M, ...] of each result, None for zero; None: there is no backward pass.
-        """
+        """Measure the noise of results, and of what follows from their gradients: [M, ...] of each,
+        None for zero; None: there is no backward pass."""
         rounded = self._run(self.program, gradients)
         exact = self._run(in_floats(self.program), gradients)
 

@@ -17,7 +17,7 @@ from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
-from lsq.models.reading import at, sources
+from lsq.models.reading import Attributes, at, sources
 
 TABLE = "_lsq_table"
 """The attribute of biases of pairs that is the table [buckets, N] they are made of."""
@@ -54,7 +54,7 @@ def _parts(last: int) -> dict[str, str]:
     return {"layer.0": "LayerSelfAttention", SELF: "Attention", **cross, **norms, **dense}
 
 
-def _shape(last: int, *attentions: str):
+def _shape(last: int, *attentions: str) -> Attributes:
     return at(
         heads=[f"{one}.n_heads" for one in attentions],
         head_width=[f"{one}.key_value_proj_dim" for one in attentions],
@@ -62,7 +62,7 @@ def _shape(last: int, *attentions: str):
     )
 
 
-def _settings(last: int, *attentions: str):
+def _settings(last: int, *attentions: str) -> Attributes:
     parts = [f"layer.{number}" for number in range(last + 1)]
     return at(
         dropout=[f"{part}.dropout.p" for part in parts],
