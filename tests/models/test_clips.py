@@ -123,37 +123,47 @@ def test_masks_go_with_the_clips():
     assert torch.equal(second.layers[0].weight_kept, first.layers[0].weight_kept)
 
 
-def test_other_clips_are_refused():
-    model, state = made(), clip_state(made())
+def without_formats(state: dict) -> dict:
+    """As earlier versions wrote it."""
+    return {name: one for name, one in state.items() if not name.endswith(".format")}
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        (
+            {},
+            lambda state: {name.replace("0.weight_c", "7.weight_c"): state[name] for name in state},
+            r"in 2 tensors, first layers\.0\.weight_clip: nothing in the checkpoint, \[32\]",
+        ),
+        (
+            {},
+            lambda state: {**state, "layers.2.input_clip": torch.tensor([float("nan")])},
+            "not a number|finite|above 0",
+        ),
+        (
+            {"weight_granularity": "tensor"},
+            lambda state: state,
+            "weight_granularity='channel', but .* weight_granularity='tensor'",
+        ),
+        (
+            {"weight_format": "int8,layers.2.*=nvfp4"},
+            without_formats,
+            r"layers\.2\.\*\) was trained with weight_format='int8', but .*'nvfp4'",
+        ),
+    ],
+)
+def test_other_clips_are_refused(options, change, message):
+    model, state = made(**options), change(clip_state(made()))
     kept = clip_state(model)
-    with pytest.raises(
-        ValueError,
-        match=r"in 2 tensors, first layers\.0\.weight_clip: nothing in the checkpoint, \[32\]",
-    ):
-        load_clip_state(
-            model,
-            {name.replace("0.weight_clip", "7.weight_clip"): one for name, one in state.items()},
-        )
-    with pytest.raises(
-        ValueError, match="weight_granularity='tensor', but .* weight_granularity='channel'"
-    ):
-        load_clip_state(model, clip_state(made(weight_granularity="tensor")))
-    with pytest.raises(ValueError, match="not a number|finite|above 0"):
-        load_clip_state(model, {**state, "layers.2.input_clip": torch.tensor([float("nan")])})
+    with pytest.raises(ValueError, match=message):
+        load_clip_state(model, state)
     assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
 
 
 def test_clips_of_earlier_versions_are_integers():
     """Which did not say so."""
-    state = {name: one for name, one in clip_state(made()).items() if not name.endswith(".format")}
-    load_clip_state(made(), state)
-    model = made(weight_format="int8,layers.2.*=nvfp4")
-    kept = clip_state(model)
-    with pytest.raises(
-        ValueError, match=r"layers\.2\.\*\) was trained with weight_format='int8', but .*'nvfp4'"
-    ):
-        load_clip_state(model, state)
-    assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
+    load_clip_state(made(), without_formats(clip_state(made())))
 
 
 def test_checkpoints_of_transformers_leave_clips_out():
@@ -218,27 +228,24 @@ def test_clips_go_on_where_they_were(tmp_path):
 def test_files_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="so there are no clips; call lsq.convert"):
         save_clips(model(1), tmp_path)
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"lsq\.safetensors is not there: .*save_clips.* writes it.* next pass",
+    converted = trained()
+    missing = r"lsq\.safetensors is not there: .*"
+    for folder, hint in (
+        (tmp_path, missing + r"save_clips.* writes it.* next pass"),
+        (tmp_path / "new", "new is no folder on this machine"),
     ):
-        load_clips(trained(), tmp_path)
-    with pytest.raises(FileNotFoundError, match="new is no folder on this machine"):
-        load_clips(trained(), tmp_path / "new")
-    path = save_clips(trained(), tmp_path)
-    with pytest.raises(FileNotFoundError, match="give the folder that it is in"):
-        load_clips(trained(), path)
-    with pytest.raises(
-        ValueError,
-        match=r"lsq\.safetensors: no layer of this Model is .* call lsq\.convert\(model\)",
-    ):
-        load_clips(model(1), tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[:100])
-    with pytest.raises(ValueError, match=r"lsq\.safetensors: "):
-        load_clips(trained(), tmp_path)
-    path.write_bytes(content)
+        with pytest.raises(FileNotFoundError, match=hint):
+            load_clips(converted, folder)
+    path = save_clips(converted, tmp_path)
     assert not list(tmp_path.glob("*.partial"))
+    with pytest.raises(FileNotFoundError, match="give the folder that it is in"):
+        load_clips(converted, path)
+    message = r"lsq\.safetensors: no layer of this Model is .* call lsq\.convert\(model\)"
+    with pytest.raises(ValueError, match=message):
+        load_clips(model(1), tmp_path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"lsq\.safetensors: "):
+        load_clips(converted, tmp_path)
 
 
 STEPS = 5
@@ -299,11 +306,8 @@ def test_clips_of_weights_are_measured_anew_and_those_of_activations_stay():
     expected.calibrate_weights()
     second.layers[2].weight_clip.data.fill_(3.0)
     assert not load_other_format(second, state, clip_names(second)).activations_due
-    assert (
-        second.layers[2].input_clip.item() == 7.0
-        and second.layers[2].passes == 1
-        and second.layers[2].calibrated
-    )
+    layer = second.layers[2]
+    assert layer.input_clip.item() == 7.0 and layer.passes == 1 and layer.calibrated
     assert torch.equal(second.layers[2].weight_clip, expected.weight_clip)
 
 
@@ -355,7 +359,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
 
 
 def test_clips_of_earlier_versions_are_of_integers():
-    state = {name: one for name, one in clip_state(made()).items() if not name.endswith(".format")}
+    state = without_formats(clip_state(made()))
     second = made(activation_format="fp8-e4m3/tensor", gradient_format="float32")
     assert load_other_format(second, state, clip_names(second)).activations_due
     assert not second.layers[0].calibrated
