@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from lsq.layers.packing import Packing
-from lsq.run.stamp import FEW_ROWS, Stamp
+from lsq.run.parameter_state import FEW_ROWS, Stamp
 
 Result = TypeVar("Result")
 _local = threading.local()

@@ -10,9 +10,10 @@ from torch import nn
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
+from lsq.layers.programs import padded_words
 from lsq.layers.weight_state import encoded
 from lsq.models.conversion import check_bare
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.quant import WeightFormat
 from lsq.run import parameter_state
 
@@ -129,7 +130,7 @@ def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
         module.schedule.measured_weights()
     declared, parts = module.declared[name], module.sources(name)
     values = module.own_parameter(name)
-    padded = module.vocabulary.padded if isinstance(module, Head) else None
+    padded = padded_words(module.quant, len(values)) if isinstance(module, Head) else None
     codes = encoded(
         values,
         module.own_parameter(declared.clip),

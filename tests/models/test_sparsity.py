@@ -31,13 +31,14 @@ from lsq.models.sparsity import (
     wants_sparsity,
 )
 from lsq.optim import Adam
+from tests.constants import quant_with
 from tests.layers.shapes import HIDDEN, config_of
 from tests.models import models, zoo
 
 INPUTS, OUTPUTS = 48, 32
 DENSE = {"backward": "float", "calibration_passes": 0}
-QUANT = QuantConfig(**DENSE)
-SPARSE = QuantConfig(**DENSE, sparsity="2:4,every=2,decay=0.2")
+QUANT = quant_with(**DENSE)
+SPARSE = quant_with(**DENSE, sparsity="2:4,every=2,decay=0.2")
 
 
 def layer(seed: int = 1, quant: QuantConfig = QUANT) -> QuantizedLinear:
@@ -92,7 +93,7 @@ def train(model: nn.Module, optimizer, steps: int, seed: int = 0) -> list[float]
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_equals_a_dense_layer_with_zeros(options, training):
-    sparse = layer(quant=QuantConfig(**DENSE, **options)).train(training)
+    sparse = layer(quant=quant_with(**DENSE, **options)).train(training)
     dense, x = pruned(sparse), batch()
     with torch.no_grad():
         dense.weight[3, 5] = sparse.weight[3, 5] = float("nan")
@@ -361,7 +362,7 @@ def test_a_dense_state_is_one_whose_masks_keep_all():
 
 def test_begin_after_the_end():
     """Masks of a checkpoint that count no more become zeros."""
-    model = layer(quant=QuantConfig(**DENSE, sparsity="2:4,end=3"))
+    model = layer(quant=quant_with(**DENSE, sparsity="2:4,end=3"))
     sparsity_of(model)
     sparse = model.eval()(batch())
     sparsity_of(model, updates=3)
@@ -425,7 +426,7 @@ def test_layers_of_transformers(kind, mode):
         return model(**given).logits, torch.cat([first.logits, second.logits], dim=1)
 
     model, given = zoo.made(kind), zoo.right_padded((11, 6))
-    lsq.convert(model, QuantConfig(mode=mode, **DENSE))
+    lsq.convert(model, quant_with(mode=mode, **DENSE))
     model(**given).loss.backward()
     sparsity = sparsify(model)
     own = model.model.layers[0] if kind == "llama" else model.transformer.h[0]
