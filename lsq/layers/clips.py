@@ -1,12 +1,14 @@
 """Modules with the parameters that a program declares, and clips that are measured and limited."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
 from lsq.config import QuantConfig
+from lsq.layers import clip_format
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.schedule import Schedule
 from lsq.layers.weight_state import WeightState
@@ -236,6 +238,23 @@ class ClippedModule(nn.Module):
     def calibrated(self) -> bool:
         """Whether the clips of activations hold measured values."""
         return self.schedule.calibrated
+
+    # torch.distributed.checkpoint looks names of state dicts up as attributes
+
+    @property
+    def passes(self) -> int:
+        """Training passes so far; -1: the first pass will measure all clips."""
+        return self.schedule.passes
+
+    @property
+    def float_fallback(self) -> bool:
+        """Whether it goes on in floats."""
+        return self.schedule.float_fallback
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """The number format of its clips, as fields of QuantConfig."""
+        return clip_format.fields_of(self.quant)
 
     def let_clips_learn(self, trained: bool) -> None:
         """Let clips that learn be trained with the weights beside them."""
