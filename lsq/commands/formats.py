@@ -10,8 +10,7 @@ from lsq.commands import interruption, logs, model_batch, run_files
 from lsq.commands.options import command_parser, count, replaces
 from lsq.commands.tensor_files import PARTS, tensors_in
 from lsq.files.lock import locked_folder
-from lsq.quant.numbers import METHODS
-from lsq.quant.numbers.scaled import PERCENTILE
+from lsq.quant.numbers import METHODS, PERCENTILE
 from lsq.study import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
 from lsq.study.tensors import LARGEST_SAMPLE
 

@@ -14,15 +14,12 @@ from lsq.config import Adapter, LayerConfig
 from lsq.layers.builder import LayerBuilder, Result
 from lsq.layers.positions import position_bias, rotate_heads
 from lsq.ops.adapter import Adapt, AdapterInput
-from lsq.ops.append import Append
-from lsq.ops.attention import Attention
+from lsq.ops.attention import Append, Attention, Heads, PositionBias, Projected
 from lsq.ops.gated import Gated
-from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation
-from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
-from lsq.ops.vocabulary_loss import VocabularyLoss
+from lsq.ops.vocabulary_loss import KeptWords, Prediction, VocabularyLoss
 from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows

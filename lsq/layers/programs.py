@@ -18,7 +18,7 @@ from lsq.layers import blocks
 from lsq.layers.blocks import Epilogue, Memory, PackedSequences, Residual
 from lsq.layers.builder import LayerBuilder
 from lsq.ops.embedding import Embed
-from lsq.ops.prediction import Prediction
+from lsq.ops.vocabulary_loss import Prediction
 from lsq.program.backend import Backend
 from lsq.program.parameters import Kind
 from lsq.program.program import Program

@@ -15,7 +15,7 @@ from lsq.models.architectures import fused_class
 from lsq.models.exact import patched
 from lsq.models.report import Layer, Stack, Whole
 from lsq.models.skip import Skip, skipping
-from lsq.quant.choices import format_choice
+from lsq.quant.formats import format_choice
 
 FLOAT_MODE = "mode is 'float', in which nothing is rounded"
 """Why linear layers stay, but not whole ones."""

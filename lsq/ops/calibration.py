@@ -16,8 +16,7 @@ from lsq.program.backend import Backend
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
 from lsq.program.operation import Operation
 from lsq.quant import SMALLEST_CLIP, Format, fill_empty
-from lsq.quant.numbers import Grain, ScaledFormat
-from lsq.quant.numbers.scaled import INTEGERS
+from lsq.quant.numbers import INTEGERS, Grain, ScaledFormat
 
 
 class LeastErrorClip(Operation):
@@ -27,19 +26,16 @@ class LeastErrorClip(Operation):
     be the memory of `before`.
     """
 
-    x: In[Activations]
-    """[R, N], N at least 1; or [N, R]. NaN and infinity count as 0."""
+    x: In[Activations]  # [R, N], N at least 1; or [N, R]. NaN and infinity count as 0.
     by_columns: bool = False
     """Whether x is [N, R], N so small that `stride` is 1: what is called a row here is a column of
     it."""
-    bits: Host[int] = 8
-    """Bits of the codes, 2 to 8."""
+    bits: Host[int] = 8  # Bits of the codes, 2 to 8.
     before: In[Floats] | None
     """[R], clips of these rows at an earlier time, near which the search begins."""
     clip: Out[Floats]
     """[R], at least SMALLEST_CLIP. A row of zeros gets the mean clip of the others."""
-    unusable: Out[Indices]
-    """[R], how many values are NaN or infinite."""
+    unusable: Out[Indices]  # [R], how many values are NaN or infinite.
 
     @size
     def rows(self) -> int:
@@ -217,9 +213,8 @@ def least_error_clip(
     backend.
 
     Each is the largest magnitude of what shares it, times the best of 15 powers of two in equal
-    steps and then of 9
-    around that: clips above the largest magnitude pay for formats that are coarse at their upper
-    end, and so are tried where the clip says the scale.
+    steps and then of 9 around that: clips above the largest magnitude pay for formats that are
+    coarse at their upper end, and so are tried where the clip says the scale.
     """
     if not per_row:
         x = x[:: max(1, x.numel() // SAMPLE)].contiguous()

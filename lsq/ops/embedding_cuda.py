@@ -25,17 +25,15 @@ SPLITS = 32
 
 @launches.register(Embed)
 def launch_embed(op: Embed):
-    return [
-        launch(
-            "embedding.cu",
-            "lsq_embed",
-            op,
-            grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
-            WINDOW=WINDOW,
-            **float_define(op.x),
-            **row_defines(op.columns),
-        )
-    ]
+    return launch(
+        "embedding.cu",
+        "lsq_embed",
+        op,
+        grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
+        WINDOW=WINDOW,
+        **float_define(op.x),
+        **row_defines(op.columns),
+    )
 
 
 @scratch_of.register(EmbedGradient)

@@ -1,11 +1,9 @@
-"""Layout of gradients in messages between processes: codes of 8 or 4 bits, a scale
-for each block.
+"""Layout of gradients in messages between processes: codes of 8 or 4 bits, a scale for each block.
 
 A bucket of v values is cut into S shards of L values each; what lies beyond v counts as zero. Each
-shard is one message
-of M bytes: codes (8 bits: int8; 4 bits: value 2i in the low half of byte i, 2i + 1 in the high one,
-two's complement), bfloat16 scales [B], zeros up to a multiple of 16 bytes. Blocks start anew in
-each shard, and the last may be short.
+shard is one message of M bytes: codes (8 bits: int8; 4 bits: value 2i in the low half of byte i, 2i
++ 1 in the high one, two's complement), bfloat16 scales [B], zeros up to a multiple of 16 bytes.
+Blocks start anew in each shard, and the last may be short.
 """
 
 from dataclasses import dataclass
@@ -31,16 +29,11 @@ class MessageLayout:
         ValueError: a field is not what its docstring says, or the shards do not hold the values.
     """
 
-    values: int
-    """v, at least 1."""
-    shards: int = 1
-    """S, at least 1."""
-    length: int
-    """L: values of a shard, a multiple of SHARD_MULTIPLE; S * L is at least v."""
-    block: int = 128
-    """Values that share a scale, one of BLOCKS."""
-    bits: int = GRADIENT.bits
-    """Width of a code, 8 or 4."""
+    values: int  # v, at least 1.
+    shards: int = 1  # S, at least 1.
+    length: int  # L: values of a shard, a multiple of SHARD_MULTIPLE; S * L is at least v.
+    block: int = 128  # Values that share a scale, one of BLOCKS.
+    bits: int = GRADIENT.bits  # Width of a code, 8 or 4.
 
     def __post_init__(self):
         for name in ("values", "shards", "length"):
@@ -52,8 +45,7 @@ class MessageLayout:
         if self.length % SHARD_MULTIPLE:
             raise ValueError(
                 f"the length of a shard is {self.length}; it must be a multiple of"
-                f" {SHARD_MULTIPLE}: let "
-                "MessageLayout.for_values choose it"
+                f" {SHARD_MULTIPLE}: let MessageLayout.for_values choose it"
             )
         if self.block not in BLOCKS:
             raise ValueError(
@@ -64,8 +56,7 @@ class MessageLayout:
         if self.shards * self.length < self.values:
             raise ValueError(
                 f"{self.shards} shards of {self.length} do not hold {self.values} values; choose a"
-                " length of at least "
-                f"{-(-self.values // self.shards)}"
+                f" length of at least {-(-self.values // self.shards)}"
             )
 
     @classmethod

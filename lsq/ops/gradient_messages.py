@@ -28,8 +28,7 @@ class Messages(Value):
     """Messages of gradients. A layout of several shards tells of the messages of each."""
 
     layout: Host[MessageLayout]
-    data: Bytes
-    """[..., M]"""
+    data: Bytes  # [..., M]
 
     @size
     def length(self) -> int:
@@ -95,15 +94,13 @@ class PackGradients(Operation):
         ValueError: a tensor has another shape or dtype than the layout of the messages wants.
     """
 
-    x: In[AnyFloats]
-    """[R, v], added up in order."""
+    x: In[AnyFloats]  # [R, v], added up in order.
     key: In[Key] | None
     """Values are rounded up with a probability equal to the fraction, drawn for value i at element
     i; None: to the nearest code, half to even.
     """
     subsequence: int = 0
-    messages: Out[Messages]
-    """[S, M]"""
+    messages: Out[Messages]  # [S, M]
     error: Out[Floats] | None
     """[v], value - code * scale; 0 in blocks that are not finite.
 
@@ -122,12 +119,9 @@ class PackGradients(Operation):
         if self.error is not None:
             _require("their error", self.error, (layout.values,), [torch.float32])
 
-    rows = extent(0, "x")
-    """R."""
-    values = extent(1, "x")
-    """v."""
-    shards = extent(0, "messages.data")
-    """S."""
+    rows = extent(0, "x")  # R.
+    values = extent(1, "x")  # v.
+    shards = extent(0, "messages.data")  # S.
 
     @size
     def dtype(self) -> int:
@@ -152,23 +146,18 @@ class SumMessages(Operation):
             in more than bits.
     """
 
-    messages: In[Messages]
-    """[N, M], added up in order."""
-    factor: float = 1.0
-    """E.g. 1 / world size."""
-    key: In[Key] | None
-    """As in PackGradients; value i of the shard draws element i."""
+    messages: In[Messages]  # [N, M], added up in order.
+    factor: float = 1.0  # E.g. 1 / world size.
+    key: In[Key] | None  # As in PackGradients; value i of the shard draws element i.
     subsequence: int = 0
-    sum: Out[Messages]
-    """[M']"""
+    sum: Out[Messages]  # [M']
 
     def __post_init__(self):
         given, made = self.messages.layout, self.sum.layout
         check(
             (given.length, given.block) == (made.length, made.block),
             f"messages have shards of {given.length} values in blocks of {given.block}, their sum"
-            f" {made.length} in "
-            f"blocks of {made.block}; only the bits may differ",
+            f" {made.length} in blocks of {made.block}; only the bits may differ",
         )
         _require(
             "messages to add up",
@@ -178,8 +167,7 @@ class SumMessages(Operation):
         )
         _require("their sum", self.sum.data, (made.message_bytes,), [torch.uint8])
 
-    count = extent(0, "messages.data")
-    """N."""
+    count = extent(0, "messages.data")  # N.
 
     def reference(self):
         total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
@@ -194,11 +182,9 @@ class UnpackGradients(Operation):
         ValueError: a tensor has another shape or dtype than the layout of the messages wants.
     """
 
-    messages: In[Messages]
-    """[R, S, M], added up in order."""
+    messages: In[Messages]  # [R, S, M], added up in order.
     factor: float = 1.0
-    x: Out[AnyFloats]
-    """[v]"""
+    x: Out[AnyFloats]  # [v]
 
     def __post_init__(self):
         layout = self.messages.layout
@@ -206,12 +192,9 @@ class UnpackGradients(Operation):
         _require("messages to unpack", self.messages.data, wanted, [torch.uint8])
         _require("their values", self.x, (layout.values,), FLOATS)
 
-    copies = extent(0, "messages.data")
-    """R."""
-    shards = extent(1, "messages.data")
-    """S."""
-    values = extent(0, "x")
-    """v."""
+    copies = extent(0, "messages.data")  # R.
+    shards = extent(1, "messages.data")  # S.
+    values = extent(0, "x")  # v.
 
     @size
     def dtype(self) -> int:
@@ -244,8 +227,7 @@ def _require(what: str, tensor, shape: tuple, dtypes) -> None:
     check(
         fits and tensor.dtype in dtypes,
         f"{what} are {tensor.dtype} {list(tensor.shape)}; the layout wants"
-        f" [{', '.join(map(str, shape))}] of "
-        f"{' or '.join(map(str, dtypes))}",
+        f" [{', '.join(map(str, shape))}] of {' or '.join(map(str, dtypes))}",
     )
 
 

@@ -15,53 +15,47 @@ LARGEST_GRID = 65535
 @launches.register(PackGradients)
 def launch_pack_gradients(op: PackGradients):
     layout = op.messages.layout
-    return [
-        launch(
-            "gradient_messages.cu",
-            "lsq_pack_gradients",
-            op,
-            grid=_grid(layout, _vectors(layout)),
-            BLOCK=layout.block,
-            OUT_BITS=layout.bits,
-            RANDOM=int(op.key is not None),
-            MANY=int(op.rows > 1),
-            **float_define(op.x),
-        )
-    ]
+    return launch(
+        "gradient_messages.cu",
+        "lsq_pack_gradients",
+        op,
+        grid=_grid(layout, _vectors(layout)),
+        BLOCK=layout.block,
+        OUT_BITS=layout.bits,
+        RANDOM=int(op.key is not None),
+        MANY=int(op.rows > 1),
+        **float_define(op.x),
+    )
 
 
 @launches.register(SumMessages)
 def launch_sum_messages(op: SumMessages):
     layout = op.messages.layout
-    return [
-        launch(
-            "gradient_messages.cu",
-            "lsq_sum_messages",
-            op,
-            grid=_grid(layout, _vectors(layout))[0],
-            BLOCK=layout.block,
-            BITS=layout.bits,
-            OUT_BITS=op.sum.bits,
-            RANDOM=int(op.key is not None),
-        )
-    ]
+    return launch(
+        "gradient_messages.cu",
+        "lsq_sum_messages",
+        op,
+        grid=_grid(layout, _vectors(layout))[0],
+        BLOCK=layout.block,
+        BITS=layout.bits,
+        OUT_BITS=op.sum.bits,
+        RANDOM=int(op.key is not None),
+    )
 
 
 @launches.register(UnpackGradients)
 def launch_unpack_gradients(op: UnpackGradients):
     layout = op.messages.layout
-    return [
-        launch(
-            "gradient_messages.cu",
-            "lsq_unpack_gradients",
-            op,
-            grid=_grid(layout, 1),
-            BLOCK=layout.block,
-            BITS=layout.bits,
-            MANY=int(op.copies > 1),
-            **float_define(op.x),
-        )
-    ]
+    return launch(
+        "gradient_messages.cu",
+        "lsq_unpack_gradients",
+        op,
+        grid=_grid(layout, 1),
+        BLOCK=layout.block,
+        BITS=layout.bits,
+        MANY=int(op.copies > 1),
+        **float_define(op.x),
+    )
 
 
 def _vectors(layout: MessageLayout) -> int:

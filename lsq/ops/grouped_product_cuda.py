@@ -17,4 +17,4 @@ def launch_grouped_product(op: GroupedProduct):
         rows=FEW_ROWS if op.rows <= FEW_ROWS else 2 * FEW_ROWS, columns=64, stages=4
     )
     shape = op.rows, op.columns, op.inner
-    return [tiled("grouped_product.cu", "lsq_grouped_product", tile, shape, op, GROUP=op.b.group)]
+    return tiled("grouped_product.cu", "lsq_grouped_product", tile, shape, op, GROUP=op.b.group)

@@ -54,8 +54,7 @@ class Nonlinearity(Value):
 
     activation: Activation = Activation.none
     dropout: In[Dropout] | None
-    positive: Bits | None
-    """For ReLU: y > 0."""
+    positive: Bits | None  # For ReLU: y > 0.
     slope: Codes | None
     """For a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
     before: Activations | None

@@ -22,17 +22,15 @@ def launch_sparse_project(op: SparseProject):
         blocks <= MOST_TILE_ROWS,
         f"{op.rows} rows are more than {MOST_TILE_ROWS * ROWS}: take smaller batches",
     )
-    return [
-        launch(
-            "sparse_project.cu",
-            "lsq_sparse_project",
-            op,
-            inner,
-            TICKET,
-            grid=(op.columns // OUTPUTS, blocks),
-            block=THREADS,
-            ACTIVATION=int(end.activation),
-            **started(op.rounded),
-            **({} if op.out is None else float_define(op.out)),
-        )
-    ]
+    return launch(
+        "sparse_project.cu",
+        "lsq_sparse_project",
+        op,
+        inner,
+        TICKET,
+        grid=(op.columns // OUTPUTS, blocks),
+        block=THREADS,
+        ACTIVATION=int(end.activation),
+        **started(op.rounded),
+        **({} if op.out is None else float_define(op.out)),
+    )

@@ -65,7 +65,8 @@ class Operation(Declared):
         Raises:
             ValueError: kernels cannot take these shapes.
         """
-        return cuda.launches(self, *scratch)
+        found = cuda.launches(self, *scratch)
+        return [found] if isinstance(found, Launch) else found
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
         """Leave sums over rows in parts from now on, in a program for a GPU.

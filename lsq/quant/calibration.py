@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from lsq.quant.rounding import SMALLEST_CLIP, check_clip, maximum_code
+from lsq.quant.arithmetic import SMALLEST_CLIP, check_clip, maximum_code
 
 CALIBRATIONS = ("fixed", "absmax", "percentile", "mse")
 """Methods of calibrate."""
@@ -97,8 +97,7 @@ def check_usable(unusable: int, values: int) -> None:
     if unusable:
         raise ValueError(
             f"cannot calibrate on a tensor in which {unusable} of {values} values are NaN or"
-            " infinite; "
-            "find the operation that made them"
+            " infinite; find the operation that made them"
         )
 
 

@@ -86,8 +86,7 @@ class Pruning:
             if not equals or name not in WRITTEN or name in found:
                 raise ValueError(
                     f"sparsity is {text!r}, and {part!r} says nothing; behind the pattern may"
-                    " follow, once each: "
-                    f"{', '.join(f'{one}=...' for one in WRITTEN)}"
+                    f" follow, once each: {', '.join(f'{one}=...' for one in WRITTEN)}"
                 )
             try:
                 found[name] = float(value) if name == "decay" else int(value)

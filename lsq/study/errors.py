@@ -19,14 +19,13 @@ import lsq
 from lsq.config import require_whole
 from lsq.quant.numbers import (
     METHODS,
+    PERCENTILE,
     PRESETS,
-    SOURCES,
     ScaledFormat,
-    lloyd_max_distortion,
     scaled_format,
     signal_to_noise,
 )
-from lsq.quant.numbers.scaled import PERCENTILE
+from lsq.quant.tables import SOURCES, lloyd_max_distortion
 from lsq.study.products import gather
 from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import (

@@ -1,4 +1,6 @@
-"""Low-rank adapters, against plain PyTorch in float64."""
+"""Low-rank adapters, against plain PyTorch in float64, on the CPU and on CUDA."""
+
+import math
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from tests.ops.compare import (
     dropout_of,
     empty,
     on_reference,
+    refused,
     rounded,
     to_round,
 )
+from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_project import nonlinearity
 
 SIZES = [(41, 48, 72, 6), (1, 16, 8, 1), (130, 24, 40, 16)]
@@ -100,9 +104,10 @@ def adapt_gradient(rows: int, inputs: int, outputs: int, rank: int, **fields) ->
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, columns", [(0, 16), (1, 8), (41, 48)])
-def test_what_adapters_read(rows, columns, kind, dropout):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_adapters_read(rows, columns, kind, dropout, dtype, compared):
     operation = adapter_input(rows, columns, kind, dropout)
-    found, x = compare(operation).values, operation.x
+    found, x = compared(operation, dtype).values, operation.x
     exact = x.floats if x.coded is None else x.coded.codes * x.scale
     kept = found != 0
     torch.testing.assert_close(found[kept], (exact / (1 - dropout))[kept])
@@ -113,8 +118,9 @@ def test_what_adapters_read(rows, columns, kind, dropout):
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("rows, columns", [(0, 16), (41, 48)])
-def test_what_goes_back(rows, columns, dropout, added):
-    compare(adapter_input_gradient(rows, columns, dropout, added=added))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_goes_back(rows, columns, dropout, added, dtype, compared):
+    compared(adapter_input_gradient(rows, columns, dropout, added=added), dtype)
 
 
 def test_going_back_drops_the_same():
@@ -189,3 +195,32 @@ def test_one_gradient_alone(wanted):
     for name in whole.keys() - {wanted}:
         setattr(operation, name, None)
     torch.testing.assert_close(getattr(compare(operation), wanted), getattr(every, wanted))
+
+
+def test_widths_that_no_kernel_takes_on_cuda():
+    with refused("the width of an adapter's input is 12"):
+        adapter_input(3, 12, "codes").cuda()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_on_cuda(sizes, dtype):
+    compare_cuda(adapt(*sizes), dtype)
+    compare_cuda(adapt_gradient(*sizes), dtype)
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("rows", [0, 41])
+def test_it_ends_as_a_product_on_cuda(rows, activation, dropout):
+    compare_cuda(
+        adapt_with_end(rows, 72, activation, dropout, coded=True, error=not dropout), exact=True
+    )
+    for dtype in DTYPES:
+        compare_cuda(adapt_with_end(rows, 72, activation, dropout, coded=False), dtype)
+
+
+def test_nan_poisons_the_result_on_cuda():
+    operation = adapt_with_end(41, 72, Activation.relu, coded=True)
+    operation.base[40, 71] = math.nan
+    assert compare_cuda(operation, exact=True).rounded.scale.isnan()

@@ -1,4 +1,4 @@
-"""Embed and its scatter of gradients against autograd, at widths around a strip of 64 columns."""
+"""Embed and its scatter of gradients against autograd, on the CPU and on CUDA."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from lsq.ops.embedding import Embed, EmbedGradient
 from lsq.program.parameters import Kind
 from lsq.quant import random
 from tests.ops.compare import KEY, compare, dropout_of, empty, on_cpu
+from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.programs import builder, run
 
 PADDING, VOCABULARY, POSITIONS, SCALE = 1, 11, 20, 7.0
@@ -76,10 +77,10 @@ def test_padding_and_absent_words_get_nothing():
     assert made.dtable.sum(1).tolist() == [0, 0, 0, 0, 2 * 16, *[0] * 15]
 
 
-def test_nan_reaches_its_word_alone():
+def test_nan_reaches_its_word_alone(compared):
     gradient = torch.ones(2, 16)
     gradient[1, 3] = float("nan")
-    made = compare(
+    made = compared(
         embed_gradient(gradient, torch.tensor([4, 6]), torch.tensor([2, 3]), learned=False)
     )
     assert made.dweight.isnan().nonzero().tolist() == [[6, 3]]
@@ -139,3 +140,54 @@ def test_limits_of_indices():
     assert embed_gradient(gradient, forward.tokens, learned=False).limits() == {
         "tokens": VOCABULARY
     }
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 341])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_both_passes_on_cuda(rows, dtype, dropout):
+    forward = embed(rows, 48, dropout)
+    compare_cuda(forward, dtype)
+    for learned in (False, True):
+        compare_cuda(
+            embed_gradient(
+                torch.randn(rows, 48), forward.tokens, forward.positions, dropout, learned
+            ),
+            dtype,
+        )
+
+
+def test_wide_rows_on_cuda():
+    forward = embed(35, 1040, 0.1)
+    compare_cuda(forward)
+    compare_cuda(embed_gradient(torch.randn(35, 1040), forward.tokens, forward.positions, 0.1))
+
+
+def test_rare_words_are_summed_in_the_order_of_the_cpu_on_cuda():
+    """Words that occur in one window of sorted occurrences: the same additions, the same bits."""
+    tokens = torch.arange(64) // 2 % 32
+    operation = embed_gradient(
+        torch.randn(64, 48), tokens, dropout=0.1, learned=False, vocabulary=32
+    )
+    assert torch.equal(compare_cuda(operation).dweight, on_cpu(operation).dweight)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 33, 200])
+@pytest.mark.parametrize("first", [0, 1, 15])
+def test_a_frequent_word_between_rare_ones_on_cuda(length, first):
+    """Runs that begin, end, or fill windows, and those that reach over several."""
+    tokens = torch.tensor([3] * first + [4] * length + [6, 6, 7])
+    compare_cuda(
+        embed_gradient(torch.randn(len(tokens), 48), tokens, torch.zeros_like(tokens), 0.1)
+    )
+
+
+def test_one_word_alone_on_cuda():
+    compare_cuda(embed_gradient(torch.randn(671, 48), torch.full((671,), 4)))
+
+
+def test_padding_and_absent_words_get_nothing_on_cuda():
+    found = compare_cuda(
+        embed_gradient(torch.full((51, 48), float("nan")), torch.full((51,), PADDING))
+    )
+    assert not found.dweight.any() and not found.dtable.any()

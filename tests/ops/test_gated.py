@@ -1,4 +1,4 @@
-"""Gated: values, codes, gradients of every kind, dropout, NaN, and programs against autograd."""
+"""Gated on the CPU and on CUDA: values, codes, gradients of every kind, dropout and NaN."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from lsq.native import geometry
 from lsq.ops.gated import Gated, GatedGradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.sums import SummedGradient
@@ -18,9 +19,11 @@ from tests.ops.compare import (
     empty,
     gradient_to_round,
     on_cpu,
+    refused,
     rounded,
     to_round,
 )
+from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_project import PLAIN
 
 KINDS = list(Activation)[1:]
@@ -194,26 +197,8 @@ def test_nan_poisons_the_result(poisoned):
 
 def test_one_of_two_rounded_is_refused():
     both = operands(7, 16)["gate"], operands(7, 16, coded=False)["up"]
-    with pytest.raises(ValueError, match="one of gate and up is codes and the other floats"):
+    with refused("one of gate and up is codes and the other floats"):
         Gated(gate=both[0], up=both[1], activation=Activation.silu, out=empty(7, 16))
-
-
-def test_results_do_not_depend_on_the_number_of_threads():
-    operations, threads = (
-        (gated(341, 88, dropout=0.3), gated_gradient(341, 88, dropout=0.3)),
-        torch.get_num_threads(),
-    )
-    found = []
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        found.append([on_cpu(one) for one in operations])
-    torch.set_num_threads(threads)
-    (forward, backward), (again, gradient) = found
-    assert torch.equal(forward.rounded.codes, again.rounded.codes)
-    assert torch.equal(backward.dgate.rounded.codes, gradient.dgate.rounded.codes)
-    assert torch.equal(backward.dup.sum, gradient.dup.sum) and torch.equal(
-        backward.dgate.clip, gradient.dgate.clip
-    )
 
 
 @pytest.mark.parametrize(
@@ -224,3 +209,52 @@ def test_a_gradient_in_bfloat16_counts_as_its_values(rows, dropout, learned_step
     narrow = dataclasses.replace(wide, gradient=wide.gradient.bfloat16())
     expected = on_cpu(dataclasses.replace(wide, gradient=narrow.gradient.float()))
     assert all(map(torch.equal, compare(narrow).outputs, expected.outputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns, dropout", [(1, 16, 0.0), (41, 48, 0.3), (341, 88, 0.0)])
+def test_codes_are_exact_on_cuda(kind, rows, columns, dropout):
+    compare_cuda(gated(rows, columns, kind, dropout, error=rows == 41), exact=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "rows, columns, dropout", [(0, 16, 0.0), (1, 16, 0.0), (41, 48, 0.3), (3, 4104, 0.0)]
+)
+def test_codes_by_row_are_exact_on_cuda(kind, rows, columns, dropout):
+    compare_cuda(gated_by_row(rows, columns, kind, dropout), exact=True)
+
+
+def test_blocks_take_several_rows_on_cuda(monkeypatch):
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(2, turns)))
+    compare_cuda(gated_by_row(9, 2064), exact=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [Activation.silu, Activation.gelu_tanh])
+@pytest.mark.parametrize("rows", [0, 41])
+def test_floats_on_cuda(dtype, kind, rows):
+    compare_cuda(gated(rows, 48, kind, 0.2, coded=False), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "rows, columns, dropout, learned_step",
+    [(0, 16, 0.0, False), (41, 48, 0.3, True), (7, 1040, 0.1, False)],
+)
+def test_rounded_gradients_are_exact_on_cuda(kind, rows, columns, dropout, learned_step):
+    compare_cuda(
+        gated_gradient(rows, columns, kind, dropout, learned_step=learned_step), exact=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("coded", [True, False])
+@pytest.mark.parametrize("kind", [Activation.silu, Activation.gelu])
+def test_float_gradients_on_cuda(dtype, coded, kind):
+    compare_cuda(gated_gradient(41, 48, kind, 0.2, coded=coded, to_codes=False), dtype)
+
+
+def test_widths_that_no_kernel_takes_are_refused_on_cuda():
+    with refused("width of a gate is 33.*multiple of 8"):
+        compare_cuda(gated(7, 33, coded=False))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lsq.ops.gradient_layout import BLOCKS, MessageLayout
+from tests.ops.compare import refused
 
 
 @pytest.mark.parametrize(
@@ -77,10 +78,10 @@ def test_views_cover_a_message(block, bits):
     ],
 )
 def test_what_is_refused(fields, said):
-    with pytest.raises(ValueError, match=said):
+    with refused(said):
         MessageLayout(**fields)
 
 
 def test_shards_that_are_refused_for_values():
-    with pytest.raises(ValueError, match="shards of a message layout is 0"):
+    with refused("shards of a message layout is 0"):
         MessageLayout.for_values(9, 0)

@@ -7,7 +7,7 @@ from lsq.native.launch import Launch
 from lsq.ops.gradient_layout import BLOCKS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients
 from tests.ops import cuda
-from tests.ops.compare import on_reference
+from tests.ops.compare import on_reference, refused
 from tests.ops.cuda import DTYPES
 from tests.ops.gradient_checks import (
     WORST,
@@ -138,7 +138,7 @@ def on_meta(values: int, layout: MessageLayout) -> PackGradients:
 
 def test_a_shard_for_each_block_of_threads_in_the_second_dimension():
     layout = MessageLayout(values=65536 * 32, shards=65536, length=32)
-    with pytest.raises(ValueError, match="65536 shards cannot be launched at once on CUDA"):
+    with refused("65536 shards cannot be launched at once on CUDA"):
         on_meta(65536 * 32, layout).cuda()
 
 

@@ -1,21 +1,36 @@
-"""Sums over rows that operations leave in parts, and the operation that finishes those of a
-pass."""
+"""Sums over rows that operations leave in parts, scales that are written before anything is
+rounded, and the operations that a pass has for both."""
+
+import math
 
 import pytest
 import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import programs
-from lsq.ops.sums import TOGETHER, FinishSums, PartialSums, SummedGradient, finish_together
-from lsq.ops.sums_cuda import leave_gradient_sums
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
+from lsq.ops.rounding import Add, Round
+from lsq.ops.sums import (
+    FinishSums,
+    PartialSums,
+    StartScales,
+    SummedGradient,
+    finish_together,
+    start_together,
+)
+from lsq.ops.sums_cuda import gradient_sums, leave_gradient
 from lsq.program.parameters import Kind
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Rows
+from lsq.program.values import Coded, Rows, StartedScale
 from lsq.run.backends import Reference
-from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
+from tests.layers.examples import SENTENCES, SOURCE, mode_on
+from tests.layers.examples import run as run_program
 from tests.layers.shapes import config_of
-from tests.ops.compare import empty, gradient_to_round, on_reference, rounded
+from tests.ops.attentions import attention
+from tests.ops.compare import by_row, empty, gradient_to_round, on_reference, rounded, to_round
+from tests.ops.cuda import compare_cuda, run
 from tests.ops.test_input_gradient import case
+from tests.ops.test_project import rounded_project
 from tests.program.tiny import builder, project
 from tests.program.tiny import rounded as coded_in
 
@@ -85,7 +100,7 @@ def test_a_pass_is_finished_at_its_end(options):
     assert names[:count] == [operation.name for operation in own.operations] and set(
         names[count:]
     ) == {"FinishSums"}
-    found, expected = run(left, Leaving()), run(own, Reference())
+    found, expected = run_program(left, Leaving()), run_program(own, Reference())
     for name, tensor in expected.items():
         torch.testing.assert_close(
             found[name], tensor, msg=lambda text, name=name: f"{name}: {text}"
@@ -98,9 +113,9 @@ def test_programs_for_the_cpu_have_none():
 
 
 def test_so_many_at_once():
-    many = [case(7)[0] for _ in range(TOGETHER + 1)]
+    many = [case(7)[0] for _ in range(21)]
     found = finish_together(many, virtual)
-    assert [len(one.sums) for one in found] == [TOGETHER, 1]
+    assert [len(one.sums) for one in found] == [20, 1]
     assert all(one.sum is None and one.dclip is None and one.parts is not None for one in many)
 
 
@@ -153,7 +168,7 @@ def test_sums_that_are_left_in_parts_come_to_the_same():
         for name, shape in (("floats", (ROWS, COLUMNS)), ("sum", (COLUMNS,)), ("clip", (1,)))
     }
     virtual = SummedGradient(**names)
-    (left,) = leave_gradient_sums(virtual, b.tensor, ROWS, COLUMNS, coded)
+    (left,) = leave_gradient(virtual, gradient_sums(virtual, ROWS, COLUMNS, coded), b.tensor)
     assert virtual.sum is virtual.clip is None and virtual.parts is left.parts
     assert (left.first, left.clip) == (names["sum"], names["clip"])
     fields = {"floats": empty(ROWS, COLUMNS)}
@@ -167,7 +182,98 @@ def test_sums_that_are_left_in_parts_come_to_the_same():
 def test_sums_that_nobody_wants_are_not_left():
     b = builder()
     gradient = SummedGradient(floats=b.tensor("floats", (ROWS, COLUMNS)))
-    assert (
-        leave_gradient_sums(gradient, b.tensor, ROWS, COLUMNS, None) == []
-        and gradient.parts is None
-    )
+    sums = gradient_sums(gradient, ROWS, COLUMNS, None)
+    assert leave_gradient(gradient, sums, b.tensor) == [] and gradient.parts is None
+
+
+def test_many_kinds_at_once_on_cuda():
+    """Fewer and more rows and columns than a block takes, one sum to three, with a clip and
+    without."""
+    given = [
+        parts(1, 16, 1),
+        parts(256, 104, 3),
+        parts(7, 40, 2, clip=False),
+        parts(600, 0, 0, factor=0.5),
+    ]
+    given += [parts(300, 24, 1, clip_parts=7)]
+    compare_cuda(FinishSums(sums=given))
+
+
+def test_an_operation_leaves_what_it_would_have_finished_on_cuda():
+    operation, _ = case(341)
+    expected = run(operation)
+    (left,) = operation.leave_sums(lambda name, shape, dtype: empty(*shape))
+    found = run(operation)
+    assert found.sum is None and found.dclip is None
+    left.parts = found.parts
+    finished = run(FinishSums(sums=[left])).sums[0]
+    assert finished.first.equal(expected.sum) and finished.clip.equal(expected.dclip)
+
+
+def scales(clips) -> StartScales:
+    """The operation that starts those of these clips, for 8 bits."""
+    each = [
+        StartedScale(clip=torch.tensor([clip]), scale=empty(1), largest=127.0) for clip in clips
+    ]
+    return StartScales(scales=each)
+
+
+def test_a_scale_is_the_clip_by_the_largest_code():
+    found = on_reference(scales([127.0, 2.54]))
+    assert [one.scale.item() for one in found.scales] == [1.0, torch.tensor(2.54).div(127).item()]
+
+
+def test_all_roundings_of_a_pass_are_started_together():
+    rounding = [
+        Round(x=empty(3, 8), rounded=to_round(3, 8, 0.5 + number, bits=4)) for number in range(18)
+    ]
+    first, second = start_together([*rounding, Add(a=empty(3), b=empty(3), out=empty(3))])
+    for number, one in enumerate(rounding):
+        made = (*first.scales, *second.scales)[number]
+        assert (
+            one.rounded.started
+            and made.scale is one.rounded.scale
+            and made.clip is one.rounded.clip
+        )
+        assert made.largest == 7.0
+    assert [len(first.scales), len(second.scales)] == [16, 2] and start_together([]) == []
+
+
+def test_scales_of_rows_are_known_later():
+    rounding = Round(x=empty(3, 8), rounded=by_row(to_round(3, 8, 0.5)))
+    assert start_together([rounding]) == [] and not rounding.rounded.started
+
+
+@pytest.mark.parametrize("count", [1, 2, 16])
+def test_all_scales_of_a_pass_on_cuda(count):
+    compare_cuda(scales([0.5 + number for number in range(count)]))
+
+
+def rounding(kind: str, value: float):
+    """An operation that rounds the rows of several blocks, and `value` among what it reads."""
+    if kind == "attention":
+        forward = attention((80, 70), coded=False, to=to_round(150, 16, 0.8))
+        forward.heads.q.rows.floats[140, 3] = value
+        return forward
+    if kind == "project":
+        forward = rounded_project(600)
+        forward.bias[5] = value
+        return forward
+    x, coded = torch.randn(600, 48), to_round(600, 48, 0.8)
+    x[500, 3] = value
+    if kind == "round":
+        return Round(x=x, rounded=coded)
+    weight, rstd = torch.randn(48), empty(600)
+    return ResidualNorm(sum=ResidualSum(residual=x), weight=weight, rstd=rstd, rounded=coded)
+
+
+@pytest.mark.parametrize("kind", ["round", "project", "attention", "norm"])
+def test_a_scale_that_stands_there_is_changed_by_a_nan_alone_on_cuda(kind):
+    for value in (0.5, math.nan):
+        operation = rounding(kind, value)
+        finished = run(operation).rounded
+        rounded: Coded = operation.rounded
+        rounded.scale, rounded.started = torch.tensor([0.25]), True
+        found = run(operation).rounded
+        assert torch.equal(found.codes, finished.codes)
+        assert found.scale.isnan() if math.isnan(value) else found.scale.item() == 0.25

@@ -1,5 +1,5 @@
 """VocabularyLoss against fairseq's loss in float64, with its gradient, padded words and blocks of
-rows."""
+rows, on the CPU, on CUDA and in a program."""
 
 import dataclasses
 import math
@@ -9,12 +9,28 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
 from lsq.native import tiles
-from lsq.ops.prediction import BLOCK_ROWS, Prediction
-from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
+from lsq.ops import vocabulary_loss_cuda
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
+from lsq.ops.vocabulary_loss import BLOCK_ROWS, Prediction, VocabularyLoss, VocabularyLossGradient
+from lsq.program.parameters import Kind
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT, Format, Grain, quantize
-from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu, written
+from tests.ops.compare import (
+    KEY,
+    ROWS,
+    assert_accurate,
+    compare,
+    empty,
+    format_of,
+    on_cpu,
+    refused,
+    written,
+)
+from tests.ops.cuda import DTYPES, compare_cuda, run
 from tests.ops.products import multiplied
+from tests.ops.programs import builder
+from tests.ops.programs import run as run_program
+from tests.quant.fake import fake_quantize
 
 INNER, PADDING = 48, 1
 WEIGHT = Format(name="weight", bits=8, grain=Grain.ROW)
@@ -180,17 +196,17 @@ def test_a_certain_target_does_not_coarsen_the_others():
 
 def test_a_gradient_goes_one_way():
     found = on_cpu(of_codes(7, 33, 48))
-    with pytest.raises(ValueError, match="give it one of these"):
+    with refused("give it one of these"):
         dataclasses.replace(rounded_of(found), bound=None)
-    with pytest.raises(ValueError, match="give it one of these"):
+    with refused("give it one of these"):
         dataclasses.replace(gradient_of(found), rounded=rounded_of(found).rounded)
 
 
-def test_only_what_is_wanted_is_written():
+def test_only_what_is_wanted_is_written(compared):
     operation = of_codes(41, 33, 48)
     whole = on_cpu(operation)
     for unwanted in ({"bound": None}, {"bound": None, "normaliser": None}):
-        found = compare(dataclasses.replace(operation, **unwanted))
+        found = compared(dataclasses.replace(operation, **unwanted))
         assert torch.equal(found.loss, whole.loss) and torch.equal(found.nll, whole.nll)
 
 
@@ -219,13 +235,13 @@ def test_what_is_not_finite_reaches_loss_and_gradient(value):
 
 
 @pytest.mark.parametrize("value", ["x", "weight"])
-def test_a_poisoned_scale_reaches_loss_and_row_scales(value):
+def test_a_poisoned_scale_reaches_loss_and_row_scales(value, compared):
     operation = of_codes(7, 33, 48)
     target = operation.prediction.target
     target[target == PADDING] = 5
     getattr(operation.prediction, value).scale[0] = math.nan
-    found = compare(operation)
-    rounded = compare(rounded_of(found)).rounded
+    found = compared(operation)
+    rounded = compared(rounded_of(found)).rounded
     assert found.loss.isnan() and rounded.scale.isnan().all() and not rounded.codes.any()
 
 
@@ -280,3 +296,205 @@ def test_limits_of_targets():
     forward = on_cpu(of_codes(7, 33, 48))
     for operation in (forward, gradient_of(forward), rounded_of(forward)):
         assert operation.limits() == {"prediction.target": 33}
+
+
+def compare_both(operation, dtype=torch.float32):
+    """The losses, then their gradient: what the CUDA implementations made."""
+    found = compare_cuda(operation, dtype)
+    return found, compare_cuda(gradient_of(found), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 41])
+@pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (96, 96)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_codes_on_cuda(rows, vocabulary, padded, smoothing):
+    operation = of_codes(rows, vocabulary, padded, smoothing)
+    found, gradient = compare_both(operation)
+    codes = compare_cuda(rounded_of(found)).rounded.codes
+    assert (
+        not codes[:, vocabulary:].any() and not codes[operation.prediction.target == PADDING].any()
+    )
+    assert not gradient.dlogits[:, vocabulary:].any()
+
+
+@pytest.mark.thorough
+def test_many_words_on_cuda():
+    found, _ = compare_both(of_codes(3, 4500, 4512))
+    compare_cuda(rounded_of(found))
+    compare_both(of_floats(*operands(3, 4500)))
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 30.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_the_bound_is_that_of_the_cpu_on_cuda(sharpness, smoothing):
+    """Where it is the target's and where it is not: even and peaked distributions, little and much
+    smoothing."""
+    operation = of_codes(41, 33, 48, smoothing)
+    operation.prediction.weight.scale[:33] *= 10 ** torch.linspace(-3, 1, 33)[torch.randperm(33)]
+    operation.prediction.x.coded.scale *= sharpness
+    found, wanted = compare_cuda(operation), on_cpu(operation)
+    error = 1e-5 + found.normaliser.abs().max().item() * 2**-22  # of exp(logit - normaliser)
+    torch.testing.assert_close(found.bound, wanted.bound, rtol=error, atol=1e-9)
+
+
+def test_blocks_of_rows_of_floats_on_cuda(monkeypatch):
+    monkeypatch.setattr(vocabulary_loss_cuda, "CUDA_BLOCK_ROWS", 16)
+    compare_both(of_floats(*operands(41, 33)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [33, 96])
+def test_floats_on_cuda(dtype, vocabulary):
+    """The weight, a float32 parameter, is brought to the dtype of what it is multiplied with."""
+    x, weight, target = operands(41, vocabulary)
+    compare_both(of_floats(x, weight.to(dtype).float(), target), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_gradients_of_codes_in_half_precision_on_cuda(dtype):
+    compare_cuda(gradient_of(compare_cuda(of_codes(41, 33, 48))), dtype)
+
+
+def test_huge_logits_on_cuda():
+    x, weight, target = operands(41, 33)
+    compare_cuda(of_floats(1e4 * x, weight, target))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reaches_loss_and_gradient_on_cuda(value):
+    x, weight, target = operands(7, 33)
+    target[2] = 5
+    x[2, 3] = value
+    operation = of_floats(x, weight, target)
+    found = run(operation)
+    assert found.loss.isnan() and found.nll.isnan()
+    # The CPU's are the places that count: where a logit is infinite, the reference's normaliser is
+    # too, not NaN.
+    assert torch.equal(found.normaliser.isnan(), on_cpu(operation).normaliser.isnan())
+    assert compare_cuda(gradient_of(found)).dlogits[2].isnan().all()
+
+
+def test_a_word_that_cannot_be_on_cuda():
+    """Logits of -infinity, in a vector of their own as well."""
+    x, weight, target = operands(7, 96)
+    target[:] = 4
+    x[:, 0] = x[:, 0].abs() + 0.1
+    weight[[9, *range(16, 24)]] = 0.0
+    weight[[9, *range(16, 24)], 0] = -math.inf
+    found, gradient = compare_both(of_floats(x, weight, target, 0.0))
+    assert found.nll.isfinite() and not gradient.dlogits[:, 16:24].any()
+
+
+@pytest.mark.parametrize("word", [-7, 33, 40, 10**12])
+def test_a_target_outside_the_vocabulary_makes_the_losses_nan_on_cuda(word):
+    operation = of_floats(*operands(7, 33))
+    normaliser = on_cpu(operation).normaliser
+    operation.prediction.target[2] = word
+    found = run(operation)
+    assert found.loss.isnan() and found.nll.isnan()
+    torch.testing.assert_close(found.normaliser, normaliser)
+
+
+def test_all_padding_on_cuda():
+    x, weight, _ = operands(7, 33)
+    found = compare_cuda(of_floats(x, weight, torch.full((7,), PADDING)))
+    assert found.loss == 0 and found.nll == 0
+
+
+def test_no_rows_on_cuda():
+    found, _ = compare_both(of_codes(0, 33, 48))
+    compare_cuda(rounded_of(found))
+    assert found.loss == 0 and found.nll == 0
+
+
+def test_what_kernels_cannot_take_is_refused_on_cuda():
+    with refused("outer width is 33; on CUDA it must be a multiple of 16"):
+        run(of_codes(7, 33, 33))
+    floats, bound = of_floats(*operands(7, 48)), of_codes(7, 48, 48).bound
+    with refused("the gradient of float logits is not rounded"):
+        run(dataclasses.replace(floats, bound=bound))
+
+
+def program_of(quant: dict, rows: int, words: int, padded: int):
+    """(program, its weight, clip of its input or None): the loss of the rounded norm of x."""
+    made = builder("loss", **quant)
+    x, target = made.input("x", (rows, INNER)), made.input("target", (rows,), torch.int64)
+    norm = ResidualNorm(
+        sum=ResidualSum(residual=x),
+        weight=made.parameter("norm", (INNER,), Kind.NORM_WEIGHT),
+        bias=made.parameter("norm_bias", (INNER,), Kind.NORM_BIAS),
+        mean=made.tensor("mean", (rows,)),
+        rstd=made.tensor("rstd", (rows,)),
+    )
+    weight = made.weight("weight", (words, INNER), rows=padded)
+    x = Rows()
+    given = Prediction(
+        x=x, weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1
+    )
+    loss = VocabularyLoss(
+        prediction=given, loss=made.tensor("loss", (1,)), nll=made.tensor("nll", (1,))
+    )
+    if made.quant.quantized:
+        norm.rounded = x.coded = made.coded("out", (rows, INNER), "clip")
+    else:
+        norm.out = x.floats = made.tensor("out", (rows, INNER))
+    loss.normaliser = made.tensor("normaliser", (rows,))
+    if made.quant.quantized and made.quant.backward == "int8":
+        loss.bound = made.tensor("bound", (rows,))
+    made.add(norm)
+    made.add(loss)
+    for output in (loss.loss, loss.nll):
+        made.output(output)
+    return made.build(), weight, norm.rounded and norm.rounded.clip
+
+
+@pytest.mark.parametrize(
+    "quant, allowed",
+    [
+        ({"mode": "float"}, 1e-5),
+        ({"backward": "float", "clips": "learned"}, 1e-5),
+        ({"backward": "int8", "clips": "learned"}, 0.05),
+        ({"backward": "float", "clip_gradient": "lsq", "weight_granularity": "tensor"}, 1e-5),
+    ],
+)
+def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
+    rows, words, padded = 41, 33, 33 if quant.get("mode") == "float" else 48
+    program, weight, clip = program_of(quant, rows, words, padded)
+    x, values, target = operands(rows, words)
+    learned = {weight.values: values}
+    if clip is not None:
+        learned |= {clip: torch.tensor([1.5]), weight.clip: torch.full(weight.clip.shape, 0.5)}
+    (d_loss, d_nll), (source, *_) = program.output_gradients, program.differentiable
+    norm = {
+        one: torch.full((INNER,), float(one.name == "norm"))
+        for one in program.parameters
+        if one not in learned
+    }
+    given = (
+        {one: tensor for one, tensor in zip(program.inputs, (KEY, x, target), strict=False)}
+        | learned
+        | norm
+    )
+    given |= {d_loss: torch.tensor([0.5]), d_nll: torch.zeros(1)}
+    if clip is not None:
+        codes, scale, _ = quantize(values, learned[weight.clip])
+        beyond = padded - words
+        given[weight.codes] = torch.nn.functional.pad(codes, (0, 0, 0, beyond))
+        given[weight.scale] = torch.nn.functional.pad(scale.expand(words), (0, beyond), value=1.0)
+    found = run_program(program, given)
+    leaves = {source: x} | learned
+    for tensor in leaves.values():
+        tensor.requires_grad_()
+    rows_of_x = torch.nn.functional.layer_norm(x, (INNER,))
+    if clip is not None:
+        clip_gradient = quant.get("clip_gradient", "pact")
+        rows_of_x = fake_quantize(rows_of_x, learned[clip], clip_gradient=clip_gradient)
+        values = fake_quantize(values, learned[weight.clip], clip_gradient=clip_gradient)
+    loss, _ = label_smoothed_nll_loss(
+        (rows_of_x @ values.t()).log_softmax(-1), target, 0.1, ignore_index=PADDING
+    )
+    wanted = dict(zip(leaves, torch.autograd.grad(0.5 * loss, leaves.values()), strict=True))
+    gradients = dict(zip(program.differentiable, program.gradients, strict=True))
+    for tensor, gradient in wanted.items():
+        error = (found[gradients[tensor]] - gradient).norm()
+        assert error <= allowed * gradient.norm(), f"{tensor.name}: {error / gradient.norm()}"

@@ -1,4 +1,5 @@
-"""ProjectWeightGradient against autograd through a straight-through composite in float64."""
+"""ProjectWeightGradient against autograd through a straight-through composite in float64, on the
+CPU and on CUDA."""
 
 import math
 
@@ -6,19 +7,33 @@ import pytest
 import torch
 
 from lsq.native import loader, tiles
+from lsq.native.launch import Launch
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
-from tests.ops.compare import KEY, by_row, compare, empty, on_cpu, on_reference, weight_format_of
+from tests.ops.compare import (
+    KEY,
+    by_row,
+    compare,
+    empty,
+    on_cpu,
+    on_reference,
+    refused,
+    weight_format_of,
+)
+from tests.ops.cuda import compare_cuda, in_dtype, run
 from tests.ops.products import WAYS, assert_same_bits, multiplied
 from tests.ops.test_input_gradient import (
     COLUMNS,
     MODES,
     OUTPUTS,
     PADDED,
+    by_themselves,
     coded,
     upstream,
     weight_of,
 )
+from tests.ops.test_input_gradient_cuda import HALF, few_blocks
+from tests.ops.tiles import in_one
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = 4096
@@ -143,8 +158,8 @@ def test_narrow_products():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clips", [None, 1])
-def test_an_empty_batch(mode, clips):
-    found = compare(case(0, mode, learned_step=True, clips=clips))
+def test_an_empty_batch(mode, clips, compared):
+    found = compared(case(0, mode, learned_step=True, clips=clips))
     assert not found.dweight.any() and (mode == "float mode" or not found.dclip.any())
 
 
@@ -162,10 +177,10 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value):
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
-def test_a_weight_that_is_nan(mode):
+def test_a_weight_that_is_nan(mode, compared):
     operation = case(7, mode, learned_step=True)
     operation.weight.values[3, 5] = math.nan
-    assert compare(operation).dclip.isnan().nonzero().tolist() == [[3]]
+    assert compared(operation).dclip.isnan().nonzero().tolist() == [[3]]
 
 
 def test_rows_beyond_the_weight_do_not_count():
@@ -211,3 +226,92 @@ def test_tiles_do_not_pass_codes_of_rows(kernel, monkeypatch):
     with multiplied(kernel):
         on_cpu(case(41))
     assert called and "lsq_round_columns" not in called
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "rows, learned_step, clips", [(1, False, None), (41, True, 1), (341, True, None)]
+)
+def test_every_mode_on_cuda(mode, rows, learned_step, clips):
+    operation = case(rows, mode, learned_step=learned_step, clips=clips)
+    found = compare_cuda(operation)
+    if mode == "int8":
+        assert torch.equal(found.dweight, on_cpu(operation).dweight)
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", ["int8", "float"])
+@pytest.mark.parametrize("rows", [1, 41, 341])
+def test_a_scale_for_each_row_on_cuda(mode, rows):
+    operation = case(rows, mode, form=by_row)
+    found = compare_cuda(operation)
+    assert mode == "float" or torch.equal(found.dweight, on_cpu(operation).dweight)
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_in_half_precision_on_cuda(mode):
+    compare_cuda(case(41, mode), HALF)
+
+
+@by_themselves
+@pytest.mark.parametrize("activations", [torch.float32, HALF])
+def test_products_in_half_precision_on_cuda(activations):
+    operation = case(41, "float", dtype="bfloat16")
+    exact_of, found = (
+        on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)),
+        run(in_dtype(operation, activations)),
+    )
+    for name in ("dweight", "dclip"):
+        one, exact = getattr(found, name), getattr(exact_of, name)
+        assert (one - exact).norm() <= 0.01 * exact.norm(), name
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_wide_rows_on_cuda(mode):
+    """More rows and columns than a warp and a tile hold."""
+    compare_cuda(case(141, mode, learned_step=True, columns=1040, outputs=139, padded=144))
+
+
+@by_themselves
+def test_launches_on_cuda():
+    """Both operands of the int8 product, codes of one, the product, its end: nothing else."""
+    operation = case(341)
+    entries = operation.cuda(
+        *(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cuda_scratch())
+    )
+    assert [entry.kernel.name if isinstance(entry, Launch) else "product" for entry in entries] == [
+        "lsq_begin_weight_gradient",
+        "lsq_round_transposed",
+        "product",
+        "lsq_project_weight_gradient",
+    ]
+
+
+@by_themselves
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_poisoned_row_poisons_the_whole_gradient_on_cuda(value):
+    operation = case(41)
+    operation.gradient.scale[40] = value
+    found = compare_cuda(operation)
+    assert (
+        found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+    )
+
+
+@by_themselves
+@pytest.mark.parametrize("columns, outputs", [(48, 41), (1040, 11)])
+def test_three_turns_on_cuda(columns, outputs, monkeypatch):
+    few_blocks(monkeypatch)
+    turns(columns, outputs)
+
+
+def turns(columns, outputs):
+    in_one(case(41, learned_step=True, columns=columns, outputs=outputs, padded=48), None)
+
+
+def test_widths_that_kernels_cannot_take_on_cuda():
+    with refused("multiple of 16"):
+        run(case(7, columns=40))

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from lsq.native.shared_library import LibraryError
-from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
-from lsq.ops.vocabulary_loss import VocabularyLoss
+from lsq.ops.vocabulary_loss import Prediction, VocabularyLoss
 from lsq.program.declare import Floats, In, Out
 from lsq.program.operation import Operation
 from lsq.program.values import Rows, Weight
