@@ -41,8 +41,9 @@ from operations import QUICK, sizes
 
 from lsq.config import QuantConfig
 from lsq.emulator.profile import WARP, Operand, Profile, Traffic, fitting_blocks
-from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
+from lsq.gemm.configuration import default_tile
+from lsq.gemm.operations import TILED, TILED_ALONE
+from lsq.gemm.product_key import ProductKey
 from lsq.gemm.product_key import key_of as key_of_product
 from lsq.native import compiler
 from lsq.native.launch import Launch, Product

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from lsq.commands.options import check_writable, command_parser, count, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
-from lsq.gemm import configuration_file, device
+from lsq.gemm import configuration_file
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.cublaslt import first_candidate
 from lsq.gemm.product_key import TOKEN_STEP, ProductKey
@@ -78,11 +78,6 @@ def parser() -> ArgumentParser:
         "--output", type=Path, metavar="FILE.json", help="by default in the user's folder"
     )
     result.add_argument(
-        "--exhaustive",
-        action="store_true",
-        help="all algorithms of cuBLASLt, not only its proposals",
-    )
-    result.add_argument(
         "--seconds", type=seconds, metavar="S", help="begin no further product after so many"
     )
     result.add_argument("--again", action="store_true", help="tune also what the file has already")
@@ -120,10 +115,10 @@ def run(arguments: list[str]) -> int:
         print(product_list.text(keys), end="")
         return 0
     try:
-        validators = device.here("cuda")
+        validators = configuration_file.here()
     except RuntimeError as error:
         raise ValueError(f"there is no GPU to tune for ({error}); {NOT_ON_CPUS}") from None
-    path = given.output or _default_path(device.file_name(validators))
+    path = given.output or _default_path(configuration_file.file_name(validators))
     if given.output is None:
         check_writable(path, makes_folders=True)
     status = 0
@@ -134,7 +129,7 @@ def run(arguments: list[str]) -> int:
             print(f"to tune    {due} products", flush=True)
         with _progress(due, given.quiet) as progress:
             summary = tune(
-                gpu_trials(exhaustive=given.exhaustive),
+                gpu_trials(),
                 keys,
                 path,
                 validators,
@@ -177,20 +172,17 @@ def _of_training(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
     )
 
 
-def gpu_trials(*, exhaustive: bool = False, cache: int | None = None) -> Trials:
+def gpu_trials(*, cache: int | None = None) -> Trials:
     """Trials of products on the current GPU.
 
     Args:
-        exhaustive: of all algorithms of cuBLASLt.
         cache: bytes that the operands of a product exceed together; None: the L2 cache.
 
     Raises:
         RuntimeError, ValueError: there is no libcublasLt, or the GPU cannot be used.
     """
     current = gpu(torch.cuda.current_device(), first_candidate)
-    return CublasBackend(
-        current.products, device=current, operations=OPERATIONS, exhaustive=exhaustive, cache=cache
-    ).trial
+    return CublasBackend(current.products, device=current, operations=OPERATIONS, cache=cache).trial
 
 
 def _default_path(name: str) -> Path:

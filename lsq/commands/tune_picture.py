@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from lsq import extras
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.product_key import MATMUL, OPERATIONS
+from lsq.gemm.operations import TILED, TILED_ALONE
+from lsq.gemm.product_key import MATMUL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def draw(file: ConfigurationFile, path: Path) -> None:
 def _panel(
     axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
 ) -> None:
-    for number, op in enumerate((*OPERATIONS, MATMUL)):
+    for number, op in enumerate((*TILED, *TILED_ALONE, MATMUL)):
         chosen = [entry for entry in entries if entry.key.op == op]
         if not chosen:
             continue

@@ -19,8 +19,13 @@ from lsq.dist.collectives import all_to_all
 from lsq.dist.config import BLOCK, GradientConfig
 from lsq.dist.hooks import DTYPES
 from lsq.dist.small import small_places, take_out
-from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
+from lsq.ops.gradient_messages import (
+    SHARD_MULTIPLE,
+    MessageLayout,
+    Messages,
+    PackGradients,
+    UnpackGradients,
+)
 from lsq.run import backends
 
 

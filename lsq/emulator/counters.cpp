@@ -57,7 +57,7 @@ struct Request {
     uintptr_t address[WARP];
 };
 
-// One place in the code, and what the lanes of the warp that runs have accessed there since they
+// One instruction, and what the lanes of the warp that runs have accessed there since they
 // met.
 struct Place {
     size_t size = 0;

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "product_arithmetic.h"
 
@@ -41,18 +40,12 @@ constexpr uint32_t kMagic = 0x1a7e5c0d;
 // The algorithms that this library knows.
 struct Variant {
     int32_t id;
-    std::vector<uint32_t> tiles, stages;
-    bool split_k, swizzle, clusters;
-    uint32_t custom_max, alignment;
+    uint32_t alignment;
     size_t workspace;  // beside that of split K
-    bool for_int8, for_floats;
+    bool for_floats;
 };
-inline const std::vector<Variant> kVariants = {
-    {66, {23}, {36}, false, false, true, 3, 256, 0, true, true},
-    {21, {15, 18, 20}, {13, 14, 15}, true, true, false, 1, 16, 0, true, true},
-    {23, {20, 23}, {35}, false, false, true, 0, 16, size_t{4} << 20, true, false},
-    {0, {15, 20}, {0}, false, false, false, 0, 16, 0, true, true},
-};
+constexpr Variant kVariants[] = {
+    {66, 256, 0, true}, {21, 16, 0, true}, {23, 16, size_t{4} << 20, false}, {0, 16, 0, true}};
 
 inline uint32_t checksum(const Algorithm& algorithm) {
     uint32_t value = 2166136261u;
@@ -89,11 +82,6 @@ inline Field configuration(Algorithm& algorithm, int32_t attribute) {
     return {nullptr, 0};
 }
 
-template <typename Value>
-inline bool holds(const std::vector<Value>& values, Value value) {
-    return std::find(values.begin(), values.end(), value) != values.end();
-}
-
 inline bool types_supported(int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c, int32_t d) {
     if (a != b || c != d) return false;
     const bool exact = scale == kInt32 && d == kInt32, scaled = scale == kFloat32 && d == kInt8;
@@ -102,7 +90,7 @@ inline bool types_supported(int32_t compute, int32_t scale, int32_t a, int32_t b
     return compute == kCompute32F && scale == kFloat32 && floats && (d == a || d == kFloat32);
 }
 
-inline bool runs(const Variant& known, int32_t type) { return type == kInt8 ? known.for_int8 : known.for_floats; }
+inline bool runs(const Variant& known, int32_t type) { return type == kInt8 || known.for_floats; }
 
 inline int describe(const Desc* desc, const Layout* a, const Layout* b, const Layout* c, const Layout* d,
                     Problem& problem) {
@@ -130,19 +118,12 @@ inline int fits(const Problem& problem, const Algorithm* algorithm, Candidate& r
     const int32_t types[4] = {desc.compute, desc.scale, problem.a.type, problem.d.type};
     if (std::memcmp(types, algorithm->types, sizeof types) != 0) return kInvalidValue;
     const bool split = algorithm->split_k > 1;
-    const bool one_scheme = holds<uint32_t>({kInPlace, kComputeType, kOutputType}, algorithm->scheme);
-    const bool configured = holds(known->tiles, algorithm->tile) && holds(known->stages, algorithm->stages) &&
-                            algorithm->custom <= known->custom_max && algorithm->swizzle <= known->swizzle &&
-                            algorithm->inner == 0 && (algorithm->cluster == 0 || known->clusters);
-    const bool splits = split ? known->split_k && one_scheme && problem.k % (16 * algorithm->split_k) == 0
-                              : algorithm->split_k == 1 && algorithm->scheme == kNone;
-    if (!configured || !splits) return kNotSupported;
+    if (split && problem.k % (16 * algorithm->split_k) != 0) return kNotSupported;
     const size_t outputs = static_cast<size_t>(problem.m * problem.n);
     const size_t part = algorithm->scheme == kComputeType ? 4 * outputs
                         : algorithm->scheme == kOutputType ? bytes_of(problem.d.type) * outputs : 1024;
     std::memcpy(result.algorithm, algorithm, sizeof *algorithm);
     result.workspace = known->workspace + (split ? part * algorithm->split_k : 0);
-    result.waves = static_cast<float>(outputs) / (128 * 128 * 132);
     result.status = kSuccess;
     return kSuccess;
 }

@@ -13,7 +13,6 @@
 #include <mutex>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "product_rules.h"
 #include "services.h"
@@ -24,14 +23,14 @@ using namespace emulator;
 
 namespace {
 
-struct Failure {
+struct PlannedFailure {
     int32_t status;
     int64_t times;
 };
 
 std::mutex mutex;
 std::map<std::string, int64_t> counts;
-std::map<std::string, Failure> failures;
+std::map<std::string, PlannedFailure> failures;
 
 // Counts a call; returns the status that it must fail with, or kSuccess.
 int called(const char* function) {
@@ -42,7 +41,6 @@ int called(const char* function) {
     --planned->second.times;
     return planned->second.status;
 }
-
 
 struct Preference {
     uint64_t workspace;
@@ -59,18 +57,10 @@ int take(Field& field, const void* value, size_t bytes) {
     return kSuccess;
 }
 
-int give(const void* value, size_t size, void* out, size_t bytes, size_t* written) {
-    if (bytes == 0) return written ? (*written = size, kSuccess) : kInvalidValue;
-    if (!out || bytes < size) return kInvalidValue;
-    std::memcpy(out, value, size);
-    if (written) *written = size;
-    return kSuccess;
-}
-
 bool misaligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
 
 // A column-major matrix is read or written.
-const char* use(const Layout& layout, const void* matrix, bool writes) {
+const char* touch(const Layout& layout, const void* matrix, bool writes) {
     const size_t bytes = bytes_of(layout.type);
     const char* first = static_cast<const char*>(matrix);
     for (uint64_t column = 0; column < layout.columns; ++column) {
@@ -81,15 +71,15 @@ const char* use(const Layout& layout, const void* matrix, bool writes) {
 }
 
 // A Job, on its stream.
-const char* work(const void* data) {
+const char* run_product(const void* data) {
     Job job;
     std::memcpy(&job, data, sizeof job);
     const Problem& problem = job.problem;
-    const char* fault = use(problem.a, job.a, false);
-    if (!fault) fault = use(problem.b, job.b, false);
+    const char* fault = touch(problem.a, job.a, false);
+    if (!fault) fault = touch(problem.b, job.b, false);
     if (!fault && job.alpha) fault = emulator_use(job.alpha, 4 * problem.m, false);
     if (!fault) fault = emulator_use(job.workspace, job.workspace_bytes, true);
-    if (!fault) fault = use(problem.d, job.d, true);
+    if (!fault) fault = touch(problem.d, job.d, true);
     if (!fault) multiply(job);
     return fault;
 }
@@ -192,71 +182,15 @@ LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const L
     return fits(problem, algorithm, *result);
 }
 
-LSQ_EXPORT int cublasLtMatmulAlgoGetIds(Handle* handle, int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c,
-                                        int32_t d, int requested, int* ids, int* returned) {
-    if (const int failure = called("cublasLtMatmulAlgoGetIds")) return failure;
-    if (!handle) return kNotInitialized;
-    if (requested <= 0 || !types_supported(compute, scale, a, b, c, d)) return kInvalidValue;
-    *returned = 0;
-    for (const Variant& known : kVariants)
-        if (runs(known, a) && *returned < requested) ids[(*returned)++] = known.id;
-    return kSuccess;
-}
-
-LSQ_EXPORT int cublasLtMatmulAlgoInit(Handle* handle, int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c,
-                                      int32_t d, int id, Algorithm* algorithm) {
-    if (const int failure = called("cublasLtMatmulAlgoInit")) return failure;
-    if (!handle) return kNotInitialized;
-    for (const Variant& known : kVariants) {
-        if (known.id != id) continue;
-        if (!runs(known, a) || !types_supported(compute, scale, a, b, c, d)) return kNotSupported;
-        const int32_t types[4] = {compute, scale, a, d};
-        *algorithm = configured(id, types, 0, 0, 1, kNone);
-        return kSuccess;
-    }
-    return kInvalidValue;
-}
-
-LSQ_EXPORT int cublasLtMatmulAlgoCapGetAttribute(const Algorithm* algorithm, int32_t attribute, void* value,
-                                                 size_t bytes, size_t* written) {
-    const Variant* known = variant(algorithm);
-    if (!known) return kInvalidValue;
-    const auto number = [&](uint32_t result) { return give(&result, sizeof result, value, bytes, written); };
-    const auto list = [&](const std::vector<uint32_t>& values) {
-        return give(values.data(), 4 * values.size(), value, bytes, written);
-    };
-    const uint64_t numerics = algorithm->types[0] == kCompute32I ? 0x200804 : 0x0;
-    switch (attribute) {
-        case 0: return number(known->split_k);
-        case 1: return number(known->split_k ? kInPlace | kComputeType | kOutputType : 0);
-        case 2: return number(known->swizzle);
-        case 3: return number(1);
-        case 6: return list(known->tiles);
-        case 7: return number(known->custom_max);
-        case 11: return number(1 | 16);
-        case 13: return list(known->stages);
-        case 15: return give(&numerics, sizeof numerics, value, bytes, written);
-        case 16: case 17: case 18: case 19: return number(known->alignment);
-    }
-    return kInvalidValue;
-}
-
-LSQ_EXPORT int cublasLtMatmulAlgoConfigSetAttribute(Algorithm* algorithm, int32_t attribute, const void* value,
-                                                    size_t bytes) {
-    if (!variant(algorithm) || attribute == 0) return kInvalidValue;
-    const Field field = configuration(*algorithm, attribute);
-    if (!field.bytes || !value || bytes != field.bytes) return kInvalidValue;
-    std::memcpy(field.at, value, bytes);
-    algorithm->checksum = checksum(*algorithm);
-    return kSuccess;
-}
-
 LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int32_t attribute, void* value,
                                                     size_t bytes, size_t* written) {
     if (!variant(algorithm)) return kInvalidValue;
     Algorithm copy = *algorithm;
     const Field field = configuration(copy, attribute);
-    return field.bytes ? give(field.at, field.bytes, value, bytes, written) : kInvalidValue;
+    if (!field.bytes || !value || bytes < field.bytes) return kInvalidValue;
+    std::memcpy(value, field.at, field.bytes);
+    if (written) *written = field.bytes;
+    return kSuccess;
 }
 
 LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alpha, const void* a,
@@ -288,7 +222,7 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
     job.workspace = workspace;
     job.workspace_bytes = result.workspace;
     static_assert(std::is_trivially_copyable_v<Job>, "a capture keeps copies");
-    return emulator_submit(handle->context, stream, "a product", work, &job, sizeof job) ? kExecutionFailed : kSuccess;
+    return emulator_submit(handle->context, stream, "a product", run_product, &job, sizeof job) ? kExecutionFailed : kSuccess;
 }
 
 // What went wrong in the driver, where that was it.

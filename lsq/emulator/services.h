@@ -14,7 +14,7 @@
 
 namespace emulator {
 
-// A place in a source file, for messages.
+// A line of a source file, for messages.
 struct Site {
     const char* file;
     int line;
@@ -101,7 +101,7 @@ EMULATOR_VISIBLE void emulator_wait_multiplications(size_t groups, emulator::Sit
 // Ends the launch: `address` is no multiple of `alignment`.
 [[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment, emulator::Site site);
 
-// Ends the launch, because the two places of a group of four, two bits each, are not in order.
+// Ends the launch, because the two indices in a group of four, two bits each, are not in order.
 [[noreturn]] EMULATOR_VISIBLE void emulator_unordered(uint32_t places, emulator::Site site);
 
 // For libraries:

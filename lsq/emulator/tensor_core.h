@@ -2,7 +2,7 @@
 // kernels/tensor_core.cuh names them.
 //
 // Layouts are those of "Warp Level Matrix Multiply-Accumulate Instructions" in NVIDIA's PTX ISA. A
-// lane's place in a fragment: group = lane / 4, part = lane % 4.
+// lane's position in a fragment: group = lane / 4, part = lane % 4.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,14 @@
-"""Gradients as messages of 8 or 4 bits a value, their sums, and back.
+"""Gradients as messages of int8 codes, their sums, and back: what a quantised all-reduce does
+between its collectives.
 
-What a quantised all-reduce does between its collectives. MessageLayout (gradient_layout.py) says
-how a message lies in memory. A block's largest magnitude gives its scale, as
-arithmetic.gradient_scale has it: 0 where it vanishes, NaN where a value is not finite, so that
-overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the bytes of a
-float32, lose less. Sums are float32 sums in order of the products code * scale, each rounded before
-it is
+A bucket of v values is cut into S shards of L values each; what lies beyond v counts as zero. Each
+shard is one message of M bytes: codes, bfloat16 scales [B], zeros up to a multiple of 16 bytes.
+Blocks start anew in each shard, and the last may be short.
+
+A block's largest magnitude gives its scale, as arithmetic.gradient_scale has it: 0 where it
+vanishes, NaN where a value is not finite, so that overflow reaches everyone. It is rounded up to a
+bfloat16: blocks half as long, for the bytes of a float32, lose less. Codes are the nearest ones,
+half to even. Sums are float32 sums in order of the products code * scale, each rounded before it is
 added: all devices and all processes compute the same bits.
 
 v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are
@@ -14,14 +17,91 @@ added up.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from lsq.native.launch import FLOATS, check
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.program.declare import AnyFloats, Bytes, Floats, Host, In, Key, Out, Value, extent, size
+from lsq.program.declare import AnyFloats, Bytes, Host, In, Out, Value, extent, size
 from lsq.program.operation import Operation
-from lsq.quant import arithmetic
-from lsq.quant.random import uniform
+from lsq.quant import GRADIENT, arithmetic
+
+SHARD_MULTIPLE = 32
+"""Values to whose multiples the length of a shard is rounded up: the smallest block, and aligned in
+every dtype."""
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+_MESSAGE_MULTIPLE = 16
+_SCALE_BYTES = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLayout:
+    """The messages [S, M] of a bucket.
+
+    Raises:
+        ValueError: a field is not what its docstring says, or the shards do not hold the values.
+    """
+
+    values: int  # v, at least 1.
+    shards: int = 1  # S, at least 1.
+    length: int  # L: values of a shard, a multiple of SHARD_MULTIPLE; S * L is at least v.
+    block: int = 128  # Values that share a scale, one of BLOCKS.
+
+    def __post_init__(self):
+        for name in ("values", "shards", "length"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(
+                    f"{name} of a message layout is {number!r}; it must be a whole number above 0"
+                )
+        if self.length % SHARD_MULTIPLE:
+            raise ValueError(
+                f"the length of a shard is {self.length}; it must be a multiple of"
+                f" {SHARD_MULTIPLE}: let MessageLayout.for_values choose it"
+            )
+        if self.block not in BLOCKS:
+            raise ValueError(
+                f"block is {self.block!r}; it must be one of {', '.join(map(str, BLOCKS))}"
+            )
+        if self.shards * self.length < self.values:
+            raise ValueError(
+                f"{self.shards} shards of {self.length} do not hold {self.values} values; choose a"
+                f" length of at least {-(-self.values // self.shards)}"
+            )
+
+    @classmethod
+    def for_values(cls, values: int, shards: int, *, block: int = 128) -> MessageLayout:
+        """The layout with the shortest shards that hold `values` values."""
+        needed = -(-values // max(1, shards))
+        length = -(-needed // SHARD_MULTIPLE) * SHARD_MULTIPLE
+        return cls(values=values, shards=shards, length=length, block=block)
+
+    @classmethod
+    def of_shard(cls, length: int, *, block: int = 128) -> MessageLayout:
+        """The layout of one message by itself."""
+        return cls(values=length, length=length, block=block)
+
+    @property
+    def blocks(self) -> int:
+        """B: blocks of a shard."""
+        return -(-self.length // self.block)
+
+    @property
+    def message_bytes(self) -> int:
+        """M, a multiple of 16."""
+        used = self.length + _SCALE_BYTES * self.blocks
+        return -(-used // _MESSAGE_MULTIPLE) * _MESSAGE_MULTIPLE
+
+    def codes(self, messages: torch.Tensor) -> torch.Tensor:
+        """The codes of messages uint8 [..., M]: a view, int8 [..., L]."""
+        return messages[..., : self.length].view(torch.int8)
+
+    def scales(self, messages: torch.Tensor) -> torch.Tensor:
+        """The scales of messages uint8 [..., M]: a view, bfloat16 [..., B]; NaN where a value was
+        not finite."""
+        return messages[..., self.length : self.length + _SCALE_BYTES * self.blocks].view(
+            torch.bfloat16
+        )
 
 
 class Messages(Value):
@@ -40,49 +120,25 @@ class Messages(Value):
         """Values that share a scale."""
         return self.layout.block
 
-    @size
-    def bits(self) -> int:
-        """Width of a code."""
-        return self.layout.bits
-
-    def encode(self, values: torch.Tensor, key: torch.Tensor | None, subsequence: int):
-        """Reference: values float32 [S, L] -> messages uint8 [S, M], error float32 [S, L]."""
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Reference: values float32 [S, L] -> messages uint8 [S, M]."""
         layout, (shards, length) = self.layout, values.shape
         whole = torch.nn.functional.pad(values, (0, layout.blocks * layout.block - length))
         largest = whole.view(shards, layout.blocks, layout.block).abs().amax(dim=-1)
-        scale, reciprocal = message_scale(largest, layout.largest_code)
-        scaled = values * _per_value(reciprocal, layout)
-        if key is None:
-            rounded = scaled.round()
-        else:
-            rounded = (
-                scaled + uniform(key, subsequence, (shards, length)).to(values.device)
-            ).floor()
-        codes = (
-            rounded.clamp(-layout.largest_code, layout.largest_code)
-            .nan_to_num(nan=0.0)
-            .to(torch.int8)
-        )
-        scales = _per_value(scale, layout)
-        error = torch.where(scales.isfinite(), values - codes.to(torch.float32) * scales, 0.0)
-        if layout.bits == 4:
-            codes = (codes[:, 0::2] & 15) | codes[:, 1::2].bitwise_left_shift(4)
+        scale, reciprocal = message_scale(largest, GRADIENT.largest)
+        codes = (values * _per_value(reciprocal, layout)).round()
+        codes = codes.clamp(-GRADIENT.largest, GRADIENT.largest).nan_to_num(nan=0.0)
         messages = torch.zeros(
             shards, layout.message_bytes, dtype=torch.uint8, device=values.device
         )
-        layout.codes(messages).copy_(codes)
+        layout.codes(messages).copy_(codes.to(torch.int8))
         # Bits, not values: PyTorch has several NaNs in bfloat16.
         layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
-        return messages, error
+        return messages
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [..., L]."""
-        codes = self.layout.codes(self.data)
-        if self.layout.bits == 4:
-            # A shift to the left drops what stands in the high half; one to the right keeps the
-            # sign.
-            codes = torch.stack([codes.bitwise_left_shift(4) >> 4, codes >> 4], dim=-1).flatten(-2)
-        return codes.to(torch.float32) * _per_value(
+        return self.layout.codes(self.data).to(torch.float32) * _per_value(
             self.layout.scales(self.data).to(torch.float32), self.layout
         )
 
@@ -95,17 +151,7 @@ class PackGradients(Operation):
     """
 
     x: In[AnyFloats]  # [R, v], added up in order.
-    key: In[Key] | None
-    """Values are rounded up with a probability equal to the fraction, drawn for value i at element
-    i; None: to the nearest code, half to even.
-    """
-    subsequence: int = 0
     messages: Out[Messages]  # [S, M]
-    error: Out[Floats] | None
-    """[v], value - code * scale; 0 in blocks that are not finite.
-
-    It may be the memory of x float32 [1, v].
-    """
 
     def __post_init__(self):
         layout = self.messages.layout
@@ -116,8 +162,6 @@ class PackGradients(Operation):
             (layout.shards, layout.message_bytes),
             [torch.uint8],
         )
-        if self.error is not None:
-            _require("their error", self.error, (layout.values,), [torch.float32])
 
     rows = extent(0, "x")  # R.
     values = extent(1, "x")  # v.
@@ -132,25 +176,22 @@ class PackGradients(Operation):
         layout = self.messages.layout
         total = _sum_in_order(self.x.unbind(0))
         whole = torch.nn.functional.pad(total, (0, layout.shards * layout.length - layout.values))
-        messages, rest = self.messages.encode(
-            whole.view(layout.shards, layout.length), self.key, self.subsequence
-        )
-        return {"messages": {"data": messages}, "error": rest.flatten()[: layout.values]}
+        return {
+            "messages": {"data": self.messages.encode(whole.view(layout.shards, layout.length))}
+        }
 
 
 class SumMessages(Operation):
     """The sum of N messages of one shard times a factor, rounded anew.
 
     Raises:
-        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts differ
-            in more than bits.
+        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts
+            differ.
     """
 
     messages: In[Messages]  # [N, M], added up in order.
     factor: float = 1.0  # E.g. 1 / world size.
-    key: In[Key] | None  # As in PackGradients; value i of the shard draws element i.
-    subsequence: int = 0
-    sum: Out[Messages]  # [M']
+    sum: Out[Messages]  # [M]
 
     def __post_init__(self):
         given, made = self.messages.layout, self.sum.layout
@@ -171,8 +212,7 @@ class SumMessages(Operation):
 
     def reference(self):
         total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
-        messages, _ = self.sum.encode(total[None], self.key, self.subsequence)
-        return {"sum": {"data": messages[0]}}
+        return {"sum": {"data": self.sum.encode(total[None])[0]}}
 
 
 class UnpackGradients(Operation):

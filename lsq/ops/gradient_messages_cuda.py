@@ -2,8 +2,7 @@
 
 from lsq.native.geometry import THREADS, VECTOR
 from lsq.native.launch import check, float_define, launch
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import PackGradients, SumMessages, UnpackGradients
+from lsq.ops.gradient_messages import MessageLayout, PackGradients, SumMessages, UnpackGradients
 from lsq.program.cuda import launches
 
 WARP = 32
@@ -21,8 +20,6 @@ def launch_pack_gradients(op: PackGradients):
         op,
         grid=_grid(layout, _vectors(layout)),
         BLOCK=layout.block,
-        OUT_BITS=layout.bits,
-        RANDOM=int(op.key is not None),
         MANY=int(op.rows > 1),
         **float_define(op.x),
     )
@@ -37,9 +34,6 @@ def launch_sum_messages(op: SumMessages):
         op,
         grid=_grid(layout, _vectors(layout))[0],
         BLOCK=layout.block,
-        BITS=layout.bits,
-        OUT_BITS=op.sum.bits,
-        RANDOM=int(op.key is not None),
     )
 
 
@@ -52,7 +46,6 @@ def launch_unpack_gradients(op: UnpackGradients):
         op,
         grid=_grid(layout, 1),
         BLOCK=layout.block,
-        BITS=layout.bits,
         MANY=int(op.copies > 1),
         **float_define(op.x),
     )

@@ -3,7 +3,7 @@
 import torch
 
 from lsq import gemm
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import row_defines
 from lsq.native.launch import FLOATS, Launch, Product, check, float_define, launch
 from lsq.ops.input_gradient import GEMM, ProjectInputGradient
@@ -113,7 +113,7 @@ def _epilogue(op: ProjectInputGradient, product, partial) -> Launch:
 
 
 def _product_dtype(op: ProjectInputGradient) -> torch.dtype:
-    return op.floats.dtype if op.weight.codes is None else getattr(torch, op.dtype)
+    return op.floats.dtype if op.weight.codes is None else torch.float32
 
 
 def _in_place(op: ProjectInputGradient) -> bool:
@@ -122,7 +122,7 @@ def _in_place(op: ProjectInputGradient) -> bool:
 
 
 def _defines(op: ProjectInputGradient) -> dict[str, int]:
-    """-D for csrc/cuda/input_gradient_end.cuh."""
+    """-D for csrc/cuda/input_gradient_epilogue.cuh."""
     end = op.nonlinearity
     before = end and end.before
     slope = {} if before is None else {"ACTIVATION": int(end.activation)}

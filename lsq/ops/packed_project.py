@@ -54,7 +54,7 @@ class PackedWeight(Value):
         """
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_bytes(*codes.shape))
-        loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory))
+        loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, memory))
         return cls._of(memory, scale, codes.shape[1], chosen)
 
     @classmethod
@@ -69,7 +69,7 @@ class PackedWeight(Value):
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
         fits = torch.zeros(1, dtype=torch.int64, device="cpu")
-        product = tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory)
+        product = tiles.TileProduct.of(codes[:1], codes, chosen, memory)
         loader.call("lsq_pack_sparse", product, fits)
         if not fits:
             raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lsq import gemm
-from lsq.gemm import TileConfiguration
+from lsq.gemm.configuration import TileConfiguration
 from lsq.native.geometry import MANY_BLOCKS, VECTOR, row_blocks, row_defines
 from lsq.native.launch import Launch, Product, check, float_define, launch
 from lsq.ops.embedding_cuda import scatter_launches, scatter_scratch

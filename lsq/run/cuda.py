@@ -109,7 +109,7 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
             compiler.compile_kernels(kernel.source, kernel.defines, target).image
         ),
         products=Products(
-            place, current=driver.current, choose=choose or TunedChoice(lookup.table("cuda"))
+            place, current=driver.current, choose=choose or TunedChoice(lookup.table())
         ),
     )
 

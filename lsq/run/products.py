@@ -20,14 +20,9 @@ def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> 
     Raises:
         ValueError: an operation has no CUDA implementation, or cannot take these shapes.
     """
-    with gemm.requested() as keys:
-        for operation in program.operations:
-            keys += [
-                key_of(entry)
-                for entry in _entries(operation, activations, {})
-                if isinstance(entry, Product)
-            ]
-    return list(dict.fromkeys(keys))
+    with gemm.ended_by(None):  # what a kernel of lsq multiplies is a product of cuBLASLt, too
+        entries = launched(program, activations)
+    return list(dict.fromkeys(key_of(entry) for entry in entries if isinstance(entry, Product)))
 
 
 def launched(program: Program, activations: torch.dtype) -> list[Launch | Product]:

@@ -7,7 +7,7 @@ import pytest
 
 from lsq.commands import cli, configs
 from lsq.gemm import configuration_file
-from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
+from tests.gemm.tuned import GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
 
 ITS_DEVICE = "the device that it was made on"
 
@@ -19,27 +19,19 @@ def machine(monkeypatch, tmp_path):
 
 def test_list(machine, capsys):
     used = machine.add(machine.user, "a", entry(8), entry(9))
-    other = machine.add(
-        machine.user, "b", entry(8), validators=dataclasses.replace(CPU, threads=64)
-    )
-    gpu = machine.add(machine.user, "c", cublas_entry(), validators=GPU)
-    damaged = machine.user / "d.json"
+    other = machine.add(machine.user, "b", entry(8), validators=dataclasses.replace(GPU, sm=100))
+    damaged = machine.user / "c.json"
     damaged.write_text("{")
     assert cli.main(["configs", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{used}: Example CPU, 2 entries; used"
-    assert lines[1].startswith(
-        f"{other}: Example CPU, 1 entries; not used: threads differs: the file says 6"
+    assert lines[0] == f"{used}: Example GPU, 2 entries; used"
+    assert lines[1] == (
+        f"{other}: Example GPU, 1 entries; not used: sm differs: the file says 100, here it is 90"
     )
-    assert lines[2] == f"{gpu}: Example GPU, 1 entries; not used: there is no cuda here"
-    assert lines[3].startswith(f"{damaged}: damaged: this is not JSON") and len(lines) == 4
-
-
-def test_list_on_a_gpu(machine, capsys):
-    machine.here["cuda"] = dataclasses.replace(GPU, sm=100)
-    machine.add(machine.user, "a", cublas_entry(), validators=GPU)
+    assert lines[2].startswith(f"{damaged}: damaged: this is not JSON") and len(lines) == 3
+    machine.gpu = None
     assert cli.main(["configs", "list"]) == 0
-    assert "not used: sm differs: the file says 90, here it is 100" in capsys.readouterr().out
+    assert "2 entries; not used: there is no GPU here" in capsys.readouterr().out
 
 
 def test_list_nothing(machine, capsys):
@@ -53,26 +45,25 @@ def test_show(machine, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert (
         lines[0]
-        == "Example CPU: library onednn, library_version 3.7.1, features avx2 avx512f, threads 2"
+        == "Example GPU: library cublasLt, library_version 13.0.2, sm 90, multiprocessors 132"
     )
     assert lines[1] == "2 entries; times in microseconds"
     heading = "op m n k layout types chosen default float gain spread date run as"
     assert lines[2].split() == heading.split()
     expected = (
-        "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 plain,"
-        " 96"
-        " rows at a time"
+        "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 tiles of"
+        " 64 x 64, 5 stages"
     )
     assert lines[4].split() == expected.split() and len(lines) == 5
     assert lines[3].index(" nt ") == lines[4].index(" nt ") == lines[2].index(" layout ")
 
 
-def test_show_files_of_gpus_and_empty_ones(machine):
-    shown = configs.show(file(cublas_entry(), validators=GPU))
+def test_show_algorithms_and_empty_files():
+    shown = configs.show(file(cublas_entry()))
     assert "sm 90, multiprocessors 132" in shown and "id 66, tile 20" in shown
     times = dataclasses.replace(TIMES, other=88.0)
     for way, than in ((tile(), "cuBLASLt and a kernel"), (cublas(), "the best tile")):
-        shown = configs.show(file(entry(configuration=way, times=times), validators=GPU))
+        shown = configs.show(file(entry(configuration=way, times=times)))
         assert f"{way}; 1.10 times as fast as {than}" in shown
     assert configs.show(file()).splitlines()[1:] == ["0 entries; times in microseconds"]
 
@@ -99,8 +90,7 @@ def test_mistakes_are_one_line(machine, capsys):
 
 
 def test_verify(machine, monkeypatch, capsys):
-    machine.here["cuda"] = GPU
-    path = machine.add(machine.user, "a", cublas_entry(m=8), cublas_entry(m=9), validators=GPU)
+    path = machine.add(machine.user, "a", cublas_entry(m=8), cublas_entry(m=9))
     faults = {8: None, 9: "its sums are wrong"}
     monkeypatch.setattr(configs, "gpu_trials", lambda cache: None)
     monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: faults[entry.key.m])
@@ -113,17 +103,15 @@ def test_verify(machine, monkeypatch, capsys):
     assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
 
 
-def test_verify_refuses_files_of_other_devices_and_of_cpus(machine, capsys):
-    gpu = machine.add(machine.user, "b", cublas_entry(), validators=GPU)
-    assert cli.main(["configs", "verify", str(gpu)]) == 2
-    error = capsys.readouterr().err
-    assert error == f"lsq configs: error: {gpu}: there is no cuda here; verify it on {ITS_DEVICE}\n"
-    machine.here["cuda"] = dataclasses.replace(GPU, device="Other GPU")
-    assert cli.main(["configs", "verify", str(gpu)]) == 2
+def test_verify_refuses_files_of_other_devices(machine, capsys):
+    path = machine.add(machine.user, "b", cublas_entry())
+    machine.gpu = dataclasses.replace(GPU, device="Other GPU")
+    assert cli.main(["configs", "verify", str(path)]) == 2
     assert "device differs: the file says 'Example GPU', here it is" in capsys.readouterr().err
-    cpu = machine.add(machine.user, "a", entry(8))
-    assert cli.main(["configs", "verify", str(cpu)]) == 2
-    assert "is for a CPU, whose tiles are exact whatever a file says" in capsys.readouterr().err
+    machine.gpu = None
+    assert cli.main(["configs", "verify", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"lsq configs: error: {path}: there is no GPU here; verify it on {ITS_DEVICE}\n"
 
 
 def test_export(machine, tmp_path, capsys):
@@ -131,29 +119,19 @@ def test_export(machine, tmp_path, capsys):
     machine.add(
         machine.user, "b", entry(8, times=dataclasses.replace(entry().times, chosen=1)), entry(9)
     )
-    assert cli.main(["configs", "export", "--kind", "cpu", str(tmp_path / "mine.json")]) == 0
+    assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 0
     assert configuration_file.read(tmp_path / "mine.json") == file(entry(8), entry(9))
-    assert capsys.readouterr().out == f"2 entries for Example CPU: {tmp_path / 'mine.json'}\n"
-    assert cli.main(["configs", "export", "--kind", "cpu", str(tmp_path)]) == 0
-    assert (
-        json.loads((tmp_path / "Example_CPU_2_threads.json").read_text())["validators"]["threads"]
-        == 2
-    )
-
-
-def test_export_of_a_gpu(machine, tmp_path):
-    machine.here["cuda"] = GPU
-    machine.add(machine.user, "a", cublas_entry(), validators=GPU)
+    assert capsys.readouterr().out == f"2 entries for Example GPU: {tmp_path / 'mine.json'}\n"
     assert cli.main(["configs", "export", str(tmp_path)]) == 0
-    assert configuration_file.read(tmp_path / "Example_GPU.json").entries == (cublas_entry(),)
+    validators = json.loads((tmp_path / "Example_GPU.json").read_text())["validators"]
+    assert validators["kind"] == "cuda" and validators["sm"] == 90
 
 
 def test_nothing_to_export(machine, tmp_path, capsys):
-    assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 2
-    assert "--kind is cuda, and there is no cuda here" in capsys.readouterr().err
-    assert cli.main(["configs", "export", str(tmp_path / "mine.json"), "--kind", "cpu"]) == 2
-    assert (
-        "no file holds for the cpu here, so there is nothing to export; make one"
-        in capsys.readouterr().err
-    )
+    path = str(tmp_path / "mine.json")
+    assert cli.main(["configs", "export", path]) == 2
+    assert "no file holds for the GPU here, so there is nothing" in capsys.readouterr().err
+    machine.gpu = None
+    assert cli.main(["configs", "export", path]) == 2
+    assert "there is no GPU here" in capsys.readouterr().err
     assert not (tmp_path / "mine.json").exists()

@@ -30,9 +30,10 @@ class Products(Work):
 
     def product(self, out, stream=None, split=1):
         made = self.library.product(**SPEC)
-        chosen = {"tile": 15, "stages": 13, "split_k": split}
-        chosen["reduction_scheme"] = 2 if split > 1 else 0
-        made.choose(self.library.configure(made.start(21), **chosen))
+        proposed = (each.data for each in made.candidates(WORKSPACE, 16))
+        made.choose(
+            next(data for data in proposed if self.library.decode(data)["split_k"] == split)
+        )
         operands = [tensor.data_ptr() for tensor in (self.a, self.b, out)]
         place = {"workspace": self.workspace.data_ptr(), "workspace_bytes": WORKSPACE}
         handle = handle_of(stream)

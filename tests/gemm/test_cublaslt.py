@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products
-from lsq.gemm.product_key import TILED, key_of
+from lsq.gemm.operations import TILED
+from lsq.gemm.product_key import key_of
 from lsq.native.device import aligned_workspace
 from tests.emulator.emulated_cublaslt import emulated
 from tests.gemm.operands import asked, codes, matmul, product, run

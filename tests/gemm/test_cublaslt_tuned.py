@@ -29,9 +29,7 @@ def tuned():
     made = []
 
     def tuned(*entries, **options):
-        found = SearchedFile(
-            path=Path("file.json"), file=file(*entries, validators=GPU), refusal=None
-        )
+        found = SearchedFile(path=Path("file.json"), file=file(*entries), refusal=None)
         choice = TunedChoice(Table(GPU, [found]))
         products = Products(CPU, library=emulated().path, choose=choice, **options)
         made.append(products)

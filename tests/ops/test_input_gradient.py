@@ -24,7 +24,7 @@ from tests.ops.compare import (
     refused,
     weight_format_of,
 )
-from tests.ops.cuda import compare_cuda, in_dtype, run
+from tests.ops.cuda import compare_cuda, run
 from tests.ops.products import WAYS, assert_same_bits
 from tests.ops.test_project import PLAIN, SMOOTH, slope_by_autograd
 from tests.ops.tiles import SMALL, in_one
@@ -106,7 +106,6 @@ def case(
     rounded=False,
     clips=None,
     columns=COLUMNS,
-    dtype="float32",
     rest=True,
     padded=PADDED,
 ):
@@ -131,7 +130,6 @@ def case(
         rounded=gradient_to_round(rows, columns) if rounded else None,
         sum=empty(columns) if rest else None,
         dclip=empty(1) if rest else None,
-        dtype=dtype,
     )
     return operation, y
 
@@ -242,13 +240,6 @@ def test_neither_products_nor_threads_change_a_bit(way, threads):
     assert_same_bits(operation, way, threads)
 
 
-def test_narrow_products():
-    operation, y = case(41, "float", dtype="bfloat16")
-    narrow, exact = compare(operation).dx, by_autograd(operation, y)[0]
-    assert narrow.dtype == torch.float32
-    assert 1e-5 < (narrow - exact).norm() / exact.norm() < 0.01
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rounded", [False, True])
 def test_an_empty_batch(mode, rounded, compared):
@@ -353,23 +344,6 @@ def test_gradients_in_half_precision_on_cuda(mode, end):
     """The product is one of float32 or of codes all the same."""
     operation, _ = case(41, mode, **end)
     compare_cuda(operation, HALF)
-
-
-@by_themselves
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("mode", ["float", "float mode"])
-@pytest.mark.parametrize("activations", [torch.float32, HALF])
-def test_products_in_half_precision_on_cuda(mode, end, activations):
-    """Operands are rounded, and so is the product where activations have its dtype."""
-    operation, _ = case(41, mode, dtype="bfloat16", **end)
-    exact_of, found = (
-        on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)),
-        run(in_dtype(operation, activations)),
-    )
-    assert found.dx.dtype == activations
-    for name in ("dx", "sum"):
-        one, exact = getattr(found, name).float(), getattr(exact_of, name)
-        assert (one - exact).norm() <= 0.01 * exact.norm(), name
 
 
 @by_themselves

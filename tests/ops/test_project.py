@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from lsq import gemm, quant
+from lsq.gemm.configuration import TileConfiguration
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Rows, Weight, dropped
@@ -273,7 +274,7 @@ def test_no_way_to_multiply_changes_a_bit(way, activation):
 @pytest.fixture(params=["one launch", "cuBLASLt and a kernel"])
 def way(request):
     """Both ways to a product of codes and its end."""
-    tile = gemm.TileConfiguration(rows=64, columns=64, stages=3)
+    tile = TileConfiguration(rows=64, columns=64, stages=3)
     with gemm.ended_by(tile if request.param == "one launch" else None):
         yield
 

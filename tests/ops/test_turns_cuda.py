@@ -31,15 +31,14 @@ from tests.ops import (
     test_weight_gradient,
 )
 from tests.ops import test_product_kernels_cuda as products
-from tests.ops.compare import empty, on_cpu, to_round
+from tests.ops.compare import empty, on_cpu, on_reference, to_round
 from tests.ops.cuda import compare_cuda
-from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
+from tests.ops.gradient_checks import add_up, assert_same_bits, gradients, pack, packed, unpack
 from tests.ops.test_adam import codes_of, numbers, state, step
 from tests.ops.test_adapter import adapt_with_end, adapter_input, adapter_input_gradient
 from tests.ops.test_attention import append_of, compare_both
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_gated import gated, gated_by_row, gated_gradient
-from tests.ops.test_gradient_messages_cuda import check
 from tests.ops.test_kept_gradient import input_gradient
 from tests.ops.test_kept_gradient import losses as losses_of_others
 from tests.ops.test_kept_gradient import weight_gradient as kept_weight_gradient
@@ -74,13 +73,15 @@ def adam_steps():
 
 
 def messages():
-    for bits in (8, 4):
-        layout, copies = packed(600, 17, bits=bits)
-        check(pack(gradients(9, 600), layout, error=True, stochastic=True, subsequence=5))
-        of_one = copies[:, 0].contiguous()
-        check(add_up(of_one, layout, factor=1 / 17))
-        check(add_up(of_one, layout, factor=1 / 17, stochastic=True, subsequence=2))
-        check(unpack(copies, layout, factor=0.7))
+    layout, copies = packed(600, 17)
+    one = copies[:, 0].contiguous()
+    for operation in (
+        pack(gradients(9, 600), layout),
+        add_up(one, layout, factor=1 / 17),
+        unpack(copies, layout, factor=0.7),
+    ):
+        for order in cuda.ORDERS:
+            assert_same_bits(cuda.run(operation, order=order), on_reference(operation))
 
 
 def nan_in_each_turn(x):

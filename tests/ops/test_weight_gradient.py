@@ -20,7 +20,7 @@ from tests.ops.compare import (
     refused,
     weight_format_of,
 )
-from tests.ops.cuda import compare_cuda, in_dtype, run
+from tests.ops.cuda import compare_cuda, run
 from tests.ops.products import WAYS, assert_same_bits, multiplied
 from tests.ops.test_input_gradient import (
     COLUMNS,
@@ -47,7 +47,6 @@ def case(
     clips=None,
     columns=COLUMNS,
     outputs=OUTPUTS,
-    dtype="float32",
     padded=PADDED,
     form=lambda x: x,
 ):
@@ -64,7 +63,6 @@ def case(
         learned_step=learned_step,
         dweight=empty(outputs, columns),
         dclip=None if float_mode else empty(*weight.clip.shape),
-        dtype=dtype,
     )
 
 
@@ -146,14 +144,6 @@ def test_the_rounding_has_no_bias():
         operation.subsequence = subsequence
         total += on_cpu(operation).dweight
     assert (total / 64 - exact).norm() < 0.004 * exact.norm()
-
-
-def test_narrow_products():
-    operation = case(41, "float", dtype="bfloat16")
-    exact, _ = by_autograd(operation)
-    narrow = compare(operation).dweight
-    assert narrow.dtype == torch.float32
-    assert 1e-5 < (narrow - exact).norm() / exact.norm() < 0.01
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -253,19 +243,6 @@ def test_a_scale_for_each_row_on_cuda(mode, rows):
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_in_half_precision_on_cuda(mode):
     compare_cuda(case(41, mode), HALF)
-
-
-@by_themselves
-@pytest.mark.parametrize("activations", [torch.float32, HALF])
-def test_products_in_half_precision_on_cuda(activations):
-    operation = case(41, "float", dtype="bfloat16")
-    exact_of, found = (
-        on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)),
-        run(in_dtype(operation, activations)),
-    )
-    for name in ("dweight", "dclip"):
-        one, exact = getattr(found, name), getattr(exact_of, name)
-        assert (one - exact).norm() <= 0.01 * exact.norm(), name
 
 
 @by_themselves

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lsq import gemm
 from lsq.native import loader, shared_library, tiles
 from lsq.run.backends import backend
 from lsq.serving.decoding_model import model_of
@@ -218,9 +217,8 @@ def drawn(chance: random.Random) -> dict:
 
 
 def forget_instructions() -> None:
-    """Forget the instructions of the last library, and the products that were chosen for them."""
+    """Forget the instructions of the last library."""
     tiles.usable.cache_clear()
-    gemm.set_files(None)
 
 
 @pytest.mark.thorough

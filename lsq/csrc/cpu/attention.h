@@ -181,7 +181,7 @@ protected:
         }
     }
 
-    // Calls work(j, place) for each key j of the block's query `i`: where its bias stands among those of a head.
+    // Calls work(j, place) for each key j of the block's query `i`: the index of its bias among those of a head.
     template <class Work>
     void distances(const Block& block, int64_t i, const Work& work) const {
         const int64_t limit = heads_.bias.distances / 2;

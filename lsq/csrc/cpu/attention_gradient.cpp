@@ -96,7 +96,7 @@ private:
         add_keys(block, upstream_, upstream_columns_, scores_, dv_);
     }
 
-    // to [D, keys] += the block's rows of `from`, turned, times `pairs`.
+    // to [D, keys] += the block's rows of `from`, transposed, times `pairs`.
     void add_keys(const Block& block, const Operand& from, typename Products::template Left<true>& columns,
                   const AlignedFloats& pairs, const AlignedFloats& to) {
         const int64_t width = heads_.width;
@@ -220,9 +220,9 @@ private:
 
 // What becomes of the gradient [rows, columns] of a tensor: straight through its rounding, then to where it is wanted.
 // Changes it. One group of rows after the other is run, by any thread; their sums are added up in order at the end.
-class Ending {
+class GradientEpilogue {
 public:
-    Ending(const Projected& heads, const SummedGradient& to, const Blocks& groups, float* gradient)
+    GradientEpilogue(const Projected& heads, const SummedGradient& to, const Blocks& groups, float* gradient)
         : heads_(heads), to_(to), gradient_(gradient),
           wanted_(to.floats || to.rounded.codes || to.sum || to.clip), clips_(groups.count, 0.0),
           sink_(groups, heads.columns, to.floats == gradient ? nullptr : to.floats, to.rounded, to.sum) {}
@@ -254,8 +254,8 @@ private:
 
 }  // namespace
 
-// dq and dkv: float32, where gradients stand before their ends; dkv is null where dq holds all. The thread that makes
-// the last pair of a group of sentences takes the group's rows to their ends, while they are in its caches.
+// dq and dkv: float32, where gradients stand before their epilogues; dkv is null where dq holds all. The thread that makes
+// the last pair of a group of sentences applies the epilogue to the group's rows while they are in its caches.
 LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, float* dkv) {
     const Heads& heads = op.heads;
     const Case given(heads, heads.group, kBackwardKeys);
@@ -264,7 +264,7 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
     const int64_t behind = heads.key_cu_seqlens[heads.sentences], columns = heads.k.columns;
     std::fill(keys + behind * columns, keys + heads.key_rows * columns, 0.0f);
     BiasGradient of_biases(op, given);
-    Ending of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
+    GradientEpilogue of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
     std::vector<std::atomic<int64_t>> left(groups.count);
     for (int64_t group = 0; group < groups.count; ++group) left[group] = given.pairs(group);
     const auto end = [&](int64_t group) {

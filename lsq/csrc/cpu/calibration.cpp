@@ -194,7 +194,7 @@ void search_row(const LeastErrorClip& op, int64_t row, Sample& sample, bool alon
     find_clip(op, row, sample);
 }
 
-// Rows [first, first + kLanes) or fewer that are columns of x: `samples`, one for each, take them a turned block at a time.
+// Rows [first, first + kLanes) or fewer that are columns of x: `samples`, one for each, take them a transposed block at a time.
 void search_columns(const LeastErrorClip& op, int64_t first, std::vector<Sample>& samples) {
     const int64_t width = std::min(kLanes, op.rows - first);
     LaneWords unusable = {};

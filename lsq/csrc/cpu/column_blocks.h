@@ -5,6 +5,7 @@
 #pragma once
 
 #include "strips.h"
+#include "structs.h"
 
 namespace lsq {
 
@@ -48,9 +49,11 @@ void multiply_columns(const TileProduct& product, int64_t width, const Make& mak
     }
 }
 
-// Reads rows [first, first + rows) of a product that somebody else has made, [rows, columns].
-template <class T, class Make>
-void read_columns(const T* product, int64_t first, int64_t rows, int64_t columns, int64_t width, const Make& make) {
+// Reads rows [first, first + rows) of float logits [rows, columns] that PyTorch has made.
+template <class Make>
+void read_columns(
+    const float* logits, int64_t first, int64_t rows, const Prediction& given, const Make& make) {
+    const int64_t columns = given.columns, width = given.block_columns;
 #pragma omp parallel
     {
         auto reader = make();
@@ -58,7 +61,8 @@ void read_columns(const T* product, int64_t first, int64_t rows, int64_t columns
         for (int64_t begin = 0; begin < rows; begin += kTilePair) {
             for (int64_t column = 0; column < columns; column += width) {
                 const int64_t count = std::min(kTilePair, rows - begin), wide = std::min(width, columns - column);
-                reader(SumsBlock<T>{first + begin, count, column, wide, product + begin * columns + column, columns});
+                const float* block = logits + begin * columns + column;
+                reader(SumsBlock<float>{first + begin, count, column, wide, block, columns});
             }
         }
     }

@@ -1,4 +1,4 @@
-// Values of a number format in the place of floats; lsq/ops/fake_quantize.py has the formulas.
+// Values of a number format instead of floats; lsq/ops/fake_quantize.py has the formulas.
 #include "fake_quantize.h"
 #include "loops.h"
 #include "nonlinearity.h"

@@ -28,7 +28,7 @@ void activate(Activation kind, int64_t n, const float* x, float* value, float* s
     });
 }
 
-constexpr int kCodes = 256;  // places of a table: codes as unsigned bytes
+constexpr int kCodes = 256;  // entries of a table: codes as unsigned bytes
 
 // Looks up n codes.
 #if defined(LSQ_WIDE)
@@ -37,7 +37,7 @@ void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
     for (int i = 0; i < kCodes / 16; ++i) part[i] = _mm512_loadu_ps(table + 16 * i);
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
         const __m512i place = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, codes + i));
-        __m512 among[8];  // the last five bits choose within 32 places, one bit after the other between those
+        __m512 among[8];  // the last five bits choose within 32 entries, one bit after the other between those
         for (int j = 0; j < 8; ++j) among[j] = _mm512_permutex2var_ps(part[2 * j], place, part[2 * j + 1]);
         for (int left = 4, bit = 32; left > 0; left /= 2, bit *= 2) {
             const __mmask16 upper = _mm512_test_epi32_mask(place, _mm512_set1_epi32(bit));

@@ -122,7 +122,7 @@ LSQ_EXPORT void lsq_multiply_grouped(const GroupedProduct& op, const int8_t* pac
     multiply({op.a, op.rows, op.columns, op.inner, packed, op.out}, rows, instructions);
 }
 
-// Of a projection without its end.
+// Of a projection without its epilogue.
 LSQ_EXPORT void lsq_multiply_groups(const Project& op, const int8_t* packed, int8_t* rows, int64_t instructions) {
     multiply({op.groups, op.rows, op.columns, op.groups.columns, packed, op.out}, rows, instructions);
 }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
 
-// Ends rows of a product on one thread: dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum
+// Applies the epilogue to rows of a product on one thread: dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum
 // over rows is wanted. Rows come in order, and those of a part on one thread or one after the other.
 class Epilogue {
 public:
@@ -154,12 +154,7 @@ LSQ_EXPORT void lsq_multiply_project_input_gradient(
     multiply_rows(product, [&] { return Epilogue(op, partial, clip_sums); });
 }
 
-// Rows [first, first + rows) of the product [rows, K], int32 sums or floats. Blocks come in order.
-LSQ_EXPORT void lsq_end_project_input_gradient(
-    const ProjectInputGradient& op, const int32_t* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });
-}
-
+// Rows [first, first + rows) of the product [rows, K]. Blocks come in order.
 LSQ_EXPORT void lsq_end_long_project_input_gradient(
     const ProjectInputGradient& op, const LongSum* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
     read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, partial, clip_sums); });

@@ -142,7 +142,7 @@ inline Lanes upper_halves(Lanes a, Lanes b) {
 #endif
 }
 
-// Transposes kLanes rows, vectors themselves: each pass rotates the bits of an element's place by one.
+// Transposes kLanes rows, vectors themselves: each pass rotates the bits of an element's index by one.
 inline void transpose(Lanes* rows) {
     for (int64_t left = kLanes; left > 1; left /= 2) {
         Lanes next[kLanes];

@@ -1,4 +1,4 @@
-// The end of a product, undone in a row of the gradient.
+// The epilogue of a product, undone in a row of the gradient.
 #pragma once
 
 #include "activation_kinds.h"

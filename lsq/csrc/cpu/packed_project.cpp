@@ -1,4 +1,4 @@
-// A product with a packed weight and its end: threads share the weight's outputs, and end the sums of theirs.
+// A product with a packed weight and its epilogue: threads share the weight's outputs, and each applies the epilogue to its sums.
 #include <omp.h>
 
 #include "activation_kinds.h"
@@ -14,10 +14,10 @@ constexpr int64_t kStrip = 32;   // rows, whose sums stay in the first cache
 constexpr int64_t kSparseStrip = 256;  // rows for which a sparse weight is expanded
 constexpr int64_t kInt4Strip = 128;    // rows for which a weight of 4 bits is unpacked
 
-// Ends blocks of sums on one thread.
-class PackedEnd {
+// Applies the epilogue to blocks of sums on one thread.
+class PackedEpilogue {
 public:
-    explicit PackedEnd(const PackedProject& op) : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
+    explicit PackedEpilogue(const PackedProject& op) : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
 
     // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the largest magnitude of what
     // was rounded
@@ -108,7 +108,7 @@ LSQ_OPERATION(PackedProject, op) {
 #pragma omp parallel reduction(max : largest)
     {
         static thread_local Kept<int32_t> kept;
-        PackedEnd end(op);
+        PackedEpilogue end(op);
         with_multiplier(product, op.weight, [&](auto& multiplier) {
             for (int64_t first = 0; first < op.rows; first += strip) {
                 const int64_t rows = std::min(strip, op.rows - first), stride = chunk + kTileSide;

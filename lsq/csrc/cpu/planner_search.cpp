@@ -2,7 +2,7 @@
 // in order of non-decreasing offset, each as low as it can be; what is left must fit over every section of time.
 //
 // Of all solutions the one with the smallest sum of offsets is looked for, which allows to leave out a buffer
-//   - above a place where another one would fit whole below it (it could be moved there);
+//   - above an offset where another one would fit whole below it (it could be moved there);
 //   - that could lie lower than the search has come, until a later one lifts it: it would be moved down;
 //   - at an offset at which it was tried before, with the same buffers below.
 // Where no buffer that is left crosses some time, the parts before and after it are solved apart.
@@ -66,7 +66,7 @@ private:
         }
     }
 
-    // The lowest aligned place from `offset` on that no fixed buffer occupies.
+    // The lowest aligned offset from `offset` on that no fixed buffer occupies.
     int64_t lifted(int i, int64_t offset) const {
         const Buffer& buffer = buffers_[i];
         offset = round_up(offset, buffer.alignment);
@@ -95,7 +95,7 @@ private:
         }
         members.clear();
         std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
-        std::vector<std::pair<int, int64_t>> placed;  // and their lowest places before
+        std::vector<std::pair<int, int64_t>> placed;  // and their lowest offsets before
         for (const auto& part : parts) {
             const size_t solved = placed.size();
             for (int i : part) placed.emplace_back(i, low_[i]);
@@ -212,7 +212,7 @@ private:
     int64_t* control_;
     int64_t nodes_ = 0;
     std::vector<int> rank_;        // position in the preferred order
-    std::vector<int64_t> low_;     // lowest place above all that is placed
+    std::vector<int64_t> low_;     // lowest offset above all that is placed
     std::vector<int64_t> raised_;  // the same, where it waits for support: above the lowest possible support
     std::vector<int64_t> tabu_;    // an offset at which it was tried before
     std::vector<int> begin_, end_;  // sections of its life

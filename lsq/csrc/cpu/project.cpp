@@ -1,4 +1,4 @@
-// The end of a product: scale, bias, activation, dropout, rounding, in one pass over each row of it.
+// The epilogue of a product: scale, bias, activation, dropout, rounding, in one pass over each row of it.
 #include "activation_kinds.h"
 #include "floats.h"
 #include "loops.h"
@@ -44,10 +44,10 @@ void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t
     });
 }
 
-// Ends rows of n values on one thread: activation, dropout, rounding.
-class RowEnd {
+// Applies the epilogue to rows of n values on one thread: activation, dropout, rounding.
+class RowEpilogue {
 public:
-    RowEnd(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out, int64_t n)
+    RowEpilogue(const Nonlinearity& nonlinearity, const Coded& rounded, Border<float> out, int64_t n)
         : n_(n), out_(out), scratch_(n), nonlinearity_(nonlinearity), rounded_(rounded),
           flags_(unit() * n) {}
 
@@ -86,11 +86,11 @@ private:
     Aligned<uint8_t> flags_;
 };
 
-// Ends rows of a product with a weight on one thread.
-class Epilogue : RowEnd {
+// Applies the epilogue to rows of a product with a weight on one thread.
+class Epilogue : RowEpilogue {
 public:
     explicit Epilogue(const Project& op)
-        : RowEnd(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
+        : RowEpilogue(op.nonlinearity, op.rounded, {op.out, op.out_dtype}, op.columns), op_(op),
           alpha_(op.x.coded.codes ? n_ : 0) {
         if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
     }
@@ -237,11 +237,7 @@ LSQ_EXPORT void lsq_multiply_project(const Project& op, const TileProduct& produ
     write_scale(op, 0, multiply_rows(product, [&] { return Epilogue(op); }));
 }
 
-// sums int32 [rows, P]: those of rows [first, first + rows) of codes.
-LSQ_EXPORT void lsq_end_project(const Project& op, const int32_t* sums, int64_t first, int64_t rows) {
-    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op); }));
-}
-
+// sums [rows, P]: those of rows [first, first + rows) of codes. Of no rows, the scale alone.
 LSQ_EXPORT void lsq_end_long_project(const Project& op, const LongSum* sums, int64_t first, int64_t rows) {
     write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op); }));
 }
@@ -251,10 +247,10 @@ LSQ_EXPORT void lsq_end_floats(const Project& op) {
     write_scale(op, 0, read_rows(op.out, 0, op.rows, op.columns, [&] { return Epilogue(op); }));
 }
 
-// `sums` [M, N] are a product with adapters; a result of floats takes their place.
+// `sums` [M, N] are a product with adapters; a result of floats replaces them.
 LSQ_EXPORT void lsq_end_adapted(const Adapt& op, float* sums) {
     const Magnitude largest = read_rows(sums, 0, op.rows, op.columns, [&] {
-        return [&, end = RowEnd(op.nonlinearity, op.rounded, {sums, 0}, op.columns)](
+        return [&, end = RowEpilogue(op.nonlinearity, op.rounded, {sums, 0}, op.columns)](
                    int64_t first, int64_t rows, const float*, int64_t) mutable {
             return end.end(first, rows, [](int64_t, float*) {});
         };

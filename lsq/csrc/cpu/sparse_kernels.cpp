@@ -33,7 +33,7 @@ struct Patterns {
     }
 };
 
-// What a shuffle adds to controls: a value's place among the 16 bytes of four columns, of unit `unit` of a pair.
+// What a shuffle adds to controls: a value's index among the 16 bytes of four columns, of unit `unit` of a pair.
 struct Places {
     uint32_t words[kTileSide] = {};
 

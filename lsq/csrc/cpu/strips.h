@@ -1,4 +1,4 @@
-// Products that end where their sums are: strips of whole rows of sums, on all threads, and what reads them.
+// Products whose epilogue is applied where their sums are: strips of whole rows of sums, on all threads, and what reads them.
 //
 // A thread makes its own reader by make(), and calls it as reader(first row, rows, sums, elements between rows) -> a
 // magnitude; the largest of all calls is the result. Strips begin at multiples of kTilePair rows.

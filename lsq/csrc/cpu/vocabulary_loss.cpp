@@ -1,4 +1,4 @@
-// Log-softmax, label-smoothed cross-entropy and their gradient as ends of the product that makes the logits; see
+// Log-softmax, label-smoothed cross-entropy and their gradient as epilogues of the product that makes the logits; see
 // lsq/ops/vocabulary_loss.py. Logits are int32 sums where the operation has codes, else float.
 #include "column_blocks.h"
 #include "lanes.h"
@@ -219,17 +219,6 @@ private:
     Columns columns_;
 };
 
-// The readers of a block of rows [first, first + rows) of logits, sums int32 or floats.
-template <class Make>
-void read_logits(const Prediction& given, const void* logits, int64_t first, int64_t rows, const Make& make) {
-    const int64_t columns = given.columns, width = given.block_columns;
-    if (given.x.coded.codes) {
-        read_columns(static_cast<const int32_t*>(logits), first, rows, columns, width, make);
-    } else {
-        read_columns(static_cast<const float*>(logits), first, rows, columns, width, make);
-    }
-}
-
 }  // namespace
 
 LSQ_EXPORT void lsq_multiply_vocabulary_loss(
@@ -237,10 +226,10 @@ LSQ_EXPORT void lsq_multiply_vocabulary_loss(
     multiply_columns(product, op.prediction.block_columns, [&] { return Adder(op, parts, chosen); });
 }
 
-// Rows [first, first + rows) of logits [rows, P].
+// Rows [first, first + rows) of float logits [rows, P].
 LSQ_EXPORT void lsq_end_vocabulary_loss(
-    const VocabularyLoss& op, const void* logits, int64_t first, int64_t rows, float* parts, float* chosen) {
-    read_logits(op.prediction, logits, first, rows, [&] { return Adder(op, parts, chosen); });
+    const VocabularyLoss& op, const float* logits, int64_t first, int64_t rows, float* parts, float* chosen) {
+    read_columns(logits, first, rows, op.prediction, [&] { return Adder(op, parts, chosen); });
 }
 
 // Joins what the blocks of columns have left: normalisers, bounds, and both losses.
@@ -294,6 +283,6 @@ LSQ_EXPORT void lsq_multiply_vocabulary_loss_gradient(const VocabularyLossGradie
 }
 
 LSQ_EXPORT void lsq_end_vocabulary_loss_gradient(
-    const VocabularyLossGradient& op, const void* logits, int64_t first, int64_t rows) {
-    read_logits(op.prediction, logits, first, rows, [&] { return Differentiator(op); });
+    const VocabularyLossGradient& op, const float* logits, int64_t first, int64_t rows) {
+    read_columns(logits, first, rows, op.prediction, [&] { return Differentiator(op); });
 }

@@ -16,7 +16,7 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
 
 namespace {
 
-// Ends rows of the product on one thread: dweight, and clip_sums [N]: what each row adds to the gradient of its clip.
+// Applies the epilogue to rows of the product on one thread: dweight, and clip_sums [N]: what each row adds to the gradient of its clip.
 class Epilogue {
 public:
     Epilogue(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
@@ -209,13 +209,7 @@ LSQ_EXPORT void lsq_multiply_project_weight_gradient(
     multiply_packed(product, [&] { return Epilogue(op, column_scale, clip_sums); });
 }
 
-// Rows [first, first + rows) of the product [rows, K]: int32 sums with column_scale [K].
-LSQ_EXPORT void lsq_end_project_weight_gradient(
-    const ProjectWeightGradient& op, const int32_t* sums, int64_t first, int64_t rows, const float* column_scale,
-    float* clip_sums) {
-    read_rows(sums, first, rows, op.columns, [&] { return Epilogue(op, column_scale, clip_sums); });
-}
-
+// Rows [first, first + rows) of the product [rows, K], whose columns have scales column_scale [K].
 LSQ_EXPORT void lsq_end_long_project_weight_gradient(
     const ProjectWeightGradient& op, const LongSum* sums, int64_t first, int64_t rows, const float* column_scale,
     float* clip_sums) {

@@ -94,7 +94,7 @@ __device__ __forceinline__ void update(const Adam& op, int64_t tile) {
 // Rows [tile * kTileRows, ...) of a step with codes; rows from `valid` on are padding with codes 0 and scale 1. Under a new
 // clip, which is that of the new weights, a second pass over them makes the codes.
 __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
-    // Column 4 * lane + i lies at place 32 * i + lane, 9 words apart, so that a warp writes to 32 banks.
+    // Column 4 * lane + i lies at word 32 * i + lane, 9 words apart, so that a warp writes to 32 banks.
     __shared__ uint32_t turned[kTileColumns * (kWarps + 1)];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int64_t row = tile * kTileRows + 4 * warp;

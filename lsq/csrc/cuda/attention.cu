@@ -23,7 +23,7 @@ struct Tiles {
 constexpr int kHeld = WIDTH > 64 ? 320 : 512;
 constexpr int kContextStride = WIDTH + 8;
 
-// The context takes the tiles' place in the end.
+// The context reuses the tiles' memory.
 union Shared {
     Tiles tiles;
     alignas(16) float context[TILE * kContextStride];

@@ -5,13 +5,13 @@
 
 namespace lsq {
 
-// Which tile of rows a block has. Sentence b owns places cu_seqlens[b] / TILE + b and those after it, which are enough for
+// Which tile of rows a block has. Sentence b owns slots cu_seqlens[b] / TILE + b and those after it, which are enough for
 // its rows however they begin; some stay empty. Rows behind the last sentence are one sentence more.
 struct Place {
     int sentence;
     int first;  // row of the sentence with which the tile begins
     int begin;  // of the sentence among all rows
-    int count;  // rows of the tile, 0 for an empty place
+    int count;  // rows of the tile, 0 for an empty slot
 
     // `rows`: all that there are.
     __device__ __forceinline__ Place(const int32_t* cu_seqlens, int64_t sentences, int64_t rows) : sentence(0) {

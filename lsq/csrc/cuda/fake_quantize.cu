@@ -1,4 +1,4 @@
-// Values of a number format in the place of floats; lsq/ops/fake_quantize.py is the reference.
+// Values of a number format instead of floats; lsq/ops/fake_quantize.py is the reference.
 //
 // A thread takes 8 values that lie one after another. -DWHOLE=1: those lie in one row, and in one block of values with a
 // scale; 0: rows, blocks and the tensor may end among them.

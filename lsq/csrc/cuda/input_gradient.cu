@@ -1,11 +1,11 @@
-// The gradient of an input from a product that another kernel has made: scales, input_gradient_end.cuh, sums over rows,
+// The gradient of an input from a product that another kernel has made: scales, input_gradient_epilogue.cuh, sums over rows,
 // and rounding.
 //
 // The product is -DPRODUCT 0 int32 sums, 3 such sums as floats, 1 float32, 2 Float, which may lie where dx goes. M rows,
 // K = COLUMNS columns.
 // A row stays in registers, as do the sums; lsq/ops/input_gradient.py is the reference.
 #include "gradient.cuh"
-#include "input_gradient_end.cuh"
+#include "input_gradient_epilogue.cuh"
 
 #ifndef PRODUCT
 #define PRODUCT 0

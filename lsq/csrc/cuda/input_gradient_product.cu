@@ -1,8 +1,8 @@
-// The gradient of an input in one kernel, product and end: M rows, K columns, P values to multiply, K and P multiples of 16.
+// The gradient of an input in one kernel, product and epilogue: M rows, K columns, P values to multiply, K and P multiples of 16.
 //
-// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, input_gradient_end.cuh is what is done to
+// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, input_gradient_epilogue.cuh is what is done to
 // them. The result is floats: to round a row takes its largest value, and a tile does not have the whole row.
-#include "input_gradient_end.cuh"
+#include "input_gradient_epilogue.cuh"
 #include "product_rows.cuh"
 
 // weight int8 [K, P]: its codes, transposed -> dx, and partial [kWarpsDown * gridDim.y, width], a row of each row of warps:

@@ -2,7 +2,7 @@
 //
 // A block makes a tile of TILE_M x TILE_N sums (-D). K comes in steps of 64, which blocks along the third dimension of the
 // grid may share (product_split.cuh), through STAGES (-D) stages of shared memory. Within a stage, a row of 64 bytes is four
-// chunks; chunk c of row r lies at place c ^ r / 2 % 4 of it, which is what wgmma calls its 64-byte swizzle: neither copies
+// chunks; chunk c of row r lies at chunk c ^ r / 2 % 4 of it, which is what wgmma calls its 64-byte swizzle: neither copies
 // nor those who read the same chunk of eight rows meet in a bank.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace lsq {
 
 constexpr int kStep = 64, kChunk = 16, kChunks = kStep / kChunk;  // bytes, which are values along K
 constexpr int kStageBytes = (TILE_M + TILE_N) * kStep;
-constexpr int kPattern = 512;  // bytes after which the places of chunks repeat: stages lie at a multiple
+constexpr int kPattern = 512;  // bytes after which the order of chunks repeats: stages lie at a multiple
 
 __device__ __forceinline__ int64_t block_row() { return static_cast<int64_t>(blockIdx.y) * TILE_M; }
 __device__ __forceinline__ int64_t block_column() { return static_cast<int64_t>(blockIdx.x) * TILE_N; }

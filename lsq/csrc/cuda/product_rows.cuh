@@ -1,5 +1,5 @@
-// From the main loop of a product to its end: sums leave a warp's registers through shared memory, 8 rows at a time, so that
-// a lane gets eight neighbours of a row and stores fill whole sectors; and so that the end stands in the code once.
+// From the main loop of a product to its epilogue: sums leave a warp's registers through shared memory, 8 rows at a time, so that
+// a lane gets eight neighbours of a row and stores fill whole sectors; and so that the epilogue stands in the code once.
 //
 // A row's quads of sums lie at a stride that keeps the stores of a quarter of a warp in different banks; quads of odd rows
 // and of every other 32 columns change places within pairs, which does the same for loads.

@@ -1,8 +1,8 @@
-// The end of a product that another kernel has made, M rows; see project_end.cuh.
+// The epilogue of a product that another kernel has made, M rows; see project_epilogue.cuh.
 //
 // -DSUMS=1: the product is int32 sums; 2: such sums as floats; 0: floats, which stand where their result goes.
 #include "patch.cuh"
-#include "project_end.cuh"
+#include "project_epilogue.cuh"
 
 #ifndef SUMS
 #define SUMS 1

@@ -1,9 +1,9 @@
-// A product of codes with a 2:4 sparse weight and its end in one kernel: M rows, P outputs, K values, both multiples of 16.
+// A product of codes with a 2:4 sparse weight and its epilogue in one kernel: M rows, P outputs, K values, both multiples of 16.
 //
 // Made for the few rows of a step of decoding, which wait for the weight: outputs stand where tensor cores have most room,
 // and each word of the weight is read once, in the order of registers (lsq/ops/sparse_weight.py). A block makes 16 outputs
 // of 32 rows; its warps share the steps of 64 values along K.
-#include "project_end.cuh"
+#include "project_epilogue.cuh"
 #include "tensor_core.cuh"
 
 namespace {

@@ -1,4 +1,4 @@
-// Tensor cores, and what brings their operands from memory to registers: the only place with their PTX beside
+// Tensor cores, and what brings their operands from memory to registers: the only file with their PTX beside
 // warpgroup.cuh.
 //
 // Fragments are those of mma.sync m16n8k32 of int8 and of m16n8k16 of bfloat16, whose rows are 32 bytes alike. Of
@@ -24,7 +24,7 @@ __device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)
 }
 
 // sums += a times b transposed, of int8, where a [16, 64] is 2:4 sparse and has the 32 values of each row that are kept as
-// a dense a would have them; b [8, 64] has byte 16 * i + 4 * part of row `group` in word i. `kept` names the places of the
+// a dense a would have them; b [8, 64] has byte 16 * i + 4 * part of row `group` in word i. `kept` names the positions of the
 // kept, as lsq/models/sparsity/packed.py does: eight groups of four, four bits each, of row `group` in parts 0 and 2, of row
 // group + 8 in 1 and 3, the first 32 columns in 0 and 1.
 __device__ __forceinline__ void multiply_sparse(int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],

@@ -17,7 +17,7 @@ struct alignas(16) GradientRow {
     float shift;       // log of the normaliser
     float reciprocal;  // of its scale, 1 for floats; 0: the row's gradient is 0
     short place;       // of the target; -1 if it lies elsewhere
-    short likeliest;   // place of the other word that is no code, likewise
+    short likeliest;   // index of the other word that is no code, likewise
     uint32_t word;     // random, of column 0
 
     __device__ __forceinline__ static GradientRow of(const VocabularyLossGradient& op, int64_t row) {

@@ -36,7 +36,7 @@ struct LogitColumns {
     }
 };
 
-// The place of a word in this block's tile; -1 if it lies elsewhere.
+// The index of a word in this block's tile; -1 if it lies elsewhere.
 __device__ __forceinline__ short place_in_tile(int64_t word) {
     const int64_t place = word - block_column();
     return place >= 0 && place < TILE_N ? static_cast<short>(place) : -1;

@@ -11,7 +11,7 @@ namespace lsq {
 
 constexpr int kWarpgroup = 128;
 
-// A matrix of 64-byte rows in shared memory, from a multiple of 512 bytes on, chunk c of row r at place c ^ r / 2 % 4 of it
+// A matrix of 64-byte rows in shared memory, from a multiple of 512 bytes on, chunk c of row r at chunk c ^ r / 2 % 4 of it
 // ("64-byte swizzle"): as wgmma takes it.
 __device__ __forceinline__ uint64_t swizzled_matrix(const void* first) {
     constexpr uint64_t kSwizzle64 = 2, kEightRows = 8 * 64;

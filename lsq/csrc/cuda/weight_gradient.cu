@@ -1,9 +1,9 @@
-// The gradient of a weight from a product that another kernel has made: scales, then weight_gradient_end.cuh.
+// The gradient of a weight from a product that another kernel has made: scales, then weight_gradient_epilogue.cuh.
 //
 // The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. N rows, K = COLUMNS columns; lsq/ops/weight_gradient.py is the
 // reference.
 #include "rows.cuh"
-#include "weight_gradient_end.cuh"
+#include "weight_gradient_epilogue.cuh"
 
 #ifndef SUMS
 #define SUMS 1

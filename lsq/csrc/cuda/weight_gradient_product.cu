@@ -1,11 +1,11 @@
-// The gradient of a weight in one kernel, product and end: N rows, K columns, a multiple of 16, and P values to multiply, a
+// The gradient of a weight in one kernel, product and epilogue: N rows, K columns, a multiple of 16, and P values to multiply, a
 // multiple of 16, which blocks along the third dimension of the grid share.
 //
 // product.cuh makes the sums of a tile, product_split.cuh adds up those of its blocks, product_rows.cuh hands them on by
-// rows, weight_gradient_end.cuh is what is done to them.
+// rows, weight_gradient_epilogue.cuh is what is done to them.
 #include "product_rows.cuh"
 #include "product_split.cuh"
-#include "weight_gradient_end.cuh"
+#include "weight_gradient_epilogue.cuh"
 
 // gradient int8 [at least N, P], x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums: what is added to the
 // gradients of the clips. Of clips for rows, [kWarpsAcross * gridDim.x, N], a row of each column of warps; of one clip

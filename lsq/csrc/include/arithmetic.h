@@ -114,13 +114,6 @@ LSQ_INLINE int8_t round_finite_at_random(float scaled, uint32_t word, float q) {
     return static_cast<int8_t>(static_cast<int32_t>(rounded));
 }
 
-// The same; 0 for NaN.
-LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q) {
-    const bool missing = scaled != scaled;
-    const int8_t code = round_finite_at_random(missing ? 0.0f : scaled, word, q);
-    return missing ? static_cast<int8_t>(0) : code;
-}
-
 // a * b + c, rounded once where the processor can.
 LSQ_INLINE float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__CUDACC__) || defined(LSQ_EMULATOR)

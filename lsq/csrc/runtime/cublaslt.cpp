@@ -19,7 +19,6 @@ enum PreferenceAttribute : int32_t {
     kPreferenceLastAlignment = 8,
 };
 enum ConfigAttribute : int32_t { kConfigReductionScheme = 3, kConfigInnerShape = 7, kConfigClusterShape = 8 };
-enum Capability : int32_t { kCapabilityNumerics = 15 };
 enum ReductionScheme : uint32_t { kReduceInComputeType = 2, kReduceAnyhow = 7 };
 
 constexpr uint32_t kOperandAlignment = 16;
@@ -73,10 +72,6 @@ CublasLt::CublasLt(const char* path) {
     load(library, preference_destroy, "cublasLtMatmulPreferenceDestroy");
     load(library, get_heuristic, "cublasLtMatmulAlgoGetHeuristic");
     load(library, algorithm_check, "cublasLtMatmulAlgoCheck");
-    load(library, algorithm_ids, "cublasLtMatmulAlgoGetIds");
-    load(library, algorithm_init, "cublasLtMatmulAlgoInit");
-    load(library, capability_get, "cublasLtMatmulAlgoCapGetAttribute");
-    load(library, config_set, "cublasLtMatmulAlgoConfigSetAttribute");
     load(library, config_get, "cublasLtMatmulAlgoConfigGetAttribute");
     load(library, matmul, "cublasLtMatmul");
     load(library, status_string, "cublasLtGetStatusString");
@@ -120,41 +115,16 @@ int64_t CublasLt::configuration(const Algorithm& algorithm, int64_t attribute) c
     return value;
 }
 
-void CublasLt::configure(Algorithm& algorithm, int64_t attribute, int64_t value) const {
-    expect(config_set(&algorithm, static_cast<int32_t>(attribute), &value, configuration_bytes(attribute)),
-           "cublasLtMatmulAlgoConfigSetAttribute",
-           "attribute " + std::to_string(attribute) + " = " + std::to_string(value));
-}
-
-std::vector<int64_t> CublasLt::capability(const Algorithm& algorithm, int64_t attribute) const {
-    const auto what = static_cast<int32_t>(attribute);
-    const auto get = [&](void* values, size_t bytes) {
-        size_t written = 0;
-        expect(capability_get(&algorithm, what, values, bytes, &written), "cublasLtMatmulAlgoCapGetAttribute",
-               "attribute " + std::to_string(attribute));
-        return written;
-    };
-    if (what == kCapabilityNumerics) {
-        int64_t flags = 0;
-        get(&flags, sizeof flags);
-        return {flags};
-    }
-    std::vector<uint32_t> values(get(nullptr, 0) / sizeof(uint32_t));
-    if (!values.empty()) get(values.data(), values.size() * sizeof(uint32_t));
-    return {values.begin(), values.end()};
-}
-
 MatrixProduct::MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpec& spec)
     : library_(std::move(library)), spec_(spec), desc_(nullptr, library_->desc_destroy),
       a_(nullptr, library_->layout_destroy), b_(nullptr, library_->layout_destroy),
       out_(nullptr, library_->layout_destroy) {
     const bool integers = spec.type == static_cast<int64_t>(DataType::kInt8);
     const bool int32_out = spec.out_type == static_cast<int64_t>(DataType::kInt32);
-    compute_type_ = integers ? kCompute32I : kCompute32F;
     scale_type_ = static_cast<int32_t>(integers && int32_out ? DataType::kInt32 : DataType::kFloat32);
 
     void* desc = nullptr;
-    expect(library_->desc_create(&desc, compute_type_, scale_type_), "cublasLtMatmulDescCreate");
+    expect(library_->desc_create(&desc, integers ? kCompute32I : kCompute32F, scale_type_), "cublasLtMatmulDescCreate");
     desc_.reset(desc);
     const auto mode = spec.alpha == static_cast<int64_t>(Alpha::kVector) ? PointerMode::kAlphaDeviceVectorBetaHost
                                                                          : PointerMode::kHost;
@@ -227,29 +197,6 @@ Candidate MatrixProduct::check(const Algorithm& algorithm) const {
 void MatrixProduct::choose(const Algorithm& algorithm) {
     chosen_ = check(algorithm);
     handle_ = library_->handle();
-}
-
-std::vector<int> MatrixProduct::algorithm_ids() const {
-    const auto type = static_cast<int32_t>(spec_.type), out = static_cast<int32_t>(spec_.out_type);
-    std::vector<int> ids(64);
-    for (;;) {
-        int count = 0;
-        expect(library_->algorithm_ids(library_->handle(), compute_type_, scale_type_, type, type, out, out,
-                                       static_cast<int>(ids.size()), ids.data(), &count),
-               "cublasLtMatmulAlgoGetIds");
-        const bool all = count < static_cast<int>(ids.size());
-        ids.resize(all ? count : 2 * ids.size());
-        if (all) return ids;
-    }
-}
-
-Algorithm MatrixProduct::start(int id) const {
-    const auto type = static_cast<int32_t>(spec_.type), out = static_cast<int32_t>(spec_.out_type);
-    Algorithm algorithm{};
-    expect(library_->algorithm_init(library_->handle(), compute_type_, scale_type_, type, type, out, out, id,
-                                    &algorithm),
-           "cublasLtMatmulAlgoInit");
-    return algorithm;
 }
 
 int MatrixProduct::run(const void* a, const void* b, void* out, const void* alpha, void* workspace,

@@ -69,8 +69,6 @@ class CublasLt {
 
     void* handle();
     int64_t configuration(const Algorithm& algorithm, int64_t attribute) const;
-    void configure(Algorithm& algorithm, int64_t attribute, int64_t value) const;
-    std::vector<int64_t> capability(const Algorithm& algorithm, int64_t attribute) const;
     void expect(int status, const char* call, const std::string& about = "") const;
     std::string explain(int status, const char* call, const std::string& about = "") const;
 
@@ -88,12 +86,6 @@ class CublasLt {
                          Candidate* candidates, int* returned);
     int (*algorithm_check)(void* handle, void* desc, void* a, void* b, void* c, void* d, const Algorithm* algorithm,
                            Candidate* result);
-    int (*algorithm_ids)(void* handle, int32_t compute_type, int32_t scale_type, int32_t a, int32_t b, int32_t c,
-                         int32_t d, int requested, int* ids, int* returned);
-    int (*algorithm_init)(void* handle, int32_t compute_type, int32_t scale_type, int32_t a, int32_t b, int32_t c,
-                          int32_t d, int id, Algorithm* algorithm);
-    int (*capability_get)(const Algorithm* algorithm, int32_t attribute, void* value, size_t bytes, size_t* written);
-    int (*config_set)(Algorithm* algorithm, int32_t attribute, const void* value, size_t bytes);
     int (*config_get)(const Algorithm* algorithm, int32_t attribute, void* value, size_t bytes, size_t* written);
     int (*matmul)(void* handle, void* desc, const void* alpha, const void* a, void* a_layout, const void* b,
                   void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
@@ -115,23 +107,17 @@ class MatrixProduct {
 
     // What the library proposes, best first, with a workspace of at most so many bytes; may be empty.
     std::vector<Candidate> candidates(size_t workspace_bytes, int limit) const;
-    // Workspace and waves of an algorithm, or an Error where it does not fit this product, device or library.
+    // The workspace of an algorithm, or an Error where it does not fit this product, device or library.
     Candidate check(const Algorithm& algorithm) const;
     // Takes an algorithm, after `check`.
     void choose(const Algorithm& algorithm);
     size_t workspace_bytes() const { return chosen_.workspace_bytes; }
-
-    // For an exhaustive search: the algorithms for these types, and one of them in its default configuration.
-    std::vector<int> algorithm_ids() const;
-    Algorithm start(int id) const;
 
     // Returns a Status. Addresses are multiples of 16 bytes, that of the workspace of 256. `alpha` is ignored for
     // Alpha::kOne, points to a float of the host for kScalar (read at once) and to N floats of the device for kVector.
     int run(const void* a, const void* b, void* out, const void* alpha, void* workspace, size_t workspace_bytes,
             void* stream) const noexcept;
 
-    const ProductSpec& spec() const { return spec_; }
-    CublasLt& library() const { return *library_; }
     std::string describe() const;           // "int8 [41,64] x [48,64]^T -> int32 [41,48]"
     std::string explain(int status) const;  // what a status of `run` means, and what to do
 
@@ -143,7 +129,7 @@ class MatrixProduct {
 
     std::shared_ptr<CublasLt> library_;
     ProductSpec spec_;
-    int32_t compute_type_, scale_type_;
+    int32_t scale_type_;
     Descriptor desc_, a_, b_, out_;
     Candidate chosen_{};
     void* handle_ = nullptr;  // set once an algorithm is chosen

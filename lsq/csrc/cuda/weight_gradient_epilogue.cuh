@@ -1,4 +1,4 @@
-// The end of the product for the gradient of a weight, 8 neighbouring columns of a row at a time: the straight-through
+// The epilogue of the product for the gradient of a weight, 8 neighbouring columns of a row at a time: the straight-through
 // mask and what belongs to the clip. lsq/ops/weight_gradient.py is the reference.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The end of a product, 8 neighbouring columns of a row at a time: scale, bias, activation, dropout, rounding.
+// The epilogue of a product, 8 neighbouring columns of a row at a time: scale, bias, activation, dropout, rounding.
 //
 // -DACTIVATION is an Activation. P columns, a multiple of 8; lsq/ops/project.py is the reference.
 #pragma once

@@ -1,4 +1,4 @@
-// The end of the product for the gradient of an input, 8 neighbouring columns of a row at a time: the straight-through
+// The epilogue of the product for the gradient of an input, 8 neighbouring columns of a row at a time: the straight-through
 // mask, dropout, the slope of the activation, another gradient. lsq/ops/input_gradient.py is the reference.
 //
 // -DACTIVATION is an Activation where its slope is made of what stands before it; -DACCUMULATED=1: another product has accumulated a gradient.
@@ -17,7 +17,7 @@
 
 namespace lsq {
 
-// The end of what made x, with its pointers at hand.
+// The epilogue of what made x, with its pointers at hand.
 struct ActivationSlope {
     Activation kind;
     const uint8_t* positive;
