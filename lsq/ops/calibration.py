@@ -102,16 +102,12 @@ class Calibration:
         lenient: bool = False,
         **options,
     ) -> None:
-        """Write the clip of x into `clip`.
+        """Write the clip of x into `clip`, float32 [1] or [R]; see lsq.quant.calibrate.
 
         Args:
             name: of x, for errors.
-            x: any shape and float dtype.
-            clip: float32 [1], or [R] with per_channel.
-            method: see lsq.quant.calibrate, as for `options`.
             form: what x will be rounded to.
-            again: whether `clip` holds what was found at an earlier time; "mse" then searches near
-                it.
+            again: whether `clip` holds an earlier one, near which "mse" searches.
             lenient: whether values that are not finite count for nothing, and are no error.
 
         Raises:
@@ -209,12 +205,10 @@ SAMPLE = 65536
 def least_error_clip(
     form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool
 ) -> torch.Tensor:
-    """Clips float32 [R], or [1], of float32 x [R, N] without NaN and infinities, rounded on a
-    backend.
+    """Clips float32 [R], or [1], of finite float32 x [R, N], rounded on a backend.
 
-    Each is the largest magnitude of what shares it, times the best of 15 powers of two in equal
-    steps and then of 9 around that: clips above the largest magnitude pay for formats that are
-    coarse at their upper end, and so are tried where the clip says the scale.
+    Clips above the largest magnitude pay for formats that are coarse at their upper end, and are
+    tried where the clip says the scale.
     """
     if not per_row:
         x = x[:: max(1, x.numel() // SAMPLE)].contiguous()

@@ -65,12 +65,8 @@ def scale_of(clip: Tensor, bits: int = 8) -> Tensor:
 
 
 def check_clip(clip: Tensor, name: str) -> None:
-    """Refuse clips that cannot be used.
-
-    Raises:
-        ValueError: an element of `clip` is NaN, below SMALLEST_CLIP or above LARGEST_CLIP; the
-            message calls it `name`.
-    """
+    """Raise ValueError, with `name` in it, for a clip that is NaN, below SMALLEST_CLIP or above
+    LARGEST_CLIP."""
     unusable = clip[~((clip >= SMALLEST_CLIP) & (clip <= LARGEST_CLIP))]
     if unusable.numel():
         raise ValueError(
@@ -93,12 +89,9 @@ def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
-    """Round x to codes.
+    """Round x, of any shape and float dtype, to codes under clip [1], or [R] for x [R, ...].
 
-    Args:
-        x: any shape and float dtype; x/scale is computed in the wider of its dtype and the scale's.
-        clip: [1], or [R] for x [R, ...]; values that check_clip accepts.
-        bits: width of the integers, 2 to 8.
+    x/scale is computed in the wider of both dtypes.
 
     Raises:
         ValueError: the shape of `clip` does not fit x.

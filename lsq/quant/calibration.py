@@ -26,21 +26,11 @@ def calibrate(
     fixed: float | None = None,
     percentile: float = 99.99,
 ) -> Tensor:
-    """Measure the first clip of a tensor on a sample of it.
+    """Measure the first clip of x, float32 [1], or [R] per channel (row), at least SMALLEST_CLIP.
 
-    Args:
-        x: any shape and float dtype, finite.
-        method: "fixed", "absmax" (the largest |x|), "percentile" or "mse" (octav_clip).
-        bits: width of the integers, 2 to 8; matters to "mse" only.
-        per_channel: one clip for each row x[i] instead of one for all of x.
-        fixed: the clip under "fixed", which does not look at the values of x.
-        percentile: under "percentile", the share of |x| in percent that the clip leaves inside.
-
-    Returns:
-        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor of zeros. A
-        row of zeros gets the
-        mean clip of the others: gradients are rounded with the scales of all rows, and its own
-            would vanish.
+    Methods: "fixed" (the clip `fixed`), "absmax" (the largest |x|), "percentile" (that many percent
+    of |x| are inside) and "mse" (octav_clip). A row of zeros gets the mean clip of the others:
+    gradients are rounded with the scales of all rows, and its own would vanish.
 
     Raises:
         ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable
@@ -77,11 +67,7 @@ def calibrate(
 
 
 def check_not_empty(x: Tensor) -> None:
-    """Refuse to measure a clip on nothing.
-
-    Raises:
-        ValueError: x has no values.
-    """
+    """Raise ValueError where x has no values to measure a clip on."""
     if x.numel() == 0:
         raise ValueError(
             f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values"
@@ -89,11 +75,7 @@ def check_not_empty(x: Tensor) -> None:
 
 
 def check_usable(unusable: int, values: int) -> None:
-    """Refuse a clip of a tensor of which some values are not finite.
-
-    Raises:
-        ValueError: `unusable` of its `values` are NaN or infinite.
-    """
+    """Raise ValueError where some of a tensor's values, `unusable`, are NaN or infinite."""
     if unusable:
         raise ValueError(
             f"cannot calibrate on a tensor in which {unusable} of {values} values are NaN or"
@@ -125,14 +107,8 @@ def octav_clip(
     the first or the last of the 11 is the best, or the best is above 1.5 times the largest |x| or
     below 2^-16 of it, the whole search is made.
 
-    Args:
-        x: any shape and float dtype, finite.
-        bits: width of the integers, 2 to 8.
-        per_channel: one clip for each row x[i] instead of one for all of x.
-        before: float32 [1] or [R], clips that were found before; any values are allowed.
-
-    Returns:
-        float32 [1] or [R], at least SMALLEST_CLIP.
+    Takes finite x of any shape and float dtype, and `before`, float32 [1] or [R], of any values;
+    returns float32 [1], or [R] with `per_channel`, at least SMALLEST_CLIP.
     """
     maximum = maximum_code(bits)
     rows = _magnitude_rows(x, per_channel)

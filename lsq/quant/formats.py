@@ -260,11 +260,7 @@ WEIGHT_FORMATS: dict[str, Callable[[int, Grain], WeightFormat]] = {
     "int4": lambda bits, grain: Int4(name="int4", bits=8, grain=grain),
 }
 """Names that QuantConfig.weight_format may have -> what makes the format, of a width of integers
-and a grain of clips.
-
-csrc/cpu and csrc/cuda have lsq_round_<name> for each, and lsq_unpack_<name> for those that are
-packed.
-"""
+and a grain of clips. C++ has lsq_round_<name> for each, and lsq_unpack_<name> for packed ones."""
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)
 """What gradients are rounded to under backward="int8", at random and without bias: a scale for each
 row."""
@@ -302,12 +298,11 @@ class FormatChoice:
         *,
         read: bool = False,
     ) -> str:
-        """What concerns a part of a model, as text.
+        """What concerns the part of a model at `path`, as text.
 
         Args:
-            path: of the part in the model; "" for all of it.
-            tensors: what the part calls its tensors -> their names, in the part, in the state dict
-                of the model: those of the weights that a tensor consists of.
+            tensors: the part's tensors -> their names in its state dict: of the weights that a
+                tensor consists of.
             fitted: gets the patterns that fit one -> the formats of all that they fit.
             read: names are the tensor's own, and those of the weights that are multiplied by it.
 
@@ -366,16 +361,8 @@ def format_choice(text: str) -> FormatChoice:
 
 
 def check_choice(name: str, text: object, check: Callable[[str], None]) -> None:
-    """Refuse a choice of formats that cannot be made.
-
-    Args:
-        name: of what is chosen, for errors.
-        text: see `format_choice`.
-        check: raises a ValueError for a format that does not exist.
-
-    Raises:
-        ValueError: no text, a text of another form, or `check`'s.
-    """
+    """Raise ValueError, with `name` in it, for a choice that `format_choice` cannot read, or with a
+    format that `check` refuses."""
     if not isinstance(text, str):
         raise ValueError(f"{name} is {text!r}; it must be the name of a format, such as 'int8'")
     try:

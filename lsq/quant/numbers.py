@@ -140,12 +140,8 @@ class ScaledFormat:
     ) -> Encoded:
         """Codes and scales of float x, any shape; all is computed in float32.
 
-        Args:
-            x: its matrix is cut into blocks along all but the last dimension, and along the last.
-            clip: how clips are measured (METHODS), or clips float of the shape of the blocks,
-                or one for all.
-            percentile: for clip="percentile", the share of |x| in percent that the clip of a block
-                leaves inside.
+        `clip`: how clips are measured (METHODS; `percentile`: percent of |x| that the clip of a
+        block leaves inside), or clips of the shape of the blocks, or one for all.
 
         Raises:
             ValueError: the method or the percentile is not allowed, or the shape of the clips does

@@ -84,21 +84,16 @@ def adapt_with_end(
     return operation
 
 
-def adapt_gradient(rows: int, inputs: int, outputs: int, rank: int, **fields) -> AdaptGradient:
-    forward = on_reference(adapt(rows, inputs, outputs, rank))
-    written = {
-        "ddown": empty(rank, inputs),
-        "dup": empty(outputs, rank),
-        "dvalues": empty(rows, inputs),
-    }
-    return AdaptGradient(
-        gradient=torch.randn(rows, outputs).bfloat16().float(),
-        values=forward.values,
-        hidden=forward.hidden,
-        down=forward.down,
-        up=forward.up,
-        **{**written, **fields},
-    )
+def adapt_gradient(*sizes: int) -> AdaptGradient:
+    return gradient_of(on_reference(adapt(*sizes)))
+
+
+def gradient_of(forward: Adapt) -> AdaptGradient:
+    """Of adapters that ran."""
+    read = {name: getattr(forward, name) for name in ("values", "hidden", "down", "up")}
+    written = {f"d{name}": empty(*read[name].shape) for name in ("values", "down", "up")}
+    gradient = torch.randn(forward.out.shape).bfloat16().float()
+    return AdaptGradient(gradient=gradient, **read, **written)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -142,27 +137,14 @@ def by_torch(operation: Adapt, gradient: torch.Tensor, dtype: torch.dtype):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_as_accurate_as_torch(sizes):
     forward = compare(adapt(*sizes))
-    gradient = torch.randn(forward.out.shape)
-    backward = compare(
-        AdaptGradient(
-            gradient=gradient,
-            values=forward.values,
-            hidden=forward.hidden,
-            down=forward.down,
-            up=forward.up,
-            ddown=empty(*forward.down.shape),
-            dup=empty(*forward.up.shape),
-            dvalues=empty(*forward.values.shape),
-        )
-    )
+    backward = compare(gradient_of(forward))
     (exact, wanted), (single, near) = (
-        by_torch(forward, gradient, dtype) for dtype in (torch.float64, torch.float32)
+        by_torch(forward, backward.gradient, dtype) for dtype in (torch.float64, torch.float32)
     )
     assert_accurate(forward.out, exact, single)
-    for one, *values in zip(
-        (backward.ddown, backward.dup, backward.dvalues), wanted, near, strict=True
-    ):
-        assert_accurate(one, *values)
+    found = backward.ddown, backward.dup, backward.dvalues
+    for values in zip(found, wanted, near, strict=True):
+        assert_accurate(*values)
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -189,10 +171,9 @@ def test_it_ends_as_a_product(rows, outputs, coded, activation, dropout):
 
 @pytest.mark.parametrize("wanted", ["ddown", "dup", "dvalues"])
 def test_one_gradient_alone(wanted):
-    whole = {"ddown": None, "dup": None, "dvalues": None}
     operation = adapt_gradient(7, 16, 8, 2)
     every = compare(operation)
-    for name in whole.keys() - {wanted}:
+    for name in {"ddown", "dup", "dvalues"} - {wanted}:
         setattr(operation, name, None)
     torch.testing.assert_close(getattr(compare(operation), wanted), getattr(every, wanted))
 

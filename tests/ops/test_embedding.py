@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from lsq.ops.embedding import Embed, EmbedGradient
-from lsq.program.parameters import Kind
 from lsq.quant import random
 from tests.ops.compare import KEY, compare, dropout_of, empty, on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda
-from tests.ops.programs import builder, run
 
 PADDING, VOCABULARY, POSITIONS, SCALE = 1, 11, 20, 7.0
 
@@ -91,45 +89,6 @@ def test_a_word_is_summed_in_the_order_of_rows():
     gradient = torch.tensor([[1e8], [1.0], [-1e8]])
     made = compare(embed_gradient(gradient, torch.tensor([4, 4, 4]), learned=False))
     assert made.dweight[4].item() == 0.0
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_gradients_of_a_program_are_those_of_the_operation(learned):
-    made, one = builder("embedding", mode="float"), embed(21, 48, learned=learned)
-    weight, table = (
-        made.parameter(name, (rows, 48), Kind.TABLE)
-        for name, rows in (("weight", VOCABULARY), ("table", POSITIONS))
-    )
-    tokens, positions, x = (
-        made.input("tokens", (21,)),
-        made.input("positions", (21,)),
-        made.tensor("x", (21, 48)),
-    )
-    made.add(
-        Embed(
-            tokens=tokens,
-            positions=positions,
-            weight=weight,
-            table=table,
-            scale=SCALE,
-            padding=PADDING,
-            learned=learned,
-            x=x,
-        )
-    )
-    made.output(x)
-    program, upstream = made.build(), torch.randn(21, 48)
-    given = {tokens: one.tokens, positions: one.positions, weight: one.weight, table: one.table}
-    found = run(program, given | {program.output_gradients[0]: upstream})
-    wanted = on_cpu(embed_gradient(upstream, one.tokens, one.positions, learned=learned))
-    gradients = dict(zip(program.differentiable, program.gradients, strict=True))
-    assert torch.equal(found[x], on_cpu(one).x) and torch.equal(
-        found[gradients[weight]], wanted.dweight
-    )
-    if learned:
-        assert torch.equal(found[gradients[table]], wanted.dtable)
-    else:
-        assert gradients.get(table) is None
 
 
 def test_limits_of_indices():

@@ -84,9 +84,10 @@ def test_scales_that_rows_and_groups_share(shape_a, shape_b):
     assert_exact(product, compare(product).out)
 
 
-@pytest.mark.parametrize("rows, columns, inner", [(0, 32, 64), (3, 0, 64), (3, 32, 0)])
-def test_products_of_nothing(rows, columns, inner):
-    assert not compare(product_of(rows, columns, inner, 32)).out.any()
+@pytest.mark.parametrize("rows, inner", [(0, 64), (3, 0)])
+def test_products_of_nothing(rows, inner, compared):
+    assert not compared(product_of(rows, 32, inner, 32)).out.any()
+    assert not compare(product_of(3, 0, 64, 32)).out.any()
 
 
 def test_sums_at_their_ends():
@@ -107,14 +108,8 @@ def test_nan_stays_in_its_row_and_column():
 @pytest.mark.parametrize(
     "name",
     [
-        "int8/group32",
-        "mxint8",
-        "int4/group16",
-        "vsquant4",
-        "nvfp4",
-        "mxfp4",
-        "int8/row",
-        "ternary/tensor",
+        *("int8/group32", "mxint8", "int4/group16", "vsquant4"),
+        *("nvfp4", "mxfp4", "int8/row", "ternary/tensor"),
     ],
 )
 def test_formats_whose_products_are_those_of_their_values(name):
@@ -180,11 +175,6 @@ def test_bits_are_those_of_the_cpu_on_cuda(group):
     operation.out = torch.empty(41, 80)
     operation.cpu(*(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cpu_scratch()))
     assert torch.equal(found.out, operation.out)
-
-
-@pytest.mark.parametrize("rows, inner", [(0, 32), (3, 0)])
-def test_products_of_nothing_on_cuda(rows, inner):
-    compare_cuda(product_of(rows, 32, inner, 32))
 
 
 def test_widths_that_tiles_do_not_take_are_refused_on_cuda():

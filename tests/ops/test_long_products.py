@@ -14,6 +14,7 @@ from lsq.ops.project import Project
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT
+from tests.ops import cuda
 from tests.ops.compare import (
     KEY,
     compare,
@@ -23,7 +24,6 @@ from tests.ops.compare import (
     to_round,
     weight_format_of,
 )
-from tests.ops.cuda import compare_cuda
 from tests.ops.products import multiplied
 
 LONG = LARGEST_INNER + 24
@@ -135,60 +135,43 @@ EXACT = 1e-6
 WAYS = [("plain", 0), *((kernel, 32) for kernel in tiles.INSTRUCTIONS if kernel != "plain")]
 
 
-@pytest.fixture(params=WAYS, ids=str)
-def way(request):
-    """How the parts are multiplied."""
-    with multiplied(*request.param):
-        yield
+@pytest.fixture(params=[*WAYS, "emulator", pytest.param("gpu", marks=pytest.mark.gpu)], ids=str)
+def run_in_parts(request, monkeypatch):
+    """Compare with the reference: on the CPU by each way to multiply, and by kernels."""
+    if isinstance(request.param, tuple):
+        with multiplied(*request.param):
+            yield compare
+    else:
+        monkeypatch.setattr(cuda, "place", request.param)
+        yield cuda.compare_cuda
 
 
-@pytest.mark.usefixtures("way")
-def test_inputs():
+def test_inputs(run_in_parts):
     operation, exact = project(rounded=False)
-    assert largest_error(compare(operation).out, exact) < EXACT
+    assert largest_error(run_in_parts(operation).out, exact) < EXACT
 
 
-@pytest.mark.usefixtures("way")
-def test_outputs():
+def test_outputs(run_in_parts):
     operation, exact = input_gradient(rounded=False)
-    found = compare(operation)
+    found = run_in_parts(operation)
     assert largest_error(found.dx, exact) < EXACT
     assert largest_error(found.sum, exact.sum(0)) < EXACT
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("in_out", [False, True])
-def test_rows(in_out):
+def test_rows(in_out, run_in_parts):
     operation, exact = weight_gradient(in_out=in_out)
     # x is rounded once more, with a scale for each column: at random, without bias.
-    assert largest_error(compare(operation).dweight, exact) < 1e-4
+    assert largest_error(run_in_parts(operation).dweight, exact) < 1e-4
 
 
-def test_codes_of_long_products():
+def test_codes(compared):
     operation, exact = project(rounded=True)
     scale = 3.0 / operation.rounded.largest
     codes = (exact.clamp(-3.0, 3.0) / scale).round()
-    assert (compare(operation).rounded.codes - codes).abs().max() <= 1
+    assert (compared(operation, exact=True).rounded.codes - codes).abs().max() <= 1
     operation, exact = input_gradient(rounded=True)
-    found = compare(operation).rounded
+    found = compared(operation, exact=True).rounded
     steps = found.scale[:, None].double() / found.weight_scale
     assert ((found.codes.double() * steps - exact).abs() <= 1.001 * steps).all()
     assert torch.isfinite(found.scale).all()
-
-
-def test_inputs_on_cuda():
-    compare_cuda(project(rounded=True)[0], exact=True)
-    operation, exact = project(rounded=False)
-    assert largest_error(compare_cuda(operation).out, exact) < 1e-6
-
-
-def test_outputs_on_cuda():
-    compare_cuda(input_gradient(rounded=True)[0], exact=True)
-    operation, exact = input_gradient(rounded=False)
-    assert largest_error(compare_cuda(operation).dx, exact) < 1e-6
-
-
-@pytest.mark.parametrize("in_out", [False, True])
-def test_rows_on_cuda(in_out):
-    operation, exact = weight_gradient(in_out=in_out)
-    assert largest_error(compare_cuda(operation).dweight, exact) < 1e-4

@@ -50,19 +50,14 @@ def codes_of(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("instructions", tiles.usable())
-@pytest.mark.parametrize("columns, inner", [(16, 16), (48, 80), (97, 64), (272, 208)])
-def test_packed_codes_are_the_codes(instructions, columns, inner):
-    codes, scale = codes_of(columns, inner)
-    assert torch.equal(PackedWeight.of(codes, scale, instructions).codes(), codes)
-
-
-@pytest.mark.parametrize("instructions", tiles.usable())
 @pytest.mark.parametrize("columns, inner", [(16, 16), (48, 80), (97, 64), (272, 208), (130, 4)])
 def test_sparse_codes_take_less_room(instructions, columns, inner):
     codes, scale = sparse_codes(columns, inner)
-    packed = PackedWeight.of_sparse(codes, scale, instructions)
-    assert torch.equal(packed.codes(), codes)
-    assert packed.tiles.numel() < PackedWeight.of(codes, scale, instructions).tiles.numel() * 0.65
+    packed, dense = (
+        pack(codes, scale, instructions) for pack in (PackedWeight.of_sparse, PackedWeight.of)
+    )
+    assert torch.equal(packed.codes(), codes) and torch.equal(dense.codes(), codes)
+    assert packed.tiles.numel() < dense.tiles.numel() * 0.65
 
 
 def test_three_of_four_are_refused():
@@ -84,17 +79,16 @@ def test_products_and_their_ends(instructions, rows, columns, inner, sparse):
         weight = PackedWeight.of_sparse(*sparse_codes(columns, inner), instructions)
     else:
         weight = PackedWeight.of(*codes_of(columns, inner), instructions)
+    out, to = empty(rows, columns), to_round(rows, columns, 2.0, clipped=False)
+    few, bias = to_round(rows, columns, 2.0, bits=5, clipped=False), torch.randn(columns)
     for options in (
-        {"out": empty(rows, columns)},
-        {"out": empty(rows, columns), "bias": torch.randn(columns)},
-        {"rounded": to_round(rows, columns, 2.0, clipped=False), "bias": torch.randn(columns)},
-        {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.relu},
-        {
-            "rounded": to_round(rows, columns, 2.0, bits=5, clipped=False),
-            "activation": Activation.gelu,
-        },
-        {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.silu},
-        {"out": empty(rows, columns), "activation": Activation.squared_relu},
+        {"out": out},
+        {"out": out, "bias": bias},
+        {"rounded": to, "bias": bias},
+        {"rounded": to, "activation": Activation.relu},
+        {"rounded": few, "activation": Activation.gelu},
+        {"rounded": to, "activation": Activation.silu},
+        {"out": out, "activation": Activation.squared_relu},
     ):
         compare(PackedProject(x=rounded(rows, inner).bare(), weight=weight, **options))
 
@@ -124,21 +118,9 @@ def test_int4_is_packed_as_it_is(instructions, columns, inner):
 @pytest.mark.parametrize(
     "rows, columns, inner",
     [
-        (0, 32, 64),
-        (1, 16, 16),
-        (1, 100, 4160),
-        (2, 32, 64),
-        (3, 48, 80),
-        (4, 33, 640),
-        (5, 64, 100),
-        (6, 16, 160),
-        (7, 97, 64),
-        (8, 96, 64),
-        (9, 33, 640),
-        (13, 33, 40),
-        (17, 544, 208),
-        (32, 64, 640),
-        (161, 96, 576),
+        *((0, 32, 64), (1, 16, 16), (1, 100, 4160), (2, 32, 64), (3, 48, 80)),
+        *((4, 33, 640), (5, 64, 100), (6, 16, 160), (7, 97, 64), (8, 96, 64)),
+        *((9, 33, 640), (13, 33, 40), (17, 544, 208), (32, 64, 640), (161, 96, 576)),
     ],
 )
 def test_products_with_int4(instructions, rows, columns, inner):

@@ -29,6 +29,7 @@ from tests.ops.compare import (
 )
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.products import WAYS, assert_same_bits
+from tests.program.tiny import builder
 
 BLOCK_ROWS = 512
 PLAIN = {
@@ -251,6 +252,19 @@ def test_nan_in_any_block_of_rows_poisons_the_scale(row, error):
         and found.rounded.codes[1, 3] == 127
         and found.rounded.codes[row, 3] == 0
     )
+
+
+def test_an_end_that_nothing_undoes_is_refused():
+    b = builder()
+    end = Nonlinearity(
+        activation=Activation.relu, positive=b.tensor("positive", (14,), torch.uint8)
+    )
+    x, weight = b.input("x", (7, 16)), b.weight("weight", (16, 16))
+    out = b.tensor("y", (7, 16))
+    b.add(Project(x=Rows(floats=x), weight=weight, out=out, nonlinearity=end))
+    b.output(out)
+    with refused("the gradient of y comes from outside"):
+        b.build()
 
 
 def test_largest_sums_are_exact():

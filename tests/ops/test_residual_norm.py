@@ -8,10 +8,7 @@ import math
 import pytest
 import torch
 
-from lsq.config import QuantConfig
-from lsq.layers.programs import Mode
 from lsq.native.geometry import sums_in_shared_memory
-from lsq.ops.project import Project
 from lsq.ops.residual_norm import (
     NormalisedRows,
     ResidualNorm,
@@ -19,12 +16,8 @@ from lsq.ops.residual_norm import (
     ResidualSum,
     ResidualSumGradient,
 )
-from lsq.program.parameters import Kind
-from lsq.program.values import Rows
 from lsq.quant import NORMALISED, random
 from lsq.run import backends
-from lsq.run.backends import backend
-from lsq.run.executor import Execution
 from tests.ops.compare import (
     KEY,
     ROWS,
@@ -65,46 +58,6 @@ def sum_gradient(
         rounded=gradient_to_round(rows, columns) if updated and rounds else None,
         dupdate_sum=empty(columns) if updated else None,
     )
-
-
-def test_without_an_update_z_is_the_residual():
-    made = sum_of(torch.randn(SHAPE))
-    assert made.compute() is made.kept is made.residual
-
-
-def test_what_is_added_is_dropped_first():
-    made = sum_of(torch.randn(SHAPE), torch.randn(SHAPE), 0.3)
-    assert torch.equal(made.compute(), made.residual + random.dropout(made.update, 0.3, KEY, 2))
-    assert made.kept is made.z
-
-
-@pytest.mark.parametrize("normed, direct", [(True, True), (True, False), (False, True)])
-def test_gradients_are_those_of_autograd(normed, direct):
-    residual, update = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
-    forward = sum_of(residual, update, 0.3)
-    down = sum_gradient(forward, normed=normed, direct=direct)
-    through = torch.randn(SHAPE) if normed else None
-    upstream = sum(one for one in (through, down.dz) if one is not None)
-    wanted = torch.autograd.grad(forward.compute(), (residual, update), upstream)
-    results = down.compute(through)
-    assert torch.equal(results["dresidual"], wanted[0])
-    assert torch.equal(results["dupdate"], wanted[1]) and results["rounded"] is None
-    assert torch.equal(results["dupdate_sum"], wanted[1].sum(0))
-
-
-def test_a_rounded_gradient_is_that_of_the_update():
-    down = sum_gradient(sum_of(torch.randn(SHAPE), torch.randn(SHAPE), 0.3), rounds=True)
-    results = down.compute(torch.randn(SHAPE))
-    wanted = down.rounded.encode(results["dupdate"])
-    assert all(torch.equal(results["rounded"][name], wanted[name]) for name in ("codes", "scale"))
-
-
-def test_nothing_goes_where_nothing_was_added():
-    down = sum_gradient(sum_of(torch.randn(SHAPE)))
-    through = torch.randn(SHAPE)
-    results = down.compute(through)
-    assert list(results) == ["dresidual"] and not down.updated
-    assert torch.equal(results["dresidual"], through + down.dz)
 
 
 COLUMNS, CLIP = 48, 1.6
@@ -308,48 +261,6 @@ def test_gradients_with_an_update(kind, rounds, rows):
         assert torch.equal(found.dupdate, dupdate)
 
 
-def test_programs_differentiate_it():
-    """A norm of a sum, whose float and rounded results are both read, as is the sum."""
-    mode = Mode(training=True, backward=True, backend=backend("cpu"))
-    b = mode.builder("norm", QuantConfig(mode="float"))
-    size = (16, 16)
-    x = b.input("x", size)
-    project = b.add(
-        Project(x=Rows(floats=x), weight=b.weight("projection", size), out=b.tensor("update", size))
-    )
-    first = b.add(
-        ResidualNorm(
-            sum=ResidualSum(residual=x, update=project.out, z=b.like("z", x)),
-            rstd=b.tensor("rstd", size[:1]),
-            weight=b.parameter("weight", (16,), Kind.NORM_WEIGHT),
-            out=b.like("first", x),
-        )
-    )
-    second = b.add(
-        ResidualNorm(
-            sum=ResidualSum(residual=first.sum.z),
-            rstd=b.tensor("rstd", size[:1]),
-            out=b.like("second", x),
-            weight=b.parameter("other", (16,), Kind.NORM_WEIGHT),
-        )
-    )
-    b.output(first.out)
-    b.output(second.out)
-    program = b.build()
-    drawn = {"x": torch.randn(size), "projection": torch.randn(size)}
-    drawn |= {name: torch.randn(16) for name in ("weight", "other")}
-    leaves = {name: tensor.double().requires_grad_() for name, tensor in drawn.items()}
-    z = leaves["x"] + leaves["x"] @ leaves["projection"].t()
-    exact = rms_by_torch(z, leaves["weight"]), rms_by_torch(z, leaves["other"])
-    given = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
-    results = Execution(program, mode.backend)({**given, "random_key": KEY})
-    upstream = [torch.randn(size) for _ in exact]
-    found = torch.autograd.grad(results, list(given.values()), upstream)
-    wanted = torch.autograd.grad(exact, list(leaves.values()), [one.double() for one in upstream])
-    for one, other in zip((*results, *found), (*exact, *wanted), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
-
-
 @BOTH
 @pytest.mark.parametrize("row", [0, 3, 6])
 def test_nan_stays_in_its_row_and_poisons_the_scale(norm, row):
@@ -361,14 +272,10 @@ def test_nan_stays_in_its_row_and_poisons_the_scale(norm, row):
     assert found.rounded.scale.isnan() and not codes[row].any() and codes.any(1).sum() == 6
 
 
-def test_a_constant_row():
-    """Its variance is 0: epsilon keeps the result finite."""
+def test_rows_without_variance():
+    """Epsilon keeps the result finite."""
     found = on_cpu(norm(torch.full((3, COLUMNS), 7.0)))
     torch.testing.assert_close(found.out, found.bias.expand(3, -1))
-
-
-def test_a_row_of_zeros():
-    """Epsilon keeps the result finite."""
     found = on_cpu(rms(torch.zeros(3, COLUMNS)))
     assert not found.out.any() and found.rstd.isfinite().all()
 

@@ -152,13 +152,13 @@ def test_both_passes_on_cuda(options, normed, dtype):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rows", ROWS)
-def test_ends(rows, normed):
+@pytest.mark.parametrize("rows", [0, *ROWS])
+def test_ends(rows, normed, compared):
     """Rounding to codes; rounding of the gradient by rows."""
-    forward = rotate(rows, normed=normed, to=0.9)
-    found = compare(forward)
+    forward = rotate(rows, width=32, normed=normed, to=0.9)
+    found = compared(forward, exact=not normed)
     assert_holds(found.rounded, found.rounded.encode(found.unrounded(run)))
-    compare(gradient_of(forward, to_rounded=True))
+    compared(gradient_of(forward, to_rounded=True))
 
 
 def test_codes_are_the_references():
@@ -208,24 +208,16 @@ def test_what_is_not_finite_stays_in_its_head_and_poisons_the_scale(normed, valu
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_an_empty_batch(normed):
+def test_an_empty_batch(normed, compared):
     forward = rotate(0, normed=normed, to=1.0)
-    assert compare(forward).rounded.scale.item() == pytest.approx(1 / 127)
-    found = compare(gradient_of(forward))
+    assert compared(forward).rounded.scale.item() == pytest.approx(1 / 127)
+    found = compared(gradient_of(forward))
     assert not found.dx.sum.any() and not (normed and found.dquery.any())
 
 
 def test_limits_of_places():
     forward = rotate()
     assert forward.limits() == gradient_of(forward).limits() == {"rotation.positions": PLACES}
-
-
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rows", [0, 41])
-def test_ends_on_cuda(rows, normed):
-    forward = rotate(rows, width=32, normed=normed, to=0.9)
-    compare_cuda(forward, exact=not normed)
-    compare_cuda(gradient_of(forward, to_rounded=True))
 
 
 def test_heads_that_kernels_do_not_have_are_refused_on_cuda():

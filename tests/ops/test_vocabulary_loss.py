@@ -10,9 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_l
 
 from lsq.native import tiles
 from lsq.ops import vocabulary_loss_cuda
-from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import BLOCK_ROWS, Prediction, VocabularyLoss, VocabularyLossGradient
-from lsq.program.parameters import Kind
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT, Format, Grain, quantize
 from tests.ops.compare import (
@@ -28,9 +26,6 @@ from tests.ops.compare import (
 )
 from tests.ops.cuda import DTYPES, compare_cuda, run
 from tests.ops.products import multiplied
-from tests.ops.programs import builder
-from tests.ops.programs import run as run_program
-from tests.quant.fake import fake_quantize
 
 INNER, PADDING = 48, 1
 WEIGHT = Format(name="weight", bits=8, grain=Grain.ROW)
@@ -217,11 +212,11 @@ def test_words_that_fairseq_smooths():
     assert given.each == pytest.approx(0.1 / 32)
 
 
-def test_padding_counts_for_nothing():
+def test_padding_counts_for_nothing(runs):
     x, weight, _ = operands(7, 33)
     x[2, 3] = math.nan
-    found = on_cpu(of_floats(x, weight, torch.full((7,), PADDING)))
-    assert found.loss == 0 and found.nll == 0
+    for found in runs(of_floats(x, weight, torch.full((7,), PADDING))):
+        assert found.loss == 0 and found.nll == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -245,17 +240,20 @@ def test_a_poisoned_scale_reaches_loss_and_row_scales(value, compared):
     assert found.loss.isnan() and rounded.scale.isnan().all() and not rounded.codes.any()
 
 
-def test_a_word_that_cannot_be():
-    """Logits of -infinity: probability and gradient 0, the loss of the others untouched."""
-    x, weight, target = operands(7, 33)
+def test_a_word_that_cannot_be(runs):
+    """Logits of -infinity, in a vector of their own as well: probability and gradient 0, the loss
+    of the others untouched."""
+    x, weight, target = operands(7, 96)
+    words = [9, *range(16, 24)]
     target[:] = 4
     x[:, 0] = x[:, 0].abs() + 0.1
-    weight[9] = 0.0
-    weight[9, 0] = -math.inf
+    weight[words] = 0.0
+    weight[words, 0] = -math.inf
     expected = torch.nn.functional.cross_entropy(x @ weight.t(), target, reduction="sum")
-    found = on_cpu(of_floats(x, weight, target, 0.0))
-    torch.testing.assert_close(found.nll[0], expected)
-    assert not on_cpu(gradient_of(found)).dlogits[:, 9].any()
+    for found in runs(of_floats(x, weight, target, 0.0)):
+        torch.testing.assert_close(found.nll[0], expected)
+        for gradient in runs(gradient_of(found)):
+            assert not gradient.dlogits[:, words].any()
 
 
 def test_huge_logits():
@@ -268,11 +266,11 @@ def test_huge_logits():
     assert_accurate(found.nll[0], exact[1], single[1])
 
 
-def test_no_rows():
+def test_no_rows(compared):
     for operation in (of_codes(0, 33, 48), of_floats(*operands(0, 33))):
-        found = compare(operation)
+        found = compared(operation)
         assert found.loss == 0 and found.nll == 0
-        compare(gradient_of(found) if found.bound is None else rounded_of(found))
+        compared(gradient_of(found) if found.bound is None else rounded_of(found))
 
 
 @pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
@@ -374,17 +372,6 @@ def test_what_is_not_finite_reaches_loss_and_gradient_on_cuda(value):
     assert compare_cuda(gradient_of(found)).dlogits[2].isnan().all()
 
 
-def test_a_word_that_cannot_be_on_cuda():
-    """Logits of -infinity, in a vector of their own as well."""
-    x, weight, target = operands(7, 96)
-    target[:] = 4
-    x[:, 0] = x[:, 0].abs() + 0.1
-    weight[[9, *range(16, 24)]] = 0.0
-    weight[[9, *range(16, 24)], 0] = -math.inf
-    found, gradient = compare_both(of_floats(x, weight, target, 0.0))
-    assert found.nll.isfinite() and not gradient.dlogits[:, 16:24].any()
-
-
 @pytest.mark.parametrize("word", [-7, 33, 40, 10**12])
 def test_a_target_outside_the_vocabulary_makes_the_losses_nan_on_cuda(word):
     operation = of_floats(*operands(7, 33))
@@ -395,106 +382,9 @@ def test_a_target_outside_the_vocabulary_makes_the_losses_nan_on_cuda(word):
     torch.testing.assert_close(found.normaliser, normaliser)
 
 
-def test_all_padding_on_cuda():
-    x, weight, _ = operands(7, 33)
-    found = compare_cuda(of_floats(x, weight, torch.full((7,), PADDING)))
-    assert found.loss == 0 and found.nll == 0
-
-
-def test_no_rows_on_cuda():
-    found, _ = compare_both(of_codes(0, 33, 48))
-    compare_cuda(rounded_of(found))
-    assert found.loss == 0 and found.nll == 0
-
-
 def test_what_kernels_cannot_take_is_refused_on_cuda():
     with refused("outer width is 33; on CUDA it must be a multiple of 16"):
         run(of_codes(7, 33, 33))
     floats, bound = of_floats(*operands(7, 48)), of_codes(7, 48, 48).bound
     with refused("the gradient of float logits is not rounded"):
         run(dataclasses.replace(floats, bound=bound))
-
-
-def program_of(quant: dict, rows: int, words: int, padded: int):
-    """(program, its weight, clip of its input or None): the loss of the rounded norm of x."""
-    made = builder("loss", **quant)
-    x, target = made.input("x", (rows, INNER)), made.input("target", (rows,), torch.int64)
-    norm = ResidualNorm(
-        sum=ResidualSum(residual=x),
-        weight=made.parameter("norm", (INNER,), Kind.NORM_WEIGHT),
-        bias=made.parameter("norm_bias", (INNER,), Kind.NORM_BIAS),
-        mean=made.tensor("mean", (rows,)),
-        rstd=made.tensor("rstd", (rows,)),
-    )
-    weight = made.weight("weight", (words, INNER), rows=padded)
-    x = Rows()
-    given = Prediction(
-        x=x, weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1
-    )
-    loss = VocabularyLoss(
-        prediction=given, loss=made.tensor("loss", (1,)), nll=made.tensor("nll", (1,))
-    )
-    if made.quant.quantized:
-        norm.rounded = x.coded = made.coded("out", (rows, INNER), "clip")
-    else:
-        norm.out = x.floats = made.tensor("out", (rows, INNER))
-    loss.normaliser = made.tensor("normaliser", (rows,))
-    if made.quant.quantized and made.quant.backward == "int8":
-        loss.bound = made.tensor("bound", (rows,))
-    made.add(norm)
-    made.add(loss)
-    for output in (loss.loss, loss.nll):
-        made.output(output)
-    return made.build(), weight, norm.rounded and norm.rounded.clip
-
-
-@pytest.mark.parametrize(
-    "quant, allowed",
-    [
-        ({"mode": "float"}, 1e-5),
-        ({"backward": "float", "clips": "learned"}, 1e-5),
-        ({"backward": "int8", "clips": "learned"}, 0.05),
-        ({"backward": "float", "clip_gradient": "lsq", "weight_granularity": "tensor"}, 1e-5),
-    ],
-)
-def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
-    rows, words, padded = 41, 33, 33 if quant.get("mode") == "float" else 48
-    program, weight, clip = program_of(quant, rows, words, padded)
-    x, values, target = operands(rows, words)
-    learned = {weight.values: values}
-    if clip is not None:
-        learned |= {clip: torch.tensor([1.5]), weight.clip: torch.full(weight.clip.shape, 0.5)}
-    (d_loss, d_nll), (source, *_) = program.output_gradients, program.differentiable
-    norm = {
-        one: torch.full((INNER,), float(one.name == "norm"))
-        for one in program.parameters
-        if one not in learned
-    }
-    given = (
-        {one: tensor for one, tensor in zip(program.inputs, (KEY, x, target), strict=False)}
-        | learned
-        | norm
-    )
-    given |= {d_loss: torch.tensor([0.5]), d_nll: torch.zeros(1)}
-    if clip is not None:
-        codes, scale, _ = quantize(values, learned[weight.clip])
-        beyond = padded - words
-        given[weight.codes] = torch.nn.functional.pad(codes, (0, 0, 0, beyond))
-        given[weight.scale] = torch.nn.functional.pad(scale.expand(words), (0, beyond), value=1.0)
-    found = run_program(program, given)
-    leaves = {source: x} | learned
-    for tensor in leaves.values():
-        tensor.requires_grad_()
-    rows_of_x = torch.nn.functional.layer_norm(x, (INNER,))
-    if clip is not None:
-        clip_gradient = quant.get("clip_gradient", "pact")
-        rows_of_x = fake_quantize(rows_of_x, learned[clip], clip_gradient=clip_gradient)
-        values = fake_quantize(values, learned[weight.clip], clip_gradient=clip_gradient)
-    loss, _ = label_smoothed_nll_loss(
-        (rows_of_x @ values.t()).log_softmax(-1), target, 0.1, ignore_index=PADDING
-    )
-    wanted = dict(zip(leaves, torch.autograd.grad(0.5 * loss, leaves.values()), strict=True))
-    gradients = dict(zip(program.differentiable, program.gradients, strict=True))
-    for tensor, gradient in wanted.items():
-        error = (found[gradients[tensor]] - gradient).norm()
-        assert error <= allowed * gradient.norm(), f"{tensor.name}: {error / gradient.norm()}"

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lsq.native import loader, tiles
-from lsq.native.launch import Launch
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
 from tests.ops.compare import (
@@ -33,7 +32,7 @@ from tests.ops.test_input_gradient import (
     weight_of,
 )
 from tests.ops.test_input_gradient_cuda import HALF, few_blocks
-from tests.ops.tiles import in_one
+from tests.ops.tiles import in_one, launches, names
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = 4096
@@ -92,8 +91,9 @@ def by_autograd(operation):
 @pytest.mark.parametrize(
     "rows, learned_step, clips", [(1, False, None), (7, True, 1), (41, True, None), (341, False, 1)]
 )
-def test_products_of_floats_are_autograds(mode, rows, learned_step, clips):
-    operation = case(rows, mode, learned_step=learned_step, clips=clips)
+@pytest.mark.parametrize("form", [lambda x: x, by_row])
+def test_products_of_floats_are_autograds(mode, rows, learned_step, clips, form):
+    operation = case(rows, mode, learned_step=learned_step, clips=clips, form=form)
     found = compare(operation)
     exact, exact_clip = by_autograd(operation)
     assert (found.dweight - exact).abs().max() <= 2e-6 * exact.abs().max() + 1e-5
@@ -122,12 +122,6 @@ def test_a_scale_for_each_row(rows, way):
     assert torch.equal(found.dweight, expected.dweight)
     exact, _ = by_autograd(operation)
     assert (found.dweight - exact).norm() < 0.02 * exact.norm()
-
-
-def test_floats_of_a_scale_for_each_row():
-    operation = case(41, "float", form=by_row)
-    exact, _ = by_autograd(operation)
-    assert (compare(operation).dweight - exact).abs().max() <= 2e-6 * exact.abs().max() + 1e-5
 
 
 def test_more_outputs_than_a_block():
@@ -252,14 +246,9 @@ def test_wide_rows_on_cuda(mode):
     compare_cuda(case(141, mode, learned_step=True, columns=1040, outputs=139, padded=144))
 
 
-@by_themselves
-def test_launches_on_cuda():
+def test_launches():
     """Both operands of the int8 product, codes of one, the product, its end: nothing else."""
-    operation = case(341)
-    entries = operation.cuda(
-        *(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cuda_scratch())
-    )
-    assert [entry.kernel.name if isinstance(entry, Launch) else "product" for entry in entries] == [
+    assert names(launches(case(341), None)) == [
         "lsq_begin_weight_gradient",
         "lsq_round_transposed",
         "product",
