@@ -28,7 +28,7 @@ from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.programs import Mode, Table, Vocabulary
 from lsq.native import loader, processor, runtime, tiles
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 from lsq.ops.rounding import RoundWeight
 from lsq.ops.sums import FinishSums, PartialSums
 from lsq.program.operation import Operation

@@ -72,7 +72,9 @@ DRIVER cuDevicePrimaryCtxRetain(Context** context, int device) {
     return SUCCESS;
 }
 
-DRIVER cuDevicePrimaryCtxRelease_v2(int device) { return exists(device) ? SUCCESS : INVALID_DEVICE; }
+DRIVER cuDevicePrimaryCtxRelease_v2(int device) {
+    return exists(device) ? SUCCESS : INVALID_DEVICE;
+}
 
 DRIVER cuCtxGetCurrent(Context** context) {
     *context = stack.empty() ? nullptr : stack.back();

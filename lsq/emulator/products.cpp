@@ -57,7 +57,9 @@ int take(Field& field, const void* value, size_t bytes) {
     return kSuccess;
 }
 
-bool misaligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
+bool misaligned(const void* pointer, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes != 0;
+}
 
 // A column-major matrix is read or written.
 const char* touch(const Layout& layout, const void* matrix, bool writes) {
@@ -102,7 +104,8 @@ LSQ_EXPORT int cublasLtMatmulDescCreate(Desc** desc, int32_t compute, int32_t sc
     return called("cublasLtMatmulDescCreate");
 }
 
-LSQ_EXPORT int cublasLtMatmulDescSetAttribute(Desc* desc, int32_t attribute, const void* value, size_t bytes) {
+LSQ_EXPORT int cublasLtMatmulDescSetAttribute(Desc* desc, int32_t attribute, const void* value,
+                                              size_t bytes) {
     switch (attribute) {
         case 2: return take(desc->pointer_mode, value, bytes);
         case 3: return take(desc->transpose_a, value, bytes);
@@ -116,8 +119,8 @@ LSQ_EXPORT int cublasLtMatmulDescDestroy(Desc* desc) {
     return called("cublasLtMatmulDescDestroy");
 }
 
-LSQ_EXPORT int cublasLtMatrixLayoutCreate(Layout** layout, int32_t type, uint64_t rows, uint64_t columns,
-                                          int64_t leading) {
+LSQ_EXPORT int cublasLtMatrixLayoutCreate(Layout** layout, int32_t type, uint64_t rows,
+                                          uint64_t columns, int64_t leading) {
     *layout = new Layout{type, rows, columns, leading};
     return called("cublasLtMatrixLayoutCreate");
 }
@@ -132,11 +135,12 @@ LSQ_EXPORT int cublasLtMatmulPreferenceCreate(Preference** preference) {
     return called("cublasLtMatmulPreferenceCreate");
 }
 
-LSQ_EXPORT int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int32_t attribute, const void* value,
-                                                    size_t bytes) {
+LSQ_EXPORT int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int32_t attribute,
+                                                    const void* value, size_t bytes) {
     if (attribute == 1) return take(preference->workspace, value, bytes);
     if (attribute == 3) return take(preference->schemes, value, bytes);
-    if (attribute >= 5 && attribute <= 8) return take(preference->alignment[attribute - 5], value, bytes);
+    if (attribute >= 5 && attribute <= 8)
+        return take(preference->alignment[attribute - 5], value, bytes);
     return kInvalidValue;
 }
 
@@ -145,9 +149,10 @@ LSQ_EXPORT int cublasLtMatmulPreferenceDestroy(Preference* preference) {
     return called("cublasLtMatmulPreferenceDestroy");
 }
 
-LSQ_EXPORT int cublasLtMatmulAlgoGetHeuristic(Handle* handle, const Desc* desc, const Layout* a, const Layout* b,
-                                              const Layout* c, const Layout* d, const Preference* preference,
-                                              int requested, Candidate* candidates, int* returned) {
+LSQ_EXPORT int cublasLtMatmulAlgoGetHeuristic(Handle* handle, const Desc* desc, const Layout* a,
+                                              const Layout* b, const Layout* c, const Layout* d,
+                                              const Preference* preference, int requested,
+                                              Candidate* candidates, int* returned) {
     if (const int failure = called("cublasLtMatmulAlgoGetHeuristic")) return failure;
     if (!handle) return kNotInitialized;
     if (!preference || !candidates || !returned || requested <= 0) return kInvalidValue;
@@ -156,25 +161,28 @@ LSQ_EXPORT int cublasLtMatmulAlgoGetHeuristic(Handle* handle, const Desc* desc, 
     if (const int refused = describe(desc, a, b, c, d, problem)) return refused;
     const int32_t types[4] = {desc->compute, desc->scale, a->type, d->type};
     const Algorithm ideas[] = {
-        configured(66, types, 23, 36, 1, kNone),       configured(21, types, 20, 14, 1, kNone),
-        configured(21, types, 20, 14, 2, kOutputType), configured(21, types, 18, 15, 2, kComputeType),
-        configured(23, types, 23, 35, 1, kNone),       configured(21, types, 15, 13, 4, kInPlace),
+        configured(66, types, 23, 36, 1, kNone),
+        configured(21, types, 20, 14, 1, kNone),
+        configured(21, types, 20, 14, 2, kOutputType),
+        configured(21, types, 18, 15, 2, kComputeType),
+        configured(23, types, 23, 35, 1, kNone),
+        configured(21, types, 15, 13, 4, kInPlace),
         configured(0, types, 15, 0, 1, kNone),
     };
     const uint32_t alignment = *std::min_element(preference->alignment, preference->alignment + 4);
     for (const Algorithm& idea : ideas) {
         Candidate result{};
-        if (*returned < requested && variant(&idea)->alignment <= alignment && !(idea.scheme & ~preference->schemes) &&
-            runs(*variant(&idea), a->type) && fits(problem, &idea, result) == kSuccess &&
-            result.workspace <= preference->workspace)
+        if (*returned < requested && variant(&idea)->alignment <= alignment &&
+            !(idea.scheme & ~preference->schemes) && runs(*variant(&idea), a->type) &&
+            fits(problem, &idea, result) == kSuccess && result.workspace <= preference->workspace)
             candidates[(*returned)++] = result;
     }
     return kSuccess;
 }
 
-LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const Layout* a, const Layout* b,
-                                       const Layout* c, const Layout* d, const Algorithm* algorithm,
-                                       Candidate* result) {
+LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const Layout* a,
+                                       const Layout* b, const Layout* c, const Layout* d,
+                                       const Algorithm* algorithm, Candidate* result) {
     if (const int failure = called("cublasLtMatmulAlgoCheck")) return failure;
     if (!handle) return kNotInitialized;
     Problem problem;
@@ -182,36 +190,39 @@ LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const L
     return fits(problem, algorithm, *result);
 }
 
-LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int32_t attribute, void* value,
-                                                    size_t bytes, size_t* written) {
-    if (!variant(algorithm)) return kInvalidValue;
-    Algorithm copy = *algorithm;
-    const Field field = configuration(copy, attribute);
-    if (!field.bytes || !value || bytes < field.bytes) return kInvalidValue;
-    std::memcpy(value, field.at, field.bytes);
-    if (written) *written = field.bytes;
+LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int32_t attribute,
+                                                    void* value, size_t bytes, size_t* written) {
+    constexpr int32_t kScheme = 3;
+    if (!variant(algorithm) || attribute != kScheme) return kInvalidValue;
+    if (!value || bytes < sizeof algorithm->scheme) return kInvalidValue;
+    std::memcpy(value, &algorithm->scheme, sizeof algorithm->scheme);
+    if (written) *written = sizeof algorithm->scheme;
     return kSuccess;
 }
 
 LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alpha, const void* a,
-                              const Layout* a_layout, const void* b, const Layout* b_layout, const void* beta,
-                              const void* c, const Layout* c_layout, void* d, const Layout* d_layout,
-                              const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
+                              const Layout* a_layout, const void* b, const Layout* b_layout,
+                              const void* beta, const void* c, const Layout* c_layout, void* d,
+                              const Layout* d_layout, const Algorithm* algorithm, void* workspace,
+                              size_t workspace_bytes, void* stream) {
     if (const int failure = called("cublasLtMatmul")) return failure;
     if (!handle) return kNotInitialized;
     emulator_context();  // a thread that has none gets one
     Job job{};
-    if (const int refused = describe(desc, a_layout, b_layout, c_layout, d_layout, job.problem)) return refused;
+    if (const int refused = describe(desc, a_layout, b_layout, c_layout, d_layout, job.problem))
+        return refused;
     Candidate result{};
     if (const int refused = fits(job.problem, algorithm, result)) return refused;
     const uint32_t alignment = variant(algorithm)->alignment;
-    if (!a || !b || !d || c != d || !alpha || !beta || misaligned(a, alignment) || misaligned(b, alignment) ||
-        misaligned(d, alignment) || misaligned(workspace, 256) || workspace_bytes < result.workspace ||
-        (result.workspace && !workspace))
+    if (!a || !b || !d || c != d || !alpha || !beta || misaligned(a, alignment) ||
+        misaligned(b, alignment) || misaligned(d, alignment) || misaligned(workspace, 256) ||
+        workspace_bytes < result.workspace || (result.workspace && !workspace))
         return kInvalidValue;
-    const bool integers = desc->scale == kInt32, vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
+    const bool integers = desc->scale == kInt32,
+               vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
     const auto number = [integers](const void* at) {
-        return integers ? static_cast<float>(*static_cast<const int32_t*>(at)) : *static_cast<const float*>(at);
+        return integers ? static_cast<float>(*static_cast<const int32_t*>(at))
+                        : *static_cast<const float*>(at);
     };
     if (number(beta) != 0) return kNotSupported;
     job.a = static_cast<const char*>(a);
@@ -222,7 +233,9 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
     job.workspace = workspace;
     job.workspace_bytes = result.workspace;
     static_assert(std::is_trivially_copyable_v<Job>, "a capture keeps copies");
-    return emulator_submit(handle->context, stream, "a product", run_product, &job, sizeof job) ? kExecutionFailed : kSuccess;
+    return emulator_submit(handle->context, stream, "a product", run_product, &job, sizeof job)
+               ? kExecutionFailed
+               : kSuccess;
 }
 
 // What went wrong in the driver, where that was it.

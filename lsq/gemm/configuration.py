@@ -5,7 +5,6 @@ Every error is a ValueError that begins with the name of the field.
 """
 
 import contextlib
-import dataclasses
 import datetime
 import math
 from dataclasses import dataclass
@@ -58,8 +57,6 @@ _DATE = "%Y-%m-%dT%H:%M:%SZ"
 class CublasConfiguration:
     """An algorithm of cuBLASLt; another kernel applies the epilogue.
 
-    The fields after `workspace_bytes` are what its bytes hold, in cuBLASLt's own numbers.
-
     Raises:
         ValueError: no such algorithm.
     """
@@ -68,15 +65,6 @@ class CublasConfiguration:
     """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model
     of device."""
     workspace_bytes: int
-    id: int
-    tile: int
-    stages: int
-    split_k: int
-    reduction_scheme: int
-    swizzle: int
-    custom_option: int
-    inner_shape: int
-    cluster_shape: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.algorithm, bytes) or len(self.algorithm) != ALGORITHM_BYTES:
@@ -86,8 +74,6 @@ class CublasConfiguration:
                 f"algorithm is {given}; it must be {ALGORITHM_BYTES} bytes: tune again"
             )
         check_whole("workspace_bytes", self.workspace_bytes, 0, 2**40)
-        for name in DECODED:
-            check_whole(name, getattr(self, name), -(2**31), 2**32 - 1)
 
     def check_key(self, key: ProductKey) -> None:
         """Raise ValueError if this configuration cannot run a product."""
@@ -100,12 +86,7 @@ class CublasConfiguration:
             )
 
     def __str__(self) -> str:
-        words = [f"{name} {getattr(self, name)}" for name in DECODED]
-        return ", ".join([*words, f"{self.workspace_bytes} bytes"])
-
-
-DECODED = tuple(field.name for field in dataclasses.fields(CublasConfiguration))[2:]
-"""The fields of CublasConfiguration that the algorithm's bytes hold."""
+        return f"cuBLASLt by {self.algorithm[:16].hex()}..., {self.workspace_bytes} bytes"
 
 
 @dataclass(frozen=True, kw_only=True)

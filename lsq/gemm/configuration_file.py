@@ -30,7 +30,7 @@ from lsq.gemm.product_key import ProductKey
 from lsq.native import compiler
 from lsq.native.products import ProductLibrary, find_cublaslt
 
-FORMAT = 2
+FORMAT = 3
 
 _REMEDY = "correct or delete the file"
 

@@ -16,7 +16,7 @@ import torch
 from lsq.memory.buffer import Buffer, fixed_offsets, lower_bound
 from lsq.memory.placement import Placement, place, table
 from lsq.native import loader
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 
 MOST_BUFFERS = 4096
 """The search compares every pair of buffers; beyond so many, the smallest are set aside."""

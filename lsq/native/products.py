@@ -21,19 +21,6 @@ DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 
 ALPHAS = {"one": 0, "scalar": 1, "vector": 2}
 
-CONFIGURATION = (
-    "id",
-    "tile",
-    "split_k",
-    "reduction_scheme",
-    "swizzle",
-    "custom_option",
-    "stages",
-    "inner_shape",
-    "cluster_shape",
-)
-"""Parameters of an algorithm, in the order of cublasLtMatmulAlgoConfigAttributes_t."""
-
 
 class ProductError(RuntimeError):
     """A call of libcublasLt that failed, or the library is missing; the message says which."""
@@ -125,20 +112,6 @@ class ProductLibrary:
             ProductError: the library refuses the description.
         """
         return Matmul(self._handle, _Spec(**spec))
-
-    def decode(self, data: bytes) -> dict[str, int]:
-        """The configuration in the bytes of an algorithm, named as in CONFIGURATION.
-
-        Raises:
-            ValueError: not 64 bytes.
-            ProductError: not an algorithm.
-        """
-        data, value = _checked(data), ctypes.c_int64()
-        decoded = {}
-        for attribute, name in enumerate(CONFIGURATION):
-            _call("configuration", self._handle, data, attribute, ctypes.byref(value))
-            decoded[name] = value.value
-        return decoded
 
     def close(self) -> None:
         """Let the library go; its products stay usable."""

@@ -60,7 +60,7 @@ def test_show(machine, capsys):
 
 def test_show_algorithms_and_empty_files():
     shown = configs.show(file(cublas_entry()))
-    assert "sm 90, multiprocessors 132" in shown and "id 66, tile 20" in shown
+    assert "sm 90, multiprocessors 132" in shown and "cuBLASLt by 0001" in shown
     times = dataclasses.replace(TIMES, other=88.0)
     for way, than in ((tile(), "cuBLASLt and a kernel"), (cublas(), "the best tile")):
         shown = configs.show(file(entry(configuration=way, times=times)))

@@ -36,9 +36,8 @@ def entry(m=64, configuration=None, times=TIMES, **changes):
 
 def cublas(**changes):
     """Some algorithm of cuBLASLt."""
-    numbers = dict(tile=20, stages=8, split_k=1, reduction_scheme=0, swizzle=0, custom_option=0)
-    numbers |= dict(id=66, inner_shape=0, cluster_shape=2, workspace_bytes=1024)
-    return CublasConfiguration(**{"algorithm": bytes(range(64)), **numbers} | changes)
+    usual = {"algorithm": bytes(range(64)), "workspace_bytes": 1024}
+    return CublasConfiguration(**usual | changes)
 
 
 def cublas_entry(configuration=None, **numbers):

@@ -11,13 +11,12 @@ import torch
 
 from lsq.native.products import (
     ALPHAS,
-    CONFIGURATION,
     DTYPES,
     ProductError,
     ProductLibrary,
     find_cublaslt,
 )
-from tests.emulator.emulated_cublaslt import emulated
+from tests.emulator.emulated_cublaslt import emulated, split_of
 from tests.gemm.operands import codes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -51,16 +50,10 @@ def test_version(library):
     assert library.version() == "13.10.0"
 
 
-def by_split(library, product, split_k=1):
+def by_split(product, parts):
     """The bytes of the first algorithm that is proposed with so many parts of K."""
     proposed = (each.data for each in product.candidates(2**25, 16))
-    return next(data for data in proposed if library.decode(data)["split_k"] == split_k)
-
-
-def test_decode(library):
-    data = by_split(library, library.product(**INTEGERS))
-    wanted = {"id": 21, "tile": 20, "stages": 14, "split_k": 1}
-    assert library.decode(data) == dict.fromkeys(CONFIGURATION, 0) | wanted
+    return next(data for data in proposed if split_of(data) == parts)
 
 
 @pytest.mark.parametrize("spec", [INTEGERS, FLOATS], ids=["int8", "bfloat16"])
@@ -92,7 +85,7 @@ def test_every_candidate_runs_with_the_workspace_that_it_says(library, spec):
 @pytest.mark.parametrize("size", [0, 63, 65])
 def test_an_algorithm_is_64_bytes(library, size):
     product = library.product(**INTEGERS)
-    for use in (product.check, product.choose, library.decode):
+    for use in (product.check, product.choose):
         with pytest.raises(ValueError, match=f"64 bytes, these are {size}"):
             use(bytes(size))
 
@@ -102,7 +95,7 @@ def test_bytes_of_an_algorithm_are_refused_once_a_bit_flips(library):
     data = bytearray(product.candidates(2**25, 4)[0].data)
     product.check(bytes(data))
     data[9] ^= 1
-    for use in (product.check, product.choose, library.decode):
+    for use in (product.check, product.choose):
         with pytest.raises(ProductError, match="INVALID_VALUE"):
             use(bytes(data))
 
@@ -111,7 +104,7 @@ def test_algorithms_are_for_some_dtypes_and_shapes(library):
     integers, floats = library.product(**INTEGERS), library.product(**FLOATS)
     with pytest.raises(ProductError, match="bfloat16.*AlgoCheck.*INVALID_VALUE"):
         floats.choose(integers.candidates(2**25, 1)[0].data)
-    split = by_split(library, integers, 4)
+    split = by_split(integers, 4)
     integers.check(split)
     shorter = library.product(**INTEGERS | {"k": 32})
     with pytest.raises(ProductError, match=r"\[41,32\].*NOT_SUPPORTED"):
@@ -121,12 +114,12 @@ def test_algorithms_are_for_some_dtypes_and_shapes(library):
 def test_sums_rounded_to_the_output_are_refused(library):
     """No such algorithm is proposed; a file may hold one."""
     product = library.product(**FLOATS)
-    data = bytearray(by_split(library, product, 2))
-    data[16] = 4  # the scheme in the emulated library's Algorithm, whose first 52 bytes are hashed
+    data = bytearray(by_split(product, 2))
+    data[16] = 4  # the scheme in the emulated library's Algorithm, whose first 40 bytes are hashed
     value = 2166136261
-    for byte in data[:52]:
+    for byte in data[:40]:
         value = (value ^ byte) * 16777619 % 2**32
-    data[52:56] = value.to_bytes(4, "little")
+    data[40:44] = value.to_bytes(4, "little")
     with pytest.raises(ProductError, match="reduction scheme 4 rounds parts of the sum"):
         product.choose(bytes(data))
 

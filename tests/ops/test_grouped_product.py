@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lsq.native import loader, shared_library, tiles
+from lsq.native import loader, sources, tiles
 from lsq.ops.fake_quantize import FakeQuantize, decode_weight, pack_weight
 from lsq.ops.grouped_product import (
     GroupedCodes,
@@ -270,7 +270,7 @@ def test_weights_in_out():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_library_multiplies_packed_weights(level, monkeypatch):
-    library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
+    library = sources.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
     monkeypatch.setattr(loader, "library", lambda: library)
     tiles.usable.cache_clear()
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import Prediction, VocabularyLoss
 from lsq.program.declare import Floats, In, Out

@@ -1,7 +1,9 @@
-// Gradients as messages of int8 codes, sums of messages, and back; see lsq/ops/gradient_messages.py.
+// Gradients as messages of int8 codes, sums of messages, and back; see
+// lsq/ops/gradient_messages.py.
 //
-// A block of at most 1,024 values is worked on at a time, in the L1 cache; blocks are spread over the threads. v values,
-// S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are added up.
+// A block of at most 1,024 values is worked on at a time, in the L1 cache; blocks are spread over
+// the threads. v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or
+// copies that are added up.
 #include "floats.h"
 #include "rows.h"
 
@@ -12,13 +14,15 @@ namespace {
 constexpr int64_t kLargestBlock = 1024;
 constexpr int64_t kScaleBytes = sizeof(bfloat16);
 constexpr float kLargestCode = 127.0f;
-constexpr int64_t kAhead = 8192;  // bytes: where a block ends, loads would wait for memory before the next one's begin
+// Bytes: where a block ends, loads would wait for memory before the next one's begin.
+constexpr int64_t kAhead = 8192;
 
 // Begins to load what lies kAhead bytes behind x [n].
 template <class T>
 void load_ahead(const T* x, int64_t n) {
     const char* from = reinterpret_cast<const char*>(x) + kAhead;
-    for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(from + byte);
+    for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(T)); byte += 64)
+        __builtin_prefetch(from + byte);
 }
 
 // How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_messages.py.
@@ -67,7 +71,8 @@ struct Terms {
     const int8_t* codes[kAtOnce];
     float scale[kAtOnce];
 
-    void load(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count, int64_t stride) {
+    void load(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count,
+              int64_t stride) {
         const int64_t n = shard.size_of(number);
         for (int64_t m = 0; m < count; ++m) {
             const uint8_t* message = messages + m * stride;
@@ -102,7 +107,8 @@ struct Terms {
 };
 
 // out [n] = the sum over `count` messages, `stride` bytes apart, of block `number`, in order.
-void add_up(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count, int64_t stride, float* out) {
+void add_up(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count,
+            int64_t stride, float* out) {
     const int64_t n = shard.size_of(number);
     Terms terms;
     for (int64_t first = 0; first < count; first += kAtOnce) {
@@ -118,8 +124,10 @@ void pack(const PackGradients& op, const T* x) {
     const int64_t blocks = shard.blocks();
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < op.shards * blocks; ++block) {
-        const int64_t number = block % blocks, first = block / blocks * shard.length + number * shard.block;
-        const int64_t n = shard.size_of(number), valid = std::min(std::max<int64_t>(op.values - first, 0), n);
+        const int64_t number = block % blocks,
+                      first = block / blocks * shard.length + number * shard.block;
+        const int64_t n = shard.size_of(number),
+                      valid = std::min(std::max<int64_t>(op.values - first, 0), n);
         uint8_t* message = op.messages.data + block / blocks * shard.bytes();
         if (op.rows == 1 && valid == n) {
             load_ahead(x + first, n);
@@ -150,7 +158,8 @@ void unpack(const UnpackGradients& op, T* x) {
     const float factor = op.factor;
 #pragma omp parallel for schedule(static)
     for (int64_t at = 0; at < op.shards * blocks; ++at) {
-        const int64_t number = at % blocks, first = at / blocks * shard.length + number * shard.block;
+        const int64_t number = at % blocks,
+                      first = at / blocks * shard.length + number * shard.block;
         const int64_t valid = std::min(op.values - first, shard.size_of(number));
         if (valid <= 0) continue;
         const uint8_t* message = op.messages.data + at / blocks * shard.bytes();
@@ -161,7 +170,8 @@ void unpack(const UnpackGradients& op, T* x) {
             const int8_t* codes = terms.codes[0];
             const float scale = terms.scale[0];
 #pragma omp simd
-            for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(static_cast<float>(codes[i]) * scale * factor);
+            for (int64_t i = 0; i < valid; ++i)
+                out[i] = narrow<T>(static_cast<float>(codes[i]) * scale * factor);
             continue;
         }
         float sum[kLargestBlock];
@@ -174,7 +184,9 @@ void unpack(const UnpackGradients& op, T* x) {
 }  // namespace
 
 LSQ_OPERATION(PackGradients, op) {
-    for_dtype(op.dtype, [&](auto* dtype) { pack(op, static_cast<const std::remove_pointer_t<decltype(dtype)>*>(op.x)); });
+    for_dtype(op.dtype, [&](auto* dtype) {
+        pack(op, static_cast<const std::remove_pointer_t<decltype(dtype)>*>(op.x));
+    });
 }
 
 LSQ_OPERATION(SumMessages, op) {

@@ -1,5 +1,6 @@
-// The gradient of x from that of its values in a number format, and the epilogue of the product that made x, undone in the
-// same pass; lsq/ops/fake_quantize.py is the reference. M rows, N = COLUMNS columns.
+// The gradient of x from that of its values in a number format, and the epilogue of the product
+// that made x, undone in the same pass; lsq/ops/fake_quantize.py is the reference. M rows, N =
+// COLUMNS columns.
 #include "input_gradient_epilogue.cuh"
 #include "rows.cuh"
 

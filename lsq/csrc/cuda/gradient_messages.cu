@@ -14,15 +14,19 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = BLOCK / kVector < kWarp ? BLOCK / kVector : kWarp;  // threads that share a block of values
+// Threads that share a block of values.
+constexpr int kLanes = BLOCK / kVector < kWarp ? BLOCK / kVector : kWarp;
 constexpr int kVectors = BLOCK / kVector / kLanes;
-constexpr int kGroups = kThreads / kLanes;              // blocks of values that a block of threads takes
+// Blocks of values that a block of threads takes.
+constexpr int kGroups = kThreads / kLanes;
 constexpr int kMessagesAtOnce = kVectors == 1 ? 8 : 4;  // whose loads are under way together
 constexpr int kRowsAtOnce = MANY ? 4 / kVectors : 1, kCopiesAtOnce = MANY ? 4 : 1;
 
-// Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs few registers.
+// Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs
+// few registers.
 constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY ? 4 : 6;
-constexpr int kLeastBlocksOfSum = kVectors > 1 ? 0 : 4;  // left to itself (0), NVRTC 13.0 aims at 5 and spills
+// Left to itself (0), NVRTC 13.0 aims at 5 and spills.
+constexpr int kLeastBlocksOfSum = kVectors > 1 ? 0 : 4;
 
 using Values = float[kVectors][kVector];  // what one thread holds of a block
 
@@ -35,7 +39,8 @@ struct Block {
         : number(static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x / kLanes) {}
     __device__ __forceinline__ void columns(int64_t (&column)[kVectors]) const {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) column[v] = number * BLOCK + kVector * (threadIdx.x % kLanes + v * kLanes);
+        for (int v = 0; v < kVectors; ++v)
+            column[v] = number * BLOCK + kVector * (threadIdx.x % kLanes + v * kLanes);
     }
 };
 
@@ -49,7 +54,8 @@ __device__ __forceinline__ void clear(float (&sum)[V][kVector]) {
     }
 }
 
-// Adds to sum, in order, vectors column[V] of block `number` of `count` messages, which lie `stride` bytes apart.
+// Adds to sum, in order, vectors column[V] of block `number` of `count` messages, which lie
+// `stride` bytes apart.
 template <int AT_ONCE, int V>
 __device__ __forceinline__ void add_messages(
     const uint8_t* messages, int64_t count, int64_t stride, const Shard& shard, int64_t number,
@@ -92,12 +98,12 @@ __device__ __forceinline__ Packed<Float> load_some(const Float* from, int64_t co
     return packed;
 }
 
-// Adds to sum, in order, the rows of x [rows, values]: vectors column[V] of a shard of `length` values whose first one
-// is `element`. What lies beyond `values` is zero.
+// Adds to sum, in order, the rows of x [rows, values]: vectors column[V] of a shard of `length`
+// values whose first one is `element`. What lies beyond `values` is zero.
 template <int V>
-__device__ __forceinline__ void add_rows(
-    const Float* x, int64_t rows, int64_t values, int64_t element, int64_t length, const int64_t (&column)[V],
-    float (&sum)[V][kVector]) {
+__device__ __forceinline__ void add_rows(const Float* x, int64_t rows, int64_t values,
+                                         int64_t element, int64_t length,
+                                         const int64_t (&column)[V], float (&sum)[V][kVector]) {
     const bool aligned = rows == 1 || values % kVector == 0;
     for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
         Packed<Float> loaded[kRowsAtOnce][V] = {};
@@ -128,8 +134,10 @@ __device__ __forceinline__ void add_rows(
     }
 }
 
-__device__ __forceinline__ void write_scale(const Shard& shard, int64_t number, float scale, uint8_t* message) {
-    store_words(message + shard.scale_offset(number), bfloat16{static_cast<uint16_t>(bits_of(scale) >> 16)});
+__device__ __forceinline__ void write_scale(const Shard& shard, int64_t number, float scale,
+                                            uint8_t* message) {
+    store_words(message + shard.scale_offset(number),
+                bfloat16{static_cast<uint16_t>(bits_of(scale) >> 16)});
     if (number + 1 < shard.blocks()) return;
     const int64_t end = shard.bytes();
     for (int64_t byte = shard.scales_end(); byte < end; byte += sizeof(bfloat16)) {
@@ -137,14 +145,17 @@ __device__ __forceinline__ void write_scale(const Shard& shard, int64_t number, 
     }
 }
 
-// Writes the thread's vectors x of block `number` as codes into a message. All threads of the block call it.
-__device__ __forceinline__ void encode(
-    const Shard& shard, int64_t number, const int64_t (&column)[kVectors], const Values& x, uint8_t* message) {
+// Writes the thread's vectors x of block `number` as codes into a message. All threads of the block
+// call it.
+__device__ __forceinline__ void encode(const Shard& shard, int64_t number,
+                                       const int64_t (&column)[kVectors], const Values& x,
+                                       uint8_t* message) {
     uint32_t largest = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
+        for (int i = 0; i < kVector; ++i)
+            largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
     }
     const GradientScale s = message_scale(float_of(warp_reduce<Largest, kLanes>(largest)), 127.0f);
     if (number >= shard.blocks()) return;
@@ -173,7 +184,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks) lsq_pack_gradients(const Pa
     clear(sum);
     const int64_t element = static_cast<int64_t>(blockIdx.y) * shard.length;
     const void* x = op.x;
-    add_rows(static_cast<const Float*>(x), MANY ? op.rows : 1, op.values, element, shard.length, column, sum);
+    add_rows(static_cast<const Float*>(x), MANY ? op.rows : 1, op.values, element, shard.length,
+             column, sum);
     encode(shard, block.number, column, sum, op.messages.data + blockIdx.y * shard.bytes());
 }
 LSQ_EXPORT(lsq_pack_gradients)
@@ -187,8 +199,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocksOfSum) lsq_sum_messages(const
     Values sum;
     clear(sum);
     if (block.number < shard.blocks()) {
-        add_messages<kMessagesAtOnce>(
-            static_cast<const uint8_t*>(op.messages.data), op.count, shard.bytes(), shard, block.number, column, sum);
+        add_messages<kMessagesAtOnce>(static_cast<const uint8_t*>(op.messages.data), op.count,
+                                      shard.bytes(), shard, block.number, column, sum);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -202,7 +214,8 @@ LSQ_EXPORT(lsq_sum_messages)
 // Grid: vectors of a shard, S.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_gradients(const UnpackGradients op) {
     const Shard shard{op.messages.length};
-    const int64_t column[1] = {kVector * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x)};
+    const int64_t column[1] = {kVector *
+                               (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x)};
     const int64_t element = blockIdx.y * shard.length + column[0];
     if (column[0] >= shard.length || element >= op.values) return;
     float sum[1][kVector];

@@ -1,5 +1,5 @@
-// How gradients lie in messages: int8 codes, a bfloat16 scale for each block of BLOCK values, zeros up
-// to a multiple of 16 bytes; lsq/ops/gradient_messages.py says more.
+// How gradients lie in messages: int8 codes, a bfloat16 scale for each block of BLOCK values, zeros
+// up to a multiple of 16 bytes; lsq/ops/gradient_messages.py says more.
 #pragma once
 
 #include "vectors.cuh"
@@ -10,7 +10,8 @@
 
 namespace lsq {
 
-static_assert(BLOCK % kVector == 0 && (BLOCK & (BLOCK - 1)) == 0, "blocks are whole vectors, a power of two of them");
+static_assert(BLOCK % kVector == 0 && (BLOCK & (BLOCK - 1)) == 0,
+              "blocks are whole vectors, a power of two of them");
 
 // A shard of `length` values, a multiple of 32.
 struct Shard {
@@ -32,7 +33,9 @@ struct Codes {
         const uint2 words = load_words<uint2>(from);
         word[0] = words.x, word[1] = words.y;
     }
-    __device__ __forceinline__ void store(uint8_t* to) const { store_words(to, make_uint2(word[0], word[1])); }
+    __device__ __forceinline__ void store(uint8_t* to) const {
+        store_words(to, make_uint2(word[0], word[1]));
+    }
     __device__ __forceinline__ float value(int i) const {
         return static_cast<float>(static_cast<int8_t>(word[i / 4] >> (8 * (i % 4))));
     }

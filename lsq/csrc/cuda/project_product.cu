@@ -1,7 +1,8 @@
-// A product of codes with a weight and its epilogue in one kernel: M rows, N columns, K values, N and K multiples of 16.
+// A product of codes with a weight and its epilogue in one kernel: M rows, N columns, K values, N
+// and K multiples of 16.
 //
-// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, project_epilogue.cuh is what is done to them.
-// -DINT4=1: the weight is stored so.
+// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows,
+// project_epilogue.cuh is what is done to them. -DINT4=1: the weight is stored so.
 #include "product_rows.cuh"
 #include "project_epilogue.cuh"
 

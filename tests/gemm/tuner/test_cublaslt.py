@@ -155,7 +155,8 @@ def test_algorithms_that_do_not_run_are_refused_with_the_reason(products):
     other = backend.candidates(KEYS["bfloat16"])[0]
     assert "INVALID_VALUE" in trial.fault(other)
     good = backend.candidates(KEYS["sums"])[0]
-    assert trial.fault(dataclasses.replace(good, tile=99)).startswith("tile is 99 in the file")
+    lying = dataclasses.replace(good, workspace_bytes=99)
+    assert trial.fault(lying).startswith("workspace_bytes is 99 in the file")
     trial.close()
 
 
