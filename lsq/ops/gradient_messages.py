@@ -48,26 +48,20 @@ class MessageLayout:
     block: int = 128  # Values that share a scale, one of BLOCKS.
 
     def __post_init__(self):
-        for name in ("values", "shards", "length"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(
-                    f"{name} of a message layout is {number!r}; it must be a whole number above 0"
-                )
-        if self.length % SHARD_MULTIPLE:
-            raise ValueError(
-                f"the length of a shard is {self.length}; it must be a multiple of"
-                f" {SHARD_MULTIPLE}: let MessageLayout.for_values choose it"
-            )
-        if self.block not in BLOCKS:
-            raise ValueError(
-                f"block is {self.block!r}; it must be one of {', '.join(map(str, BLOCKS))}"
-            )
-        if self.shards * self.length < self.values:
-            raise ValueError(
-                f"{self.shards} shards of {self.length} do not hold {self.values} values; choose a"
-                f" length of at least {-(-self.values // self.shards)}"
-            )
+        check(
+            self.length % SHARD_MULTIPLE == 0,
+            f"the length of a shard is {self.length}; it must be a multiple of {SHARD_MULTIPLE}:"
+            " let MessageLayout.for_values choose it",
+        )
+        check(
+            self.block in BLOCKS,
+            f"block is {self.block!r}; it must be one of {', '.join(map(str, BLOCKS))}",
+        )
+        check(
+            0 < self.values <= self.shards * self.length,
+            f"{self.shards} shards of {self.length} do not hold {self.values} values, of which"
+            " there must be some",
+        )
 
     @classmethod
     def for_values(cls, values: int, shards: int, *, block: int = 128) -> MessageLayout:
@@ -144,24 +138,15 @@ class Messages(Value):
 
 
 class PackGradients(Operation):
-    """The messages of the sum of R rows of gradients.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype than the layout of the messages wants.
-    """
+    """The messages of the sum of R rows of gradients."""
 
     x: In[AnyFloats]  # [R, v], added up in order.
     messages: Out[Messages]  # [S, M]
 
     def __post_init__(self):
         layout = self.messages.layout
-        _require("gradients to pack", self.x, ("at least one row", layout.values), FLOATS)
-        _require(
-            "their messages",
-            self.messages.data,
-            (layout.shards, layout.message_bytes),
-            [torch.uint8],
-        )
+        _require("gradients to pack", self.x, ("at least one row", layout.values))
+        _require("their messages", self.messages.data, (layout.shards, layout.message_bytes))
 
     rows = extent(0, "x")  # R.
     values = extent(1, "x")  # v.
@@ -182,12 +167,7 @@ class PackGradients(Operation):
 
 
 class SumMessages(Operation):
-    """The sum of N messages of one shard times a factor, rounded anew.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts
-            differ.
-    """
+    """The sum of N messages of one shard times a factor, rounded anew, in the same layout."""
 
     messages: In[Messages]  # [N, M], added up in order.
     factor: float = 1.0  # E.g. 1 / world size.
@@ -198,15 +178,10 @@ class SumMessages(Operation):
         check(
             (given.length, given.block) == (made.length, made.block),
             f"messages have shards of {given.length} values in blocks of {given.block}, their sum"
-            f" {made.length} in blocks of {made.block}; only the bits may differ",
+            f" {made.length} in blocks of {made.block}; give both the same layout",
         )
-        _require(
-            "messages to add up",
-            self.messages.data,
-            ("at least one", given.message_bytes),
-            [torch.uint8],
-        )
-        _require("their sum", self.sum.data, (made.message_bytes,), [torch.uint8])
+        _require("messages to add up", self.messages.data, ("at least one", given.message_bytes))
+        _require("their sum", self.sum.data, (made.message_bytes,))
 
     count = extent(0, "messages.data")  # N.
 
@@ -216,11 +191,7 @@ class SumMessages(Operation):
 
 
 class UnpackGradients(Operation):
-    """The values of messages: the sum of R copies times a factor, rounded once to the dtype of x.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype than the layout of the messages wants.
-    """
+    """The values of messages: the sum of R copies times a factor, rounded once to x's dtype."""
 
     messages: In[Messages]  # [R, S, M], added up in order.
     factor: float = 1.0
@@ -229,8 +200,8 @@ class UnpackGradients(Operation):
     def __post_init__(self):
         layout = self.messages.layout
         wanted = ("at least one copy", layout.shards, layout.message_bytes)
-        _require("messages to unpack", self.messages.data, wanted, [torch.uint8])
-        _require("their values", self.x, (layout.values,), FLOATS)
+        _require("messages to unpack", self.messages.data, wanted)
+        _require("their values", self.x, (layout.values,))
 
     copies = extent(0, "messages.data")  # R.
     shards = extent(1, "messages.data")  # S.
@@ -257,17 +228,15 @@ def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch
     )
 
 
-def _require(what: str, tensor, shape: tuple, dtypes) -> None:
-    """Refuse a tensor of another shape or dtype; a word in `shape` stands for any number above
-    0."""
+def _require(what: str, tensor, shape: tuple) -> None:
+    """Refuse a tensor of another shape; a word in `shape` stands for any number above 0."""
     fits = len(tensor.shape) == len(shape) and all(
         found > 0 if isinstance(wanted, str) else found == wanted
         for found, wanted in zip(tensor.shape, shape, strict=True)
     )
     check(
-        fits and tensor.dtype in dtypes,
-        f"{what} are {tensor.dtype} {list(tensor.shape)}; the layout wants"
-        f" [{', '.join(map(str, shape))}] of {' or '.join(map(str, dtypes))}",
+        fits,
+        f"{what} are {list(tensor.shape)}; the layout wants [{', '.join(map(str, shape))}]",
     )
 
 

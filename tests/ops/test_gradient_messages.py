@@ -293,26 +293,22 @@ def messages_of(data) -> Messages:
 @pytest.mark.parametrize(
     "made, said",
     [
-        (lambda: layout_of(values=0), "values of a message layout is 0"),
-        (lambda: layout_of(shards=0), "shards of a message layout is 0"),
+        (lambda: layout_of(values=0), "1 shards of 32 do not hold 0 values"),
         (lambda: layout_of(length=40), "length of a shard is 40"),
         (lambda: layout_of(block=48), "block is 48"),
-        (lambda: layout_of(values=65, shards=2), "2 shards of 32 do not hold 65.* at least 33"),
-        (lambda: MessageLayout.for_values(9, 0), "shards of a message layout is 0"),
+        (lambda: layout_of(values=65, shards=2), "2 shards of 32 do not hold 65 values"),
         (
             lambda: on_meta(2**21, MessageLayout(values=2**21, shards=2**16, length=32)).cuda(),
             "65536 shards cannot be launched at once on CUDA",
         ),
         (lambda: pack(torch.zeros(1000), LAYOUT), r"\[1000\]; .* wants \[at least one row, 1000\]"),
-        (lambda: pack(torch.zeros(1, 999), LAYOUT), r"pack are torch.float32 \[1, 999\]"),
+        (lambda: pack(torch.zeros(1, 999), LAYOUT), r"pack are \[1, 999\]"),
         (lambda: pack(torch.zeros(0, 1000), LAYOUT), r"\[0, 1000\]; the layout wants \[at least"),
-        (lambda: pack(torch.zeros(1, 1000).double(), LAYOUT), "pack are torch.float64"),
         (
             lambda: PackGradients(x=torch.zeros(1, 1000), messages=to_write(LAYOUT)),
-            r"messages are torch.uint8 \[528\]",
+            r"messages are \[528\]",
         ),
         (lambda: add_up(MESSAGES[:, :48], LAYOUT), r"\[2, 48\]; the layout wants"),
-        (lambda: add_up(MESSAGES.float(), LAYOUT), "add up are torch.float32"),
         (
             lambda: SumMessages(
                 messages=messages_of(MESSAGES), sum=to_write(MessageLayout.of_shard(512, block=32))
@@ -321,7 +317,6 @@ def messages_of(data) -> Messages:
         ),
         (lambda: unpack(MESSAGES, LAYOUT), r"\[2, 528\]; the layout wants \[at least one copy, 2"),
         (lambda: UnpackGradients(messages=messages_of(MESSAGES[None]), x=empty(999)), r"\[999\]"),
-        (lambda: unpack(MESSAGES[None], LAYOUT, dtype=torch.int32), "values are torch.int32"),
         (
             lambda: on_cpu(pack(torch.zeros(1000, 1).t().expand(2, -1), LAYOUT)),
             "must be a contiguous tensor",

@@ -35,6 +35,16 @@ COLUMNS, OUTPUTS, PADDED = 48, 29, 32
 MODES = ("int8", "float", "float mode")
 
 
+@pytest.fixture
+def products_by_themselves():
+    """Kernels that make them as well: test_product_kernels_cuda.py."""
+    with gemm.ended_by(None):
+        yield
+
+
+by_themselves = pytest.mark.usefixtures("products_by_themselves")
+
+
 def weight_of(outputs=OUTPUTS, columns=COLUMNS, *, clips=None, bits=8, padded=PADDED):
     """A weight [N, K] with much of it clipped, and its codes [P, K]; `clips`: N unless given."""
     values, clip = torch.randn(outputs, columns), 0.8 + torch.rand(clips or outputs)
@@ -240,6 +250,7 @@ def test_neither_products_nor_threads_change_a_bit(way, threads):
     assert_same_bits(operation, way, threads)
 
 
+@by_themselves
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rounded", [False, True])
 def test_an_empty_batch(mode, rounded, compared):
@@ -294,16 +305,6 @@ def check_accumulated_in_place(run, learned_step: bool) -> None:
 @pytest.mark.parametrize("learned_step", [False, True])
 def test_accumulated_in_place(learned_step):
     check_accumulated_in_place(on_cpu, learned_step)
-
-
-@pytest.fixture
-def products_by_themselves():
-    """Kernels that make them as well: test_product_kernels_cuda.py."""
-    with gemm.ended_by(None):
-        yield
-
-
-by_themselves = pytest.mark.usefixtures("products_by_themselves")
 
 
 HALF = torch.bfloat16

@@ -65,7 +65,7 @@ def kernel_of(operation, tile, name: str) -> Launch:
     return next(one for one in entries if isinstance(one, Launch) and one.kernel.name == name)
 
 
-# Project
+# Project; every end by one launch: test_project.py
 
 
 def rounded(rows, inner, outputs, *end, **given):
@@ -97,19 +97,6 @@ def test_a_project_with_a_scale_for_each_row(tile):
 @pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1], WARPGROUPS[-2]], ids=str)
 def test_fewer_steps_than_stages_and_more(tile, steps):
     in_one(rounded(3, 64 * steps + 16, 16), tile)
-
-
-@pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("bias", [True, False])
-def test_every_end_of_a_project(activation, dropout, bias):
-    in_one(rounded(41, 48, 80, activation, dropout, **({} if bias else {"bias": None})), SMALL)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 41])
-def test_floats_of_a_project(dtype, rows):
-    in_one(Project(**operands(rows), out=empty(rows, 32)), SMALL, dtype, exact=False)
 
 
 @pytest.mark.parametrize("started", [False, True])

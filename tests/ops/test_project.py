@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 
 from lsq import gemm, quant
-from lsq.gemm.configuration import TileConfiguration
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Rows, Weight, dropped
@@ -29,6 +28,7 @@ from tests.ops.compare import (
 )
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.products import WAYS, assert_same_bits
+from tests.ops.tiles import SMALL, names
 from tests.program.tiny import builder
 
 BLOCK_ROWS = 512
@@ -288,8 +288,7 @@ def test_no_way_to_multiply_changes_a_bit(way, activation):
 @pytest.fixture(params=["one launch", "cuBLASLt and a kernel"])
 def way(request):
     """Both ways to a product of codes and its end."""
-    tile = TileConfiguration(rows=64, columns=64, stages=3)
-    with gemm.ended_by(tile if request.param == "one launch" else None):
+    with gemm.ended_by(SMALL if request.param == "one launch" else None):
         yield
 
 
@@ -360,9 +359,7 @@ def test_widths_that_no_product_takes_are_refused_on_cuda():
 
 def test_one_launch_without_scratch_or_a_product_and_its_end_on_cuda():
     operation = Project(**operands(41), out=empty(41, 32))
-    assert [entry.kernel.name for entry in operation.cuda()] == [
-        "lsq_project_product"
-    ] and not operation.cuda_scratch()
+    assert names(operation.cuda()) == ["lsq_project_product"] and not operation.cuda_scratch()
     with gemm.ended_by(None):
         ((shape, dtype),) = operation.cuda_scratch()
         multiplied, end = operation.cuda(torch.empty(shape, dtype=dtype))

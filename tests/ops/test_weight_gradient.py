@@ -23,15 +23,16 @@ from tests.ops.cuda import compare_cuda, run
 from tests.ops.products import WAYS, assert_same_bits, multiplied
 from tests.ops.test_input_gradient import (
     COLUMNS,
+    HALF,
     MODES,
     OUTPUTS,
     PADDED,
     by_themselves,
     coded,
+    few_blocks,
     upstream,
     weight_of,
 )
-from tests.ops.test_input_gradient_cuda import HALF, few_blocks
 from tests.ops.tiles import in_one, launches, names
 from tests.quant.fake import fake_quantize
 
@@ -140,6 +141,7 @@ def test_the_rounding_has_no_bias():
     assert (total / 64 - exact).norm() < 0.004 * exact.norm()
 
 
+@by_themselves
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clips", [None, 1])
 def test_an_empty_batch(mode, clips, compared):
@@ -160,6 +162,7 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value):
         )
 
 
+@by_themselves
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_a_weight_that_is_nan(mode, compared):
     operation = case(7, mode, learned_step=True)
