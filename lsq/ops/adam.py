@@ -21,8 +21,8 @@ from lsq.program.values import Weight
 from lsq.quant import largest_clips, quantize
 
 RUN, ROWS, NORM_RUN = 1024, 32, 8192
-"""What a block of each kernel takes: values, rows of a weight that is rounded, values of a gradient
-for the norm."""
+"""Values, rows of a weight to round, and values of a gradient for the norm that one block of each
+kernel takes."""
 NUMBERS = 5
 """See `scalars`."""
 
@@ -153,7 +153,7 @@ class Adam(Operation):
 
 
 class Table(Value):
-    """Where kernels find the operations `Adam` that they run together, and which block does what.
+    """The operations `Adam` that one kernel runs together, and the share of each block.
 
     `table_of` says what is in it; on the CPU it is empty.
     """

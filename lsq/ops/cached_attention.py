@@ -28,8 +28,8 @@ class CachedAttention(Operation):
     lengths: In[Indices]  # Of each list: [L], or more.
     owned: In[Indices]  # [R], the list that each row has.
     appends: bool
-    """Whether a row first puts its own key and value at the last place of its list, which is then
-    its alone."""
+    """Each row first writes its own key and value at the last place of its list, which no other row
+    shares then."""
     heads: int  # N.
     context: Out[Coded]  # [R, H], without bits or errors for a backward pass.
 

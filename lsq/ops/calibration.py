@@ -28,8 +28,7 @@ class LeastErrorClip(Operation):
 
     x: In[Activations]  # [R, N], N at least 1; or [N, R]. NaN and infinity count as 0.
     by_columns: bool = False
-    """Whether x is [N, R], N so small that `stride` is 1: what is called a row here is a column of
-    it."""
+    """x is [N, R], N so small that `stride` is 1; a row of this operation is a column of x."""
     bits: Host[int] = 8  # Bits of the codes, 2 to 8.
     before: In[Floats] | None
     """[R], clips of these rows at an earlier time, near which the search begins."""

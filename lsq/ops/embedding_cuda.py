@@ -51,9 +51,8 @@ def launch_embed_gradient(op: EmbedGradient, before, ordered, partial):
 
 
 def scatter_scratch(count: int, columns: int) -> list[Spec]:
-    """What `scatter_launches` needs for `count` rows: how many stand before each occurrence, by
-    parts; the sorted occurrences; sums of words cut by windows.
-    """
+    """Scratch memory of `scatter_launches` for `count` rows: how many stand before each occurrence,
+    by parts; the sorted occurrences; sums of words cut by windows."""
     return [
         ((min(SPLITS, _blocks(count)), count), torch.int32),
         ((2, count), torch.int32),

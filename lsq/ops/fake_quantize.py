@@ -29,9 +29,8 @@ from lsq.quant.numbers import FloatScales, Grain, PowerScales, ScaledFormat
 from lsq.quant.tables import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
-"""Kinds of stored scales: floats of a dtype, powers of two, or multiples of another scale.
-"""
 POWER, MULTIPLIED = 2, 3
+"""Kinds of stored scales: floats of a dtype, powers of two, multiples of another scale."""
 
 
 class FakeQuantize(Operation):
@@ -45,9 +44,8 @@ class FakeQuantize(Operation):
     clipped: Out[Bits] | None
     """One bit an element: |x| > clip, of one clip. Kept where there is a backward pass."""
     coded: Out[GroupedCodes] | None
-    """The same as int8, with a scale for each block of each row, on the CPU: what a GroupedProduct
-    takes. Where it is NaN, codes may be any.
-    """
+    """`out` as int8 codes with a scale for each block of each row, which grouped products read; CPU
+    only. Where a scale is NaN, its codes may be any."""
     form: Host[ScaledFormat]
     given: bool = False  # Whether scales are those of the clips; else they are measured.
 
@@ -72,8 +70,7 @@ class FakeQuantize(Operation):
 
     @size
     def each_row(self) -> bool:
-        """Of scales that are multiples: whether rows of scales have one each; else there is one for
-        all."""
+        """Scales are multiples of one scale for each row of them; else of one for all."""
         return self.stored == MULTIPLIED and self.form.scales.grain.rows == 1
 
     @size
@@ -220,8 +217,8 @@ class RoundAtRandom(Operation):
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:
-    """What makes the values [N, K] of a weight; its gradient is masked by the product that makes
-    it."""
+    """Operation that writes the decoded values [N, K] of a weight; the product that makes the
+    weight's gradient masks it."""
     return FakeQuantize(
         x=weight.values_by_rows.contiguous(),
         clip=weight.clip,

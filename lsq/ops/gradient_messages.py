@@ -70,11 +70,6 @@ class MessageLayout:
         length = -(-needed // SHARD_MULTIPLE) * SHARD_MULTIPLE
         return cls(values=values, shards=shards, length=length, block=block)
 
-    @classmethod
-    def of_shard(cls, length: int, *, block: int = 128) -> MessageLayout:
-        """The layout of one message by itself."""
-        return cls(values=length, length=length, block=block)
-
     @property
     def blocks(self) -> int:
         """B: blocks of a shard."""

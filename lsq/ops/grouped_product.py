@@ -6,9 +6,9 @@ is not padded.
 
 The inner sums are exact; scaled, they are added in float32 in the order of groups (Dai et al. 2021,
 VS-Quant, arXiv:2102.04503, with float scales; powers of two make it MXINT8 of OCP Microscaling
-Formats 1.0, 2023). So it multiplies what numbers.ScaledFormat encodes as integers of at most 8
-bits, by groups, rows or tensors. M rows, N columns, K values along the inner dimension, G groups,
-the last of which may be smaller.
+Formats 1.0, 2023). Only CPUs have it: Project multiplies what FakeQuantize encoded by what
+pack_weight packed, and the operation alone serves their tests. M rows, N columns, K values along
+the inner dimension, G groups, the last of which may be smaller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lsq.native.launch import check
 from lsq.program.declare import Codes, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import Weight
-from lsq.quant.numbers import Grain, NumberFormat, ScaledFormat
+from lsq.quant.numbers import NumberFormat, ScaledFormat
 
 STEP = 16
 """Group sizes are multiples of this; 32, 64 and 128 are fast."""
@@ -42,31 +42,6 @@ class GroupedCodes(Value):
     columns = extent(1, "codes")  # K.
     scale_rows = extent(0, "scale")
     scale_columns = extent(1, "scale")
-
-    @classmethod
-    def of(
-        cls, x: torch.Tensor, form: ScaledFormat, clip: str | torch.Tensor = "absmax"
-    ) -> GroupedCodes:
-        """Encode float x [R, K], with clips as ScaledFormat.encode takes them.
-
-        The values of numbers must be whole, perhaps times a power of two, which scales then are
-        divided by: those of integers and of fp4-e2m1 are, so that mxint8, mxfp4, nvfp4 and vsquant4
-            have products of int8.
-
-        Raises:
-            ValueError: products know no such format.
-        """
-        grain, factor = form.grain, whole_factor(form.number)
-        check(
-            factor is not None and (grain.rows == 1 or grain == Grain.TENSOR),
-            f"{form.name} has no product of int8 codes: choose numbers that are whole up to 127"
-            " times a power of two (int2 to int8, fp4-e2m1, ternary) and scales of groups, rows or"
-            " tensors, as in int8/group32",
-        )
-        encoded = form.encode(x, clip)
-        codes = (form.number.decode(encoded.codes) * factor).to(torch.int8)
-        scale = form.scales.decode(encoded.scales).contiguous() / factor
-        return cls(codes=codes, scale=scale, group=grain.columns or LARGE)
 
     def regrouped(self, group: int) -> GroupedCodes:
         """The matrix in groups of another size, if its rows have one scale.

@@ -35,7 +35,8 @@ def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
 
 
 def _sums(op: ProjectInputGradient) -> KernelSums:
-    """Of tiles a row of each row of warps, with a number for the clip of each warp across."""
+    """Partial sums; tiles leave a row for each row of warps, and a number for the clip for each
+    warp across."""
     tile, clips, spec = _tile(op), 1, parts_of(op.rows, op.columns)
     if tile is not None:
         across, down = tile.blocks(op.rows, op.columns)
@@ -117,7 +118,7 @@ def _product_dtype(op: ProjectInputGradient) -> torch.dtype:
 
 
 def _in_place(op: ProjectInputGradient) -> bool:
-    """Whether the product of floats on a GPU can be written where its end goes."""
+    """A product of floats can be written where its end goes."""
     return op.dx is not None and op.dx.dtype in (torch.float32, _product_dtype(op))
 
 

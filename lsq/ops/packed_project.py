@@ -22,8 +22,7 @@ SIDE = 16
 ALIGNMENT = 64
 """Bytes to whose multiple tiles begin."""
 HALVES, WORDS, UNITS = 4, 64, 8
-"""Of a sparse block: halves of tiles; of each half, bytes that say what is kept, and units of four
-inputs."""
+"""Halves of tiles in a sparse block; bytes of positions, and units of four inputs, in each half."""
 INT4_BLOCK = 1088
 """Bytes of two tiles of 4-bit codes, with their multipliers."""
 

@@ -45,8 +45,8 @@ class Project(Operation):
     rounded: Out[Coded] | None  # [M, P]; of codes, P is a multiple of 8.
     nonlinearity: Out[Nonlinearity] | None  # Activation and dropout, between bias and rounding.
     accumulates: Host[bool] = False
-    """Whether a product before this one reads x as well, whose gradient takes in that of this one.
-    """
+    """An earlier product reads x, too; its gradient of x adds the gradient that this product
+    makes."""
 
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight")  # P.
@@ -65,7 +65,7 @@ class Project(Operation):
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether anything is done to a product of floats."""
+        """A product of floats is not the result yet."""
         return self.bias is not None or self.nonlinearity is not None
 
     def reference(self):
@@ -129,7 +129,7 @@ class Project(Operation):
         )
 
     def _dtype_for(self, producer, builder) -> torch.dtype:
-        """Of the gradient that the one who made x reads, of those that read either."""
+        """Dtype in which the operation that made x reads its gradient, if it can read both."""
         if isinstance(producer, Round):
             return producer.x.dtype
         reads_either = isinstance(producer, Gated) and producer.rounded is not None

@@ -73,8 +73,8 @@ class ResidualSum(Value):
         return self.residual, self.update, self.z
 
     def gradient(self, builder, normed: bool) -> ResidualSumGradient:
-        """Where the gradients go, with that of z so far; `normed`: one comes through a norm as
-        well.
+        """Fields that receive the gradients, with the gradient of z so far; `normed`: another one
+        comes through a norm.
 
         Whoever adds the operation that writes them accumulates the gradient of the residual
         afterwards.
@@ -106,7 +106,7 @@ class ResidualSumGradient(Value):
 
     @property
     def updated(self) -> bool:
-        """Whether anything was added to the residual."""
+        """A block added something to the residual."""
         return self.dupdate is not None or self.rounded is not None
 
     @property

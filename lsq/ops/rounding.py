@@ -116,7 +116,7 @@ class UnpackWeight(Operation):
         loader.call(f"lsq_unpack_{self.weight.format.name}", self)
 
     def gradient(self, builder) -> None:
-        """That of the weight comes from whoever multiplies by it."""
+        """Append nothing: products make the gradient of the weight."""
 
 
 def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:

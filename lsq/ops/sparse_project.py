@@ -18,7 +18,7 @@ from lsq.program.operation import Operation
 from lsq.program.values import Coded, Rows
 
 OUTPUTS, INPUTS, GROUPS = 16, 64, 16
-"""Of a tile; groups of four inputs of a row in it."""
+"""Size of a tile; groups of four inputs in one of its rows."""
 EMPTY = 0 | 1 << 2
 """The places of a group beyond the last input."""
 

@@ -8,7 +8,7 @@ from lsq.ops.sparse_project import OUTPUTS, SparseProject
 from lsq.program.cuda import launches
 
 ROWS, THREADS = 32, 128
-"""Of a block of the kernel."""
+"""Rows and threads of one block."""
 
 
 @launches.register(SparseProject)

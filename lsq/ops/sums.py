@@ -71,12 +71,12 @@ class PartialSums(Value):
 
     @property
     def totals(self) -> tuple:
-        """Where the totals go."""
+        """Fields that receive the totals."""
         return self.first, self.second, self.third, self.clip
 
     @property
     def wanted(self) -> bool:
-        """Whether any total goes anywhere."""
+        """Some field receives a total."""
         return any(total is not None for total in self.totals)
 
     def add_up(self) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ class SummedGradient(Value):
 
     @classmethod
     def of(cls, rows: Rows, builder) -> SummedGradient:
-        """Where the gradient of those rows goes in a program of a lsq.program.builder.Builder."""
+        """Fields that receive the gradient of `rows` in a Builder's program."""
         floats, rounded = builder.product_gradient(rows.tensor)
         return cls(
             floats=floats,

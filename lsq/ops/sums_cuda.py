@@ -98,7 +98,7 @@ def finish(partial: PartialSums) -> list[Launch]:
 def gradient_sums(
     gradient: SummedGradient, rows: int, columns: int, coded: Coded | None
 ) -> KernelSums:
-    """Those of one gradient [M, C]."""
+    """Partial sums of one gradient [M, C]."""
     return KernelSums(
         gradient, parts_of(rows, columns), lambda parts: gradient.partial(parts, columns, coded)
     )

@@ -114,8 +114,8 @@ def _tile(given: Prediction, product: str) -> TileConfiguration | None:
 
 
 def _blocks_scratch(given: Prediction) -> list[Spec]:
-    """Of floats: memory for a block of logits, and for the weight in the dtype of floats, where
-    it has another."""
+    """Scratch memory in float mode: a block of logits, and the weight in the dtype of x where it
+    has another."""
     columns = -(-given.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
     block = (min(given.rows, CUDA_BLOCK_ROWS), columns), torch.float32
     return [block, *converted_scratch(given.weight.matrix, given.x.tensor.dtype)]
@@ -129,8 +129,8 @@ def _blocks(
     *arguments,
     **defines: int,
 ) -> list[Launch | Product]:
-    """Of floats: for each block of rows the product that makes its logits, and a launch of
-    `kernel` to read them.
+    """In float mode, the product that makes the logits of each block of rows, and a launch of
+    `kernel` that reads them.
 
     Args:
         scratch: as `_blocks_scratch` says.

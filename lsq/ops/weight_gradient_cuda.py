@@ -44,7 +44,8 @@ def _tile(op: ProjectWeightGradient) -> TileConfiguration | None:
 
 
 def _sums(op: ProjectWeightGradient) -> KernelSums | None:
-    """Of the clips; None: the kernel on rows makes their gradients, of which each row has one.
+    """Partial sums for gradients of clips; None: each row has its clip, and the kernel on rows
+    makes the gradient.
 
     Tiles leave a row of each column of warps where rows have clips, else a number of each warp.
     """
@@ -96,7 +97,7 @@ def scratch_of_project_weight_gradient(op: ProjectWeightGradient):
 
 
 def _split_scratch(tile: TileConfiguration, op: ProjectWeightGradient) -> list[Spec]:
-    """Where blocks share a tile, the sums of each."""
+    """Scratch memory for the sums of blocks that share a tile."""
     count = math.prod(tile.blocks(op.weight_rows, op.columns))
     shape = count, tile.split, tile.rows * tile.columns
     return [(shape, torch.int32)] if tile.split > 1 else []
@@ -164,7 +165,7 @@ def _float_entries(op: ProjectWeightGradient, clips, scratch):
 
 
 def _epilogue(op: ProjectWeightGradient, product, column_scale, clips) -> Launch:
-    """Of a product int32, with the scales [K] of its columns, or float32.
+    """Launch that ends a product, int32 with the scales [K] of its columns or float32.
 
     Raises:
         ValueError: the product [K, P] of a weight in_out has more columns than outputs.

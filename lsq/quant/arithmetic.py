@@ -18,7 +18,7 @@ from torch import Tensor
 from lsq.quant.random import uniform_rows
 
 CLIP_GRADIENTS = ("pact", "lsq")
-"""How clips learn: PACT (Choi et al. 2018, arXiv:1805.06085) or LSQ (Esser et al. 2020,
+"""Gradients of clips: PACT (Choi et al. 2018, arXiv:1805.06085) or LSQ (Esser et al. 2020,
 arXiv:1902.08153)."""
 SMALLEST_CLIP = 2.0**-40
 """Clips below this are refused and calibration never returns less, so that no scale is 0 or

@@ -1,7 +1,5 @@
-"""How clips are measured on a sample of a tensor.
-
-OCTAV (Sakr et al. 2022, arXiv:2206.06501) for the clip of least squared error. Shapes: R rows, N
-elements in one row, K candidate clips.
+"""Measurement of clips on a sample of a tensor, by OCTAV (Sakr et al. 2022, arXiv:2206.06501) for
+the least squared error. Shapes: R rows, N elements in one row, K candidate clips.
 """
 
 import math
@@ -153,7 +151,8 @@ def sample_stride(values: int) -> int:
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
-    """Where OCTAV's error model is stationary for rows [R, N] in [0, 1]; returns [R, 1] in (0, 1].
+    """Find the clip [R, 1] in (0, 1] at which OCTAV's error model is stationary, for rows [R, N] in
+    [0, 1].
 
     The paper's iteration, kept inside the bracket that the sign of the model's derivative gives (it
     has one zero). Where many values share one magnitude, the plain iteration jumps to and fro
@@ -175,8 +174,8 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
-    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N]
-    >= 0.
+    """Choose from candidates [R, K] the clip [R, 1] with the least squared error on each of the
+    rows [R, N] >= 0.
 
     The first one where no error is a number.
     """

@@ -75,7 +75,7 @@ class Grain:
         )
 
     def spread(self, grid: Tensor, shape: tuple[int, int]) -> Tensor:
-        """What each value of a matrix [R, C] takes from a grid [down, across] of its blocks;
+        """Give each value of a matrix [R, C] the entry of its block in `grid` [down, across];
         broadcasts to [R, C]."""
         if 0 in shape:
             return grid.new_zeros(shape)
@@ -127,12 +127,10 @@ class Format:
     bits: int
     """Width of a code, 2 to 8."""
     grain: Grain
-    """Of scales: Grain.TENSOR or Grain.ROW.
-
-    Products know no other; what lies within a row is for its format to say.
-    """
+    """Values that share a scale: Grain.TENSOR or Grain.ROW. Products know no other; a format may
+    divide rows further."""
     storage: torch.dtype = torch.int8
-    """What codes are stored in, one to an element."""
+    """Dtype of one stored code."""
 
     @property
     def largest(self) -> int:
@@ -140,19 +138,18 @@ class Format:
         return maximum_code(self.bits)
 
     def scales(self, rows: int) -> int:
-        """How many scales a matrix of `rows` rows has."""
+        """Number of scales of a matrix of `rows` rows."""
         return rows if self.grain == Grain.ROW else 1
 
 
 class WeightFormat(Format):
-    """How a weight is stored: int8 [N, stored columns], and one float32 scale for each row.
-
-    Products read int8 codes [N, K] times that scale, so all that lies within a row is for the
-    format to say. This one stores what products read.
+    """Storage of a weight: int8 [N, stored columns], and one float32 scale for each row. Products
+    read int8 codes [N, K] times that scale; a format decides what a row stores for them. This one
+    stores the codes themselves.
     """
 
     packed = False
-    """Whether what is stored must be unpacked before products can read it."""
+    """Stored bytes must be unpacked before products can read them."""
 
     def stored_columns(self, columns: int) -> int:
         """Bytes of a stored row of K codes; rows of zeros are zeros there, too."""
@@ -173,17 +170,17 @@ class WeightFormat(Format):
 
     @property
     def unpacked(self) -> WeightFormat:
-        """That of the codes which `unpack` gives; packed formats have another one."""
+        """Format of the codes that `unpack` returns; packed formats have another one."""
         return self
 
 
 GROUP, TRIED, PARTS = 32, 4, 64
-"""Of Int4: inputs that share a multiplier; multipliers that are tried; parts of a step in which
-errors are counted."""
+"""In Int4: inputs that share a multiplier; multipliers to try; parts of a step in which errors are
+counted."""
 
 
 class Int4Codes(WeightFormat):
-    """What products read of Int4: the codes m * q."""
+    """The codes m * q of Int4, which products read."""
 
     @property
     def largest(self) -> int:
@@ -262,7 +259,7 @@ WEIGHT_FORMATS: dict[str, Callable[[int, Grain], WeightFormat]] = {
 """Names that QuantConfig.weight_format may have -> what makes the format, of a width of integers
 and a grain of clips. C++ has lsq_round_<name> for each, and lsq_unpack_<name> for packed ones."""
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)
-"""What gradients are rounded to under backward="int8", at random and without bias: a scale for each
+"""Format of gradients under backward="int8", rounded at random without bias: a scale for each
 row."""
 NORMALISED = Format(name="normalised", bits=8, grain=Grain.ROW)
 """As what the backward pass of a norm finds the rows that were normalised, rounded to the nearest.
@@ -298,7 +295,7 @@ class FormatChoice:
         *,
         read: bool = False,
     ) -> str:
-        """What concerns the part of a model at `path`, as text.
+        """The patterns that concern the part of a model at `path`, as text.
 
         Args:
             tensors: the part's tensors -> their names in its state dict: of the weights that a

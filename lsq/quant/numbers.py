@@ -43,7 +43,7 @@ METHODS = ("absmax", "percentile", "mse")
 """absmax: the largest magnitude; percentile: all but a share of the magnitudes; mse: see above."""
 PERCENTILE = 99.99
 INTEGERS = {integer(bits): bits for bits in range(2, 9)}
-"""What OCTAV knows."""
+"""Numbers whose clips OCTAV finds, and their bits."""
 MOST = 2.0**127
 """Codes times scales stay finite under it, also where scales are rounded up to powers of two."""
 TOGETHER = 2**16
@@ -56,11 +56,10 @@ class FloatScales:
 
     dtype: torch.dtype
     fine = True
-    """Whether scales become about what they were, so that clips may be measured as if they stayed
-    what they were."""
+    """Stored scales are nearly exact, so that clips may be measured as if they were."""
 
     def encode(self, scales: Tensor) -> Tensor:
-        """What is stored of scales float32 of any shape."""
+        """Encode scales, float32 of any shape."""
         return scales.to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ class FloatScales:
         return stored.float()
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """What scales of this shape take."""
+        """Bits of scales of this shape."""
         return math.prod(shape) * torch.finfo(self.dtype).bits
 
 
@@ -102,7 +101,7 @@ class PowerScales:
         return torch.tensor(powers, dtype=torch.float32, device=stored.device)[stored.int()]
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """What scales of this shape take."""
+        """Bits of scales of this shape."""
         return math.prod(shape) * 8
 
 
@@ -177,8 +176,7 @@ class ScaledFormat:
         return (self.number.decode(encoded.codes).view(shape) * scale).view(encoded.codes.shape)
 
     def total_bits(self, shape: torch.Size | tuple[int, ...]) -> float:
-        """What codes and scales of a tensor of this shape take; codes of different tensors share no
-        byte."""
+        """Bits of the codes and scales of a tensor of this shape; tensors share no byte."""
         codes, stored = self.number.word
         words = -(-math.prod(shape) // codes)
         return 8 * stored * words + self.scales.total_bits(self.grain.grid(as_matrix(shape)))
@@ -395,8 +393,7 @@ def number_format(name: str) -> NumberFormat:
 
 
 def _meant(name: str) -> str:
-    """What a name may have meant that is no format's: few formats have a name with a dash, as
-    int8-row has."""
+    """Suggest a format for an unknown name, which may have a dash in place of the slash."""
     number, _, grained = name.rpartition("-")
     try:
         grain(grained)

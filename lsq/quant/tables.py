@@ -258,7 +258,7 @@ def nf4() -> NumberFormat:
 
 
 Integrals = tuple[Tensor, Tensor, Tensor]
-"""Of a density from `a` on: its mass, first and second moment, float64 in the shape of a."""
+"""Mass, first and second moment of a density from `a` on, float64 in the shape of a."""
 
 
 def _gaussian(a: Tensor) -> Integrals:
@@ -276,7 +276,7 @@ def _laplacian(a: Tensor) -> Integrals:
 SOURCES: dict[str, Callable[[Tensor], Integrals]] = {"gaussian": _gaussian, "laplacian": _laplacian}
 """Densities of mean 0 and variance 1, as lloyd_max knows them."""
 ITERATIONS = 20_000
-"""Of lloyd_max, at most; 6 bits take 7,000 and 4 bits 600."""
+"""Most iterations of lloyd_max; 6 bits take 7,000 and 4 bits 600."""
 
 
 def lloyd_max(source: str, bits: int) -> NumberFormat:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lsq import gemm
 from tests.ops import cuda
 from tests.ops.compare import compare, on_cpu
 
@@ -28,3 +29,10 @@ def runs(where):
     if where == "cpu":
         return lambda operation: [on_cpu(operation)]
     return lambda operation: [cuda.run(operation, order=order) for order in cuda.ORDERS]
+
+
+@pytest.fixture
+def products_by_themselves():
+    """Kernels after a product alone; those that end it as well: test_product_kernels_cuda.py."""
+    with gemm.ended_by(None):
+        yield

@@ -27,7 +27,7 @@ def pack(x: torch.Tensor, layout: MessageLayout) -> PackGradients:
 
 def add_up(data: torch.Tensor, layout: MessageLayout, *, factor: float = 1.0) -> SumMessages:
     """The sum of messages [N, M] of one shard."""
-    out = MessageLayout.of_shard(layout.length, block=layout.block)
+    out = MessageLayout.for_values(layout.length, 1, block=layout.block)
     return SumMessages(
         messages=Messages(layout=layout, data=data), factor=factor, sum=to_write(out)
     )

@@ -54,7 +54,7 @@ def test_shards_are_the_shortest_that_hold_the_values(values, shards, length):
 def test_sizes(block, blocks, message_bytes):
     layout = MessageLayout.for_values(1000, 3, block=block)
     assert (layout.blocks, layout.message_bytes) == (blocks, message_bytes)
-    assert MessageLayout.of_shard(352, block=block).message_bytes == message_bytes
+    assert MessageLayout.for_values(352, 1, block=block).message_bytes == message_bytes
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -129,7 +129,7 @@ def test_a_sum_against_numpy():
     total = numpy_values(messages[0].numpy(), layout)
     for message in messages[1:]:
         total = total + numpy_values(message.numpy(), layout)
-    out_layout = MessageLayout.of_shard(layout.length)
+    out_layout = MessageLayout.for_values(layout.length, 1)
     expected = numpy_message(total * numpy.float32(0.2), out_layout)
     found = on_reference(add_up(messages, layout, factor=0.2)).sum.data
     assert_same_tensor(found, torch.from_numpy(expected))
@@ -207,7 +207,7 @@ def test_what_is_not_finite_poisons_its_block(value, dtype, block, check):
     found = check(unpack(messages[None], layout, dtype=dtype)).x.isnan().nonzero().flatten()
     assert found.tolist() == list(range(number * block, (number + 1) * block))
     total = check(add_up(messages, layout)).sum.data
-    scales = MessageLayout.of_shard(layout.length, block=block).scales(total)
+    scales = MessageLayout.for_values(layout.length, 1, block=block).scales(total)
     assert scales.isnan().nonzero().tolist() == [[number]]
 
 
@@ -311,7 +311,8 @@ def messages_of(data) -> Messages:
         (lambda: add_up(MESSAGES[:, :48], LAYOUT), r"\[2, 48\]; the layout wants"),
         (
             lambda: SumMessages(
-                messages=messages_of(MESSAGES), sum=to_write(MessageLayout.of_shard(512, block=32))
+                messages=messages_of(MESSAGES),
+                sum=to_write(MessageLayout.for_values(512, 1, block=32)),
             ),
             "give both the same layout",
         ),

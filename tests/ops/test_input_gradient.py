@@ -35,13 +35,6 @@ COLUMNS, OUTPUTS, PADDED = 48, 29, 32
 MODES = ("int8", "float", "float mode")
 
 
-@pytest.fixture
-def products_by_themselves():
-    """Kernels that make them as well: test_product_kernels_cuda.py."""
-    with gemm.ended_by(None):
-        yield
-
-
 by_themselves = pytest.mark.usefixtures("products_by_themselves")
 
 

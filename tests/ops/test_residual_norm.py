@@ -210,16 +210,6 @@ def test_gradients_from_codes_have_little_noise(norm, outlier, of_row, of_weight
     assert found.dbias is None or torch.equal(found.dbias, exact.dbias)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stays_visible_in_kept_codes(value):
-    x = torch.randn(7, COLUMNS)
-    x[3, 5] = value
-    found = compare(norm(x, keeps=True)).normalised
-    assert found.scale.isnan().nonzero().flatten().tolist() == [3] and not found.codes[3].any()
-    constant = compare(norm(torch.full((2, COLUMNS), 7.0), keeps=True)).normalised
-    assert not constant.decode().any()
-
-
 @BOTH
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bits, error", [(8, False), (4, True)])
@@ -262,20 +252,23 @@ def test_gradients_with_an_update(kind, rounds, rows):
 
 
 @BOTH
-@pytest.mark.parametrize("row", [0, 3, 6])
-def test_nan_stays_in_its_row_and_poisons_the_scale(norm, row):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("row", [0, 6])
+def test_what_is_not_finite_stays_in_its_row(norm, value, row, compared):
     x = torch.randn(7, COLUMNS)
-    x[row, 5] = math.nan
-    found = compare(norm(x, rounds=True))
+    x[row, 5] = value
+    found = compared(norm(x, rounds=True, keeps=True))
+    codes, kept = found.rounded.codes, found.normalised
     assert found.out.isnan().any(1).nonzero().flatten().tolist() == [row]
-    codes = found.rounded.codes
+    assert kept.scale.isnan().nonzero().flatten().tolist() == [row] and not kept.codes[row].any()
     assert found.rounded.scale.isnan() and not codes[row].any() and codes.any(1).sum() == 6
 
 
 def test_rows_without_variance():
     """Epsilon keeps the result finite."""
-    found = on_cpu(norm(torch.full((3, COLUMNS), 7.0)))
+    found = compare(norm(torch.full((3, COLUMNS), 7.0), keeps=True))
     torch.testing.assert_close(found.out, found.bias.expand(3, -1))
+    assert not found.normalised.decode().any()
     found = on_cpu(rms(torch.zeros(3, COLUMNS)))
     assert not found.out.any() and found.rstd.isfinite().all()
 
@@ -336,19 +329,6 @@ def test_normalised_rows_as_codes_on_cuda(norm, dtype, rows, columns):
     operation = norm(torch.randn(rows, columns).to(dtype).float(), keeps=True)
     compare_cuda(operation, dtype)
     compare_cuda(norm_gradient(on_cpu(operation)), dtype)
-
-
-@BOTH
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("row", [0, 6])
-def test_what_is_not_finite_stays_in_its_row_on_cuda(norm, value, row):
-    x = torch.randn(7, 48)
-    x[row, 5] = value
-    found = compare_cuda(norm(x, rounds=True, keeps=True))
-    assert found.normalised.scale.isnan().nonzero().flatten().tolist() == [row]
-    assert found.out.isnan().any(1).nonzero().flatten().tolist() == [row]
-    codes = found.rounded.codes
-    assert found.rounded.scale.isnan() and not codes[row].all() and codes.any(1).sum() >= 6
 
 
 @BOTH

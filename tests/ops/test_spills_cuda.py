@@ -12,7 +12,6 @@ from lsq.ops import cached_attention_cuda
 from lsq.program.samples import placed
 from tests.ops.attentions import attention, gradient_of
 from tests.ops.cuda import DTYPES, in_dtype
-from tests.ops.test_grouped_product import product_of
 
 ROWS = [row_defines(512), row_defines(1024)]
 ROTATED = {"FLOAT": 1, "ROUNDED": 1, "ROTATED": 64, "WIDTH": 64}
@@ -50,7 +49,6 @@ KERNELS = {
         {"FLOAT": 0, "ROUNDED": rounded, "SUMMED": 1 - rounded, **row_defines(WIDEST)}
         for rounded in (0, 1)
     ],
-    "sparse_project.cu": [{"ACTIVATION": 1, "FLOAT": 0, "STARTED": 0}],
     "vocabulary_loss.cu": [{"FLOAT": 1, "ROW_THREADS": 512}],
     "vocabulary_sums.cu": [{}],
 }
@@ -66,15 +64,13 @@ def test_kernels_on_rows_and_heads(source, target):
 
 
 def operations():
-    """Those of attention and of products with scales of groups."""
+    """Attention and its gradient."""
     for width, coded, dtype, biased in itertools.product(
         (64, 128), (False, True), DTYPES, (False, True)
     ):
         forward = attention((3,), width=width, coded=coded, biased=biased)
         for operation in (forward, gradient_of(forward)):
             yield in_dtype(operation, dtype)
-    for rows, group in itertools.product((64, 128), (16, 32, 128)):
-        yield product_of(rows, 64, 64, group)
 
 
 @pytest.mark.thorough

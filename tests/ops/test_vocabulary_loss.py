@@ -199,7 +199,7 @@ def test_a_gradient_goes_one_way():
 
 def test_only_what_is_wanted_is_written(compared):
     operation = of_codes(41, 33, 48)
-    whole = on_cpu(operation)
+    whole = compared(operation)
     for unwanted in ({"bound": None}, {"bound": None, "normaliser": None}):
         found = compared(dataclasses.replace(operation, **unwanted))
         assert torch.equal(found.loss, whole.loss) and torch.equal(found.nll, whole.nll)
