@@ -10,7 +10,7 @@ from lsq.ops import cached_attention_cuda
 from lsq.ops.attention import Attention, Heads, Projected
 from lsq.ops.cached_attention import CachedAttention
 from lsq.program.values import Coded, Rows
-from tests.ops.compare import compare, format_of, on_cpu, refused, rounded, to_round
+from tests.ops.compare import format_of, on_cpu, refused, rounded, to_round
 from tests.ops.cuda import compare_cuda, run
 
 
@@ -100,10 +100,15 @@ def test_codes_are_those_of_attention_over_packed_rows():
     assert torch.equal(on_cpu(operation).context.codes, whole.rounded.codes)
 
 
-def test_nan_poisons_the_scale():
+@pytest.mark.parametrize("least", [2, 256])
+@pytest.mark.parametrize("started", [False, True])
+def test_nan_poisons_the_scale(least, started, runs, monkeypatch):
+    monkeypatch.setattr(cached_attention_cuda, "LEAST", least)
     operation = example(2, 2, 16, 5, appends=False)
+    operation.context.started = started
     operation.cache_scale.fill_(math.nan)
-    assert compare(operation).context.scale.isnan()
+    for found in runs(operation):
+        assert found.context.scale.isnan() and not found.context.codes.any()
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -149,17 +154,6 @@ def test_scores_of_the_largest_codes_on_cuda():
     operation.cache[:, :128] = 127
     operation.cache[operation.lists[0, 2], :128] = -127
     same(compare_cuda, operation)
-
-
-@pytest.mark.parametrize("least", [2, 256])
-def test_nan_poisons_the_scale_on_cuda(least, monkeypatch):
-    monkeypatch.setattr(cached_attention_cuda, "LEAST", least)
-    for started in (False, True):
-        operation = example(2, 2, 16, 5, appends=False)
-        operation.context.started = started
-        operation.cache_scale.fill_(math.nan)
-        found = run(operation)
-        assert found.context.scale.isnan() and not found.context.codes.any()
 
 
 def test_without_rows_there_is_a_scale_on_cuda():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lsq.native import loader, sources, tiles
+from lsq.native import loader, tiles
 from lsq.ops.fake_quantize import FakeQuantize, decode_weight, pack_weight
 from lsq.ops.grouped_product import (
     GroupedCodes,
@@ -20,8 +20,8 @@ from lsq.ops.project import Project
 from lsq.program.values import Dropout, Rows, Weight
 from lsq.quant.numbers import scaled_format
 from lsq.run.backends import backend
+from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import KEY, assert_close, compare, empty, refused
-from tests.ops.test_packed_project import LEVELS
 
 
 def codes_of(rows, inner, group, scale_rows, scale_columns) -> GroupedCodes:
@@ -204,15 +204,10 @@ def test_weights_in_out():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_library_multiplies_packed_weights(level, monkeypatch):
-    library = sources.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
-    monkeypatch.setattr(loader, "library", lambda: library)
-    tiles.usable.cache_clear()
-    try:
+def test_every_library_multiplies_packed_weights(level):
+    with library_of(level):
         for rows in (2, 40):
             check_projection(rows, 33, 100, PAIRS[3])
-    finally:
-        tiles.usable.cache_clear()
 
 
 def test_nan_in_a_weight_poisons_its_output_alone():

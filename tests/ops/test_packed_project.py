@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from lsq import gemm
 from lsq.models.sparsity import choose
-from lsq.native import loader, sources, tiles
+from lsq.native import loader, tiles
 from lsq.ops.next_words import NextWords
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.packed_project import PackedProject, PackedWeight
@@ -18,6 +18,7 @@ from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
 from lsq.quant import Grain
 from lsq.quant.formats import GROUP, Int4
+from tests.native.levels import LEVELS, library_of
 from tests.ops.compare import (
     by_row,
     compare,
@@ -29,12 +30,6 @@ from tests.ops.compare import (
     to_round,
     weight_format_of,
 )
-
-LEVELS = [
-    level
-    for level, needed in loader._REQUIRED.items()
-    if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
-]
 
 
 def sparse_codes(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,19 +204,14 @@ def test_nan_poisons_the_scale():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_library_expands_sparse_weights(level, monkeypatch):
-    library = sources.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
-    monkeypatch.setattr(loader, "library", lambda: library)
-    tiles.usable.cache_clear()
-    try:
+def test_every_library_expands_sparse_weights(level):
+    with library_of(level):
         for instructions in tiles.usable():
             weight = PackedWeight.of_sparse(*sparse_codes(80, 144), instructions)
             for rows in (2, 40):
                 compare(
                     PackedProject(x=rounded(rows, 144).bare(), weight=weight, out=empty(rows, 80))
                 )
-    finally:
-        tiles.usable.cache_clear()
 
 
 def next_words(rows, words, best, asked, *, every=False, instructions=None, inner=64):
