@@ -117,7 +117,7 @@ def report(model: nn.Module, options: Any) -> None:
     activations = str(where.activations).removeprefix("torch.")
     reason = (
         f": {gpu_fault() or '--cpu was given'}"
-        if options.lsq_device is None and where.place.type == CPU
+        if options.lsq_device is None and where.device.type == CPU
         else ""
     )
     logger.info("layers compute on %s, activations in %s%s", where.name, activations, reason)

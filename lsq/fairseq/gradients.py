@@ -40,7 +40,7 @@ def _earlier(default: Any) -> Any:
 
 @dataclass
 class EarlierOptions:
-    """Options of version 0.1 that are constant now; see lsq.config.earlier."""
+    """Options of version 0.1 that are constant now; see lsq.config.checks.without_constants."""
 
     lsq_gradients_block: Optional[int] = _earlier(None)  # noqa: UP045  fairseq cannot read X | None
     lsq_gradients_rounding: Optional[str] = _earlier(None)  # noqa: UP045

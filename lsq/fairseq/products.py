@@ -11,8 +11,8 @@ from lsq.fairseq.memory import bounding_batch, build_training
 from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 from lsq.layers.memory import rehearse_step
 from lsq.program.program import Program
-from lsq.run import rehearsal
-from lsq.run.products import products_of
+from lsq.run.cuda import products_of
+from lsq.run.step import rehearsing
 
 
 def products_of_training(
@@ -74,7 +74,7 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
     """
     words = torch.full((rows, 1), model.decoder.dictionary.unk())
     model.eval()
-    with rehearsal.rehearsing() as rehearsed:
+    with rehearsing() as rehearsed:
         memory = (
             model.encoder(words, torch.ones(rows, dtype=torch.int64))
             if hasattr(model, "encoder")
@@ -86,7 +86,7 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
 
 def products_of_programs(programs: Iterable[Program]) -> list[ProductKey]:
     """Every product once, in the order of the programs; errors as of
-    `lsq.run.products.products_of`."""
+    `lsq.run.cuda.products_of`."""
     keys = (key for program in dict.fromkeys(programs) for key in products_of(program))
     return list(dict.fromkeys(keys))
 

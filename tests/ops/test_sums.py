@@ -19,7 +19,7 @@ from lsq.ops.sums import (
     start_together,
 )
 from lsq.ops.sums_cuda import gradient_sums, leave_gradient
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.program.values import Rows, StartedScale
 from lsq.run.backends import Reference
 from tests.layers.examples import SENTENCES, SOURCE, mode_on
