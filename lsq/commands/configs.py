@@ -145,8 +145,8 @@ def export(output: Path) -> int:
     file = lookup.table().file
     if not file.entries:
         raise ValueError(
-            "no file holds for the GPU here, so there is nothing to export; make one with"
-            " `lsq tune`"
+            "no file holds for the GPU here, so there is nothing to export; make one with `lsq"
+            " tune`"
         )
     path = output / configuration_file.file_name(file.validators) if output.is_dir() else output
     configuration_file.write(path, file)

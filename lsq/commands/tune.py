@@ -25,7 +25,7 @@ from lsq.gemm.tuner import product_list
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import Summary, opened, tune
 from lsq.gemm.tuner.trial import Outcome, Trials
-from lsq.ops import representatives
+from lsq.ops.representatives import OPERATIONS
 from lsq.run.cuda import gpu
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def gpu_trials(*, cache: int | None = None) -> Trials:
         RuntimeError, ValueError: there is no libcublasLt, or the GPU cannot be used.
     """
     current = gpu(torch.cuda.current_device(), first_candidate)
-    operations = representatives.OPERATIONS
-    return CublasBackend(current.products, device=current, operations=operations, cache=cache).trial
+    return CublasBackend(current.products, device=current, operations=OPERATIONS, cache=cache).trial
 
 
 def _default_path(name: str) -> Path:

@@ -344,10 +344,6 @@ DRIVER cuEventSynchronize(const void* handle) {
     return guarded([&] { wait_for(*find_event(handle), "cuEventSynchronize"); });
 }
 
-DRIVER cuEventQuery(const void* handle) {
-    return guarded([&] { wait_for(*find_event(handle), "cuEventQuery"); });
-}
-
 DRIVER cuStreamBeginCapture_v2(const void* handle, int mode) {
     return guarded([&] {
         Stream& stream = find_stream(handle);
@@ -422,11 +418,6 @@ DRIVER cuGraphLaunch(const void* handle, const void* stream_handle) {
 
 DRIVER cuGraphDestroy(const void* graph) {
     return guarded([&] { graphs.erase(find(graphs, graph, INVALID_VALUE, "graph").get()); });
-}
-
-DRIVER cuGraphExecDestroy(const void* handle) {
-    return guarded(
-        [&] { executables.erase(find(executables, handle, INVALID_VALUE, "graph").get()); });
 }
 
 int emulator_submit(const void* context, const void* handle, const char* what,

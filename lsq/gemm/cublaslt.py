@@ -126,7 +126,7 @@ class Products:
         return self.get(key_of(product))
 
     def describe(self, key: ProductKey) -> Matmul:
-        """A product without an algorithm, for a search over all of them; the caller closes it.
+        """A product without an algorithm; the caller closes it.
 
         Raises:
             ValueError: cuBLASLt has no such product.

@@ -192,8 +192,8 @@ def key_of(product: Product) -> ProductKey:
     n, inner = reversed(b.shape) if product.transpose_b else b.shape
     if inner != k or product.out.shape != (m, n):
         raise ValueError(
-            f"{shapes} do not fit: out [M, N] of a {'[K, M]' if product.transpose_a else '[M, K]'} "
-            f"and b {'[K, N]' if product.transpose_b else '[N, K]'}"
+            f"{shapes} do not fit: out [M, N] of a {'[K, M]' if product.transpose_a else '[M, K]'}"
+            f" and b {'[K, N]' if product.transpose_b else '[N, K]'}"
         )
     if a.dtype != b.dtype:
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")

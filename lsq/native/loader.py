@@ -36,8 +36,7 @@ def library() -> ctypes.CDLL | None:
     if found is None:
         logger.warning(
             "the C++ host library of lsq is not built; operations run as plain PyTorch, several"
-            " times slower. "
-            "Install g++ (Debian: apt-get install g++) and reinstall lsq."
+            " times slower. Install g++ (Debian: apt-get install g++) and reinstall lsq."
         )
     return found
 

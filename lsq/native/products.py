@@ -57,8 +57,8 @@ def find_cublaslt() -> str:
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise RuntimeError(
-            f"no libcublasLt was found ({reason}): install CUDA's libraries with "
-            f"`{extras.command('cuda13')}`, or a build of torch for CUDA"
+            f"no libcublasLt was found ({reason}): install CUDA's libraries with"
+            f" `{extras.command('cuda13')}`, or a build of torch for CUDA"
         ) from error
 
 
@@ -77,8 +77,7 @@ def _checked(data: bytes) -> bytes:
     if len(data) != ALGORITHM_BYTES:
         raise ValueError(
             f"an algorithm of cuBLASLt is {ALGORITHM_BYTES} bytes, these are {len(data)}; the file"
-            " that they come from "
-            "is damaged: tune again"
+            " that they come from is damaged: tune again"
         )
     return bytes(data)
 

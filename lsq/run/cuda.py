@@ -7,7 +7,6 @@ runs.
 """
 
 import functools
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -239,9 +238,9 @@ def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> 
         ValueError: an operation has no CUDA implementation, or cannot take these shapes.
     """
     with gemm.ended_by(None):  # what a kernel of lsq multiplies is a product of cuBLASLt, too
-        entries = itertools.chain.from_iterable(launched_by_operation(program, activations))
-        keys = [key_of(entry) for entry in entries if isinstance(entry, Product)]
-    return list(dict.fromkeys(keys))
+        launched = launched_by_operation(program, activations)
+    entries = (entry for each in launched for entry in each)
+    return list(dict.fromkeys(key_of(entry) for entry in entries if isinstance(entry, Product)))
 
 
 def launched_by_operation(

@@ -34,7 +34,7 @@ def test_list(machine, lsq):
     assert lines[1] == f"{other}: Example GPU, 1 entries; {differs}"
     assert lines[2].startswith(f"{damaged}: damaged: this is not JSON") and len(lines) == 3
     machine.gpu = None
-    assert "2 entries; not used: there is no GPU here" in listed(lsq)[0]
+    assert listed(lsq)[0].endswith("2 entries; not used: there is no GPU here")
 
 
 def test_show(machine, lsq):
@@ -91,8 +91,7 @@ def test_verify(machine, monkeypatch, lsq):
 def test_verify_refuses_files_of_other_devices(machine, refused):
     path = machine.add(machine.user, "b", cublas_entry())
     machine.gpu = dataclasses.replace(GPU, device="Other GPU")
-    message = "device differs: the file says 'Example GPU', here it is"
-    refused(message, "configs", "verify", path)
+    refused("device differs: the file says 'Example GPU', here it is", "configs", "verify", path)
     machine.gpu = None
     message = f"{path}: there is no GPU here; verify it on the device that it was made on\n"
     refused(message, "configs", "verify", path)
@@ -102,17 +101,18 @@ def test_export(machine, tmp_path, lsq):
     machine.add(machine.user, "a", entry(8))
     faster = dataclasses.replace(entry().times, chosen=1)
     machine.add(machine.user, "b", entry(8, times=faster), entry(9))
+    export = ("configs", "export")
     said = f"2 entries for Example GPU: {tmp_path / 'mine.json'}\n"
-    assert lsq("configs", "export", tmp_path / "mine.json") == (0, said, "")
+    assert lsq(*export, tmp_path / "mine.json") == (0, said, "")
     assert configuration_file.read(tmp_path / "mine.json") == file(entry(8), entry(9))
-    assert lsq("configs", "export", tmp_path)[0] == 0
+    assert lsq(*export, tmp_path)[0] == 0
     validators = json.loads((tmp_path / "Example_GPU.json").read_text())["validators"]
     assert validators["kind"] == "cuda" and validators["sm"] == 90
 
 
 def test_nothing_to_export(machine, tmp_path, refused):
     export = ("configs", "export", tmp_path / "mine.json")
-    refused("no file holds for the GPU here, so there is nothing", *export)
+    refused("no file holds for the GPU here, so there is nothing to export; make one", *export)
     machine.gpu = None
     refused("there is no GPU here", *export)
     assert not (tmp_path / "mine.json").exists()
