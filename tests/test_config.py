@@ -58,6 +58,7 @@ def refuses(make, name: str, value, allowed: str) -> None:
     "name, value, allowed",
     [
         ("mode", "int4", "'float', 'int8'"),
+        ("clips", "largest", "'auto', 'absmax', 'learned'"),
         ("clip_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),
         ("weight_granularity", "row", "'tensor', 'channel'"),
         ("clip_gradient", "ste", "'pact', 'lsq'"),
@@ -68,6 +69,19 @@ def refuses(make, name: str, value, allowed: str) -> None:
 )
 def test_quantisers_refuse(name, value, allowed):
     refuses(QuantConfig, name, value, allowed)
+
+
+def test_what_is_of_learned_clips_alone():
+    assert QuantConfig().clips == "auto" and not QuantConfig().learned
+    assert QuantConfig(bits=4).learned
+    for name, value in {
+        "weight_format": "int4",
+        "clip_gradient": "lsq",
+        "clip_init": "absmax",
+    }.items():
+        assert QuantConfig(**{name: value}).learned
+        with pytest.raises(ValueError, match=f'{name} is .*but clips is "absmax"'):
+            QuantConfig(clips="absmax", **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -131,11 +145,15 @@ def test_layers_refuse(name, value, allowed):
         ({"heads": 5}, "hidden size 48 is not divisible by 5 heads"),
         ({"kv_heads": 2}, "3 heads are not divisible by 2 kv_heads"),
         ({"head_width": 20}, "the width of all heads of queries is 60.*use 64"),
+        ({"hidden": 51}, "hidden is 51.*multiple of 16; use 64"),
+        ({"feed_forward": 100}, "feed_forward is 100.*multiple of 16; use 112"),
     ],
 )
-def test_heads_divide_widths(given, message):
+def test_widths_that_do_not_fit(given, message):
     with pytest.raises(ValueError, match=message):
         LayerConfig(**LAYER | given)
+    if not any("head" in name for name in given):
+        LayerConfig(**LAYER | given, quant=QuantConfig(mode="float"))
 
 
 def test_widths_of_attention():
@@ -165,13 +183,6 @@ def test_biases_refuse(given):
 def test_rotary_refuses(given, message):
     with pytest.raises(ValueError, match=message):
         LayerConfig(**LAYER, rotary=Rotary(**{"places": 64} | given))
-
-
-@pytest.mark.parametrize("name, value, use", [("hidden", 51, 64), ("feed_forward", 100, 112)])
-def test_widths_that_int8_cannot_take(name, value, use):
-    with pytest.raises(ValueError, match=f"{name} is {value}.*multiple of 16; use {use}"):
-        LayerConfig(**LAYER | {name: value})
-    LayerConfig(**LAYER | {name: value}, quant=QuantConfig(mode="float"))
 
 
 @pytest.mark.parametrize("value, use", [(1, 16), (15, 16), (17, 32), (8191, 8192)])

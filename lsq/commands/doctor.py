@@ -27,9 +27,10 @@ from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary
 from lsq.extras import EXTRAS, REQUIRED
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.layers.linear import linear
+from lsq.layers.programs import Mode, Table
 from lsq.native import loader, processor, runtime, tiles
-from lsq.native.shared_library import LibraryError
+from lsq.native.sources import LibraryError
 from lsq.ops.rounding import RoundWeight
 from lsq.ops.sums import FinishSums, PartialSums
 from lsq.program.operation import Operation
@@ -372,15 +373,14 @@ def trained() -> list[Program]:
         dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
         config = LayerConfig(**SMALL, **dropouts, activation=activation, norm=norm, quant=quant)
         mode = Mode(training=True, backward=True, backend=backend("emulated"))
-        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
         sizes = {"vocabulary": 11, "hidden": config.hidden, "positions": 9, "padding": 1}
         table = Table(**sizes, scale=2.0, dropout=0.1, learned=True)
         gated = replace(config, activation="silu", gated=True, bias=False)
         found += [
             programs.feed_forward(gated, 21, mode),
-            programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
+            linear(quant, 21, config.hidden, 32, mode, bias=True),
             programs.decoder_layer(config, batch, PackedSequences(rows=27, count=3), mode),
-            programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
+            programs.vocabulary_loss(quant, 41, 91, config.hidden, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
         ]
     turned = turning(LayerConfig(**SMALL))

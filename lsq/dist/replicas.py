@@ -21,7 +21,7 @@ from lsq.config import require_model
 from lsq.dist import roll_call
 from lsq.run import parameter_state
 from lsq.run.parameter_state import steps
-from lsq.run.shards import HasClips, is_shard, local
+from lsq.run.shards import is_shard, local
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _warn(text: str) -> None:
     logger.warning(text)
 
 
-def _modules_in(model: nn.Module) -> list[HasClips]:
+def _modules_in(model: nn.Module) -> list[nn.Module]:
     known = set(steps.modules())
     return [module for module in model.modules() if module in known]
 

@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 from torch import Tensor, nn
 
 from lsq.fairseq import architectures, checkpoint, options
-from lsq.models.other_format import Measured, load_other_format, refuse_same
+from lsq.models.clips import Measured, load_other_format, refuse_same
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,12 +18,12 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
-from lsq import gemm
 from lsq.fairseq import device, generator, tuned_products
 from lsq.fairseq.device import DeviceOptions
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.paddings import Collater
+from lsq.gemm import lookup
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
 from lsq.models.sparsity import Sparsity, sparsity_of, wants_sparsity
@@ -86,7 +86,7 @@ class LSQTask(GradientTask):
         super().__init__(cfg, *dictionaries, **options)
         self.cfg = cfg  # fairseq's older tasks keep it as `args` alone
         if cfg.lsq_gemm_config:
-            gemm.set_files([Path(cfg.lsq_gemm_config)])
+            lookup.set_files([Path(cfg.lsq_gemm_config)])
 
     def state_dict(self) -> dict[str, Any]:
         """What fairseq keeps of the task in a checkpoint: also which words the model was trained

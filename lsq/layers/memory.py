@@ -1,5 +1,4 @@
-"""Memory of a model's training step, planned ahead: rehearse the step, place its tensors, lend them
-to its modules."""
+"""Memory of a model's training step, planned ahead: rehearse the step and place its tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,14 +19,27 @@ MODES = ("planned", "guard", "naive")
 def rehearse_step(
     model: nn.Module, step: Callable[[], torch.Tensor]
 ) -> tuple[Rehearsal, tuple[str, ...]]:
-    """The passes of `step` and a name for each node: that of its module in `model`.
+    """Return the passes of `step`, and the name in `model` of the module of each.
 
     Raises:
         ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is
             in eval mode; the step trains modules that are not in it, or is none (see
             `lsq.run.step.rehearse`).
     """
-    _check_model(model)
+    require_model(model)
+    modules = list(model.modules())
+    if not any(isinstance(module, ProgramModule) for module in modules):
+        raise ValueError(
+            f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan"
+            " that"
+        )
+    # so transformers calls it
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        raise ValueError(
+            "gradient checkpointing runs layers again in the backward pass, which cannot be"
+            " planned; call model.gradient_checkpointing_disable(), or train without a plan"
+            " (LsqCallback without largest_batch)"
+        )
     rehearsed = rehearse(step, model.parameters())
     names = {module: name for name, module in model.named_modules()}
     outside = sorted({type(owner).__name__ for owner in rehearsed.owners if owner not in names})
@@ -44,25 +56,8 @@ def rehearse_step(
     return rehearsed, node_names(rehearsed.owners, names)
 
 
-def _check_model(model: nn.Module) -> None:
-    require_model(model)
-    modules = list(model.modules())
-    if not any(isinstance(module, ProgramModule) for module in modules):
-        raise ValueError(
-            f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan"
-            " that"
-        )
-    # so transformers calls it
-    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
-        raise ValueError(
-            "gradient checkpointing runs layers again in the backward pass, which cannot be"
-            " planned; call model.gradient_checkpointing_disable(), or train without a plan"
-            " (LsqCallback without largest_batch)"
-        )
-
-
 def describe_memory(model: nn.Module, step: Callable[[], torch.Tensor]) -> StepPlan:
-    """The plan of a step, without memory for it. See `plan_memory`."""
+    """Return the plan of a step without memory for it; see `plan_memory`."""
     rehearsed, names = rehearse_step(model, step)
     return plan_step(tuple(rehearsed.passes), names, margin=0)
 
@@ -82,8 +77,8 @@ def plan_memory(
             any plan away.
 
     Returns:
-        The memory, which `release_memory` gives back; printed, it tells what was planned, and what
-        others keep outside of it. None under "naive", and where the C++ library is not built.
+        The memory, which `release_memory` gives back; print it. None under "naive", and where the
+        C++ library is not built.
 
     Raises:
         ValueError: an unknown mode, or a step that cannot be planned (see `rehearse_step`).

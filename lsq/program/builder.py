@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from lsq.config import Adapter, QuantConfig
+from lsq.config import QuantConfig
 from lsq.native import tiles
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
@@ -127,8 +127,6 @@ class Builder(Recorder):
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
-        self.adapters: dict[str, Adapter] = {}
-        """By the names of their weights."""
         self.activations: dict[str, VirtualTensor] = {}
         """Names of those that a clip was asked for, in order -> what is read of them."""
         self.key = self.input("random_key", (1,), torch.int64)

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from lsq.native import loader
 from lsq.program.values import Weight
-from lsq.run.shards import HasClips, copies, is_shard, local
+from lsq.run.shards import copies, is_shard, local
 
 SMALL = 2**12
 """Values of the largest tensor that is compared whole in every pass."""
@@ -283,12 +283,12 @@ class OptimizerSteps:
         self.wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = (
             weakref.WeakKeyDictionary()
         )
-        self._modules: weakref.WeakKeyDictionary[HasClips, None] = weakref.WeakKeyDictionary()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._watching = self._limits_shards = False
         self._shards: list[tuple[Tensor, Tensor, float]] = []
         """(own part of a clip, its values before the step, limit) where nobody else limits it."""
 
-    def know(self, module: HasClips, before: Callable[[Optimizer], None]) -> None:
+    def know(self, module: nn.Module, before: Callable[[Optimizer], None]) -> None:
         """`module` may be trained; `before` is called before each step, for all modules once."""
         self._modules.setdefault(module)
         if before not in self.before:
@@ -301,7 +301,7 @@ class OptimizerSteps:
             self.wrapped[child] = weakref.ref(module)
             self.wraps += 1
 
-    def modules(self) -> list[HasClips]:
+    def modules(self) -> list[nn.Module]:
         """Every module that may be trained, in the order in which they were made, which is that of
         all processes."""
         return [one for one in self._modules if "measured" in vars(one)]  # not reverted since

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from lsq.memory.arena import Arena
+from lsq.memory.kept import Arena
 from lsq.program.backend import Backend
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor

@@ -7,10 +7,9 @@ average it before that (lsq.dist.replicas).
 
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 LEAST_JUMP, BACK = 0.1, 0.1
@@ -25,18 +24,6 @@ def is_shard(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shard(tensor) else tensor
-
-
-class HasClips(Protocol):
-    """A module whose training passes see clips."""
-
-    measured: "MeasuredClips"
-
-    def clips(self) -> Mapping[str, Tensor]:
-        pass
-
-    def limit_clip_steps(self) -> None:
-        """Let no clip have changed by more than a step may."""
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -122,7 +109,7 @@ class MeasuredClips:
                     local(clip).copy_(_part_of(value, clip))
         return found
 
-    def before_step(self, module: HasClips) -> None:
+    def before_step(self, module: nn.Module) -> None:
         """An optimizer is about to step: keep what the clips of `module` are now, to compare."""
         before, self._before = self._before, {}
         if before:

@@ -112,10 +112,8 @@ def _programs(
         else:
             yield f"layers.{index}", programs.encoder_layer(config, one, mode)
     if side == "decoder":
-        sizes = programs.Vocabulary(
-            words=stack.words, hidden=config.hidden, padded=stack.padded_words
-        )
-        yield PROJECTION, programs.vocabulary_logits(config.quant, 1, sizes, mode)
+        sizes = stack.words, config.hidden
+        yield PROJECTION, programs.vocabulary_logits(config.quant, 1, *sizes, mode)
 
 
 def _specs(program: Program) -> Iterator[tuple[str, Spec]]:
@@ -241,7 +239,9 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
 def _rounded(module: ProgramModule, name: str, clip: str) -> Weight:
     """Round one weight, as the module does when it runs."""
     values, form, target = module.values_of(name).detach(), module.quant.weights, module.target
-    rows = module.padded if isinstance(module, VocabularyProjection) else len(values)
+    rows = len(values)
+    if isinstance(module, VocabularyProjection):
+        rows = programs.padded_words(module.quant, rows)
     weight = Weight(
         format=form,
         values=values,

@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from lsq.layers import blocks
-from lsq.layers.blocks import Epilogue, PackedSequences, Residual
-from lsq.layers.builder import LayerBuilder
-from lsq.layers.programs import Mode
+from lsq.layers.blocks import PackedSequences, Residual
+from lsq.layers.builder import Epilogue, LayerBuilder, Mode
 from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.embedding import Embed
 from lsq.program.program import Program
@@ -49,7 +48,7 @@ def encoder_program(
     if stack.final_norm:
         last = blocks.norm(
             b, stack.config, last, None, name="encoder.layer_norm", clip=None, keep_float=True
-        ).out
+        ).floats
     for index in range(architecture.decoder.layers):
         prefix = f"decoder.layers.{index}.encoder_attn."
         coded = blocks.project_memory(b, architecture.decoder.config, last, prefix)
@@ -132,7 +131,7 @@ def embedded(b: LayerBuilder, architecture: Architecture, side: str, rows: int) 
     config = replace(stack.config, norm="layer", layer_norm_epsilon=1e-5)
     return blocks.norm(
         b, config, x, None, name=prefix + "layer_norm", clip=None, keep_float=True
-    ).out
+    ).floats
 
 
 def layers(
@@ -199,8 +198,7 @@ def attended(
             queries=queries.coded.bare(), heads=config.heads, context=context.rounded, **cached
         )
     )
-    return blocks.project(
-        b,
+    return b.project(
         context.rows,
         prefix + "out_weight",
         (config.hidden, config.hidden),

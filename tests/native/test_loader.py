@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lsq.layers import TransformerDecoderLayer, programs
-from lsq.layers.programs import Vocabulary
-from lsq.native import loader, shared_library, sources
+from lsq.native import loader, sources
 from lsq.program.samples import Sampler
 from tests.layers.examples import SENTENCES, SOURCE, mode_on
 from tests.layers.oracle import assert_same_codes, recorded
@@ -20,7 +19,7 @@ from tests.layers.shapes import config_of, gradients, padding_mask
 from tests.ops.compare import compare
 
 LEVELS = ("v4", "v3", "v1")
-WORDS = Vocabulary(words=91, hidden=48, padded=96)
+WORDS = 91, 48
 
 
 def path_of(level):
@@ -82,7 +81,7 @@ def test_every_level_computes_what_the_references_do(use, level):
         for program in (
             programs.decoder_layer(config, SENTENCES, SOURCE, mode_on("cpu")),
             programs.vocabulary_loss(
-                config.quant, 41, WORDS, mode_on("cpu"), padding=1, smoothing=0.1
+                config.quant, 41, *WORDS, mode_on("cpu"), padding=1, smoothing=0.1
             ),
         ):
             drawn = Sampler()
@@ -129,7 +128,7 @@ def test_arguments_are_converted():
 
 def test_a_loop_that_nobody_wrote_is_named():
     with pytest.raises(
-        shared_library.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"
+        sources.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"
     ):
         loader.call("lsq_round_pairs")
 

@@ -7,12 +7,12 @@ import weakref
 import pytest
 import torch
 
-from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import Schedule
 from lsq.optim import Adam
 from lsq.run.cuda import CUDA
 from lsq.run.parameter_state import WeightCodes, state_of, withdraw
+from tests.constants import quant_with
 from tests.ops import cuda
 from tests.ops.adam_checks import codes_of
 
@@ -160,7 +160,7 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
     """They are written by the step and taken by the next pass, and are those that the pass would
     make."""
     monkeypatch.setattr(Schedule, "weights_due", lambda *_: False)
-    config = QuantConfig(
+    config = quant_with(
         weight_granularity=granularity,
         calibration_passes=0,
         clip_init="fixed",
@@ -195,7 +195,7 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_a_weight_that_is_not_a_number_poisons_its_scale(device, granularity):
-    config = QuantConfig(weight_granularity=granularity, calibration_passes=0, clip_init="fixed")
+    config = quant_with(weight_granularity=granularity, calibration_passes=0, clip_init="fixed")
     layer = QuantizedLinear(48, 64, quant=config).to(device.device)
     layer.backend = device
     optimizer = Adam(layer.parameters(), backend=device)

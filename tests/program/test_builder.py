@@ -11,6 +11,7 @@ from lsq.program.tensor import Kind, Parameter
 from lsq.run.backends import backend
 from lsq.run.cuda import CUDA, emulated_device
 from lsq.run.executor import Execution
+from tests.constants import quant_with
 from tests.program.tiny import FLOAT, builder, project, rounded
 
 INT8 = QuantConfig(backward="int8")
@@ -67,7 +68,7 @@ def described(tensor):
 
 @pytest.mark.parametrize("granularity, clips", [("channel", (3,)), ("tensor", (1,))])
 def test_a_rounded_weight_declares_its_clip_and_brings_its_codes(granularity, clips):
-    b = builder(QuantConfig(weight_granularity=granularity, weight_clip=0.7))
+    b = builder(quant_with(weight_granularity=granularity, weight_clip=0.7))
     weight = b.weight("weight", (3, 16), rows=16, bound=0.2)
     assert b.weight("weight", (3, 16)) is weight
     assert weight.values.declared == Parameter(
@@ -89,7 +90,7 @@ def test_a_rounded_weight_declares_its_clip_and_brings_its_codes(granularity, cl
     "options, kept", [({}, "clipped"), ({"clip_gradient": "lsq"}, "clipped error"), (None, "")]
 )
 def test_an_activation_keeps_what_its_gradient_needs(options, kept):
-    b = builder(QuantConfig(activation_clip=3.0, **options or {}), backward=options is not None)
+    b = builder(quant_with(activation_clip=3.0, **options or {}), backward=options is not None)
     coded = b.coded("x", (5, 3), "x_clip")
     assert coded.codes.dtype == torch.int8 and coded.scale.shape == (1,)
     assert coded.clip.declared == Parameter(

@@ -5,6 +5,7 @@ import torch
 
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer, programs
 from lsq.layers.blocks import PackedSequences
+from lsq.layers.linear import linear
 from lsq.program.samples import border_tensors
 from lsq.program.tensor import VirtualTensor
 from lsq.run.backends import backend
@@ -139,7 +140,7 @@ def test_a_program_runs_where_it_is_told_to(where, monkeypatch):
     monkeypatch.setattr(
         target, "prepare", lambda calls: ran.append(calls[0][0].name) or prepare(calls)
     )
-    program = programs.linear(config_of(mode="float").quant, 5, 8, 8, mode_on(where), bias=True)
+    program = linear(config_of(mode="float").quant, 5, 8, 8, mode_on(where), bias=True)
     tensors = {virtual.name: tensor for virtual, tensor in border_tensors(program).items()}
     (y,) = Execution(program, target)(tensors)
     torch.testing.assert_close(y, tensors["x"] @ tensors["weight"].t() + tensors["bias"])
@@ -165,7 +166,7 @@ def test_a_module_runs_on_the_backend_that_it_is_given():
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_activations_cross_the_border_in_either_width(given):
     where = CUDA(emulated_device(), activations=torch.bfloat16)
-    program = programs.linear(config_of(mode="float").quant, 5, 8, 8, mode_on(where), bias=True)
+    program = linear(config_of(mode="float").quant, 5, 8, 8, mode_on(where), bias=True)
     x, weight = torch.randn(5, 8).to(given).requires_grad_(), torch.randn(8, 8).requires_grad_()
     key = torch.zeros(1, dtype=torch.int64)
     tensors = {"x": x, "weight": weight, "bias": torch.zeros(8), "random_key": key}

@@ -12,7 +12,8 @@ from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.layers.linear import linear as linear_program
+from lsq.layers.programs import Mode, Table
 from lsq.native.launch import Product
 from lsq.program.samples import placed
 from lsq.run.cuda import AbsentGPU, launched_by_operation, products_of
@@ -22,7 +23,7 @@ from tests.layers.examples import PROGRAMS, mode_on
 from tests.layers.shapes import config_of
 
 NAMES = [name for name in PROGRAMS if "wide" not in name]
-WORDS = Vocabulary(words=91, hidden=48, padded=96)
+WORDS = 91, 48
 
 
 def prepared_for_cuda(program):
@@ -57,13 +58,13 @@ def test_products_are_those_that_are_launched(name):
 
 
 def linear(**options):
-    return programs.linear(config_of(**options).quant, 21, 48, 32, mode_on("cpu"), bias=True)
+    return linear_program(config_of(**options).quant, 21, 48, 32, mode_on("cpu"), bias=True)
 
 
 def loss(rows, **options):
     mode = mode_on("cpu")
     return programs.vocabulary_loss(
-        config_of(**options).quant, rows, WORDS, mode, padding=1, smoothing=0.1
+        config_of(**options).quant, rows, *WORDS, mode, padding=1, smoothing=0.1
     )
 
 
@@ -90,7 +91,7 @@ def test_a_linear_layer():
 
 def test_on_cuda_the_vocabulary_of_floats_is_multiplied_by_blocks_of_rows():
     keys = products_of(loss(1500, mode="float"))
-    forward = [key.m for key in keys if (key.n, key.k) == (WORDS.words, 48)]
+    forward = [key.m for key in keys if (key.n, key.k) == (WORDS[0], 48)]
     assert forward == [256, 1500 % 256]  # each product once
 
 
@@ -115,7 +116,7 @@ def test_what_operations_share_is_one_tensor():
 
 
 def test_shapes_that_cuda_does_not_take_are_refused():
-    program = programs.linear(config_of(mode="float").quant, 21, 48, 91, mode_on("cpu"), bias=True)
+    program = linear_program(config_of(mode="float").quant, 21, 48, 91, mode_on("cpu"), bias=True)
     with pytest.raises(ValueError, match="the width of a product with an end is 91"):
         products_of(program)
 
@@ -172,7 +173,6 @@ def test_an_encoder_layer():
 
 def test_a_step():
     """As docs/gpu.md says. What RoundWeight and the optimizer launch is not in programs."""
-    words = Vocabulary(words=32768, hidden=1024, padded=32768)
     table = Table(
         vocabulary=32768,
         hidden=1024,
@@ -186,7 +186,7 @@ def test_a_step():
         "encoder": programs.encoder_layer(BIG, SENTENCES, MODE),
         "decoder": programs.decoder_layer(BIG, SENTENCES, SENTENCES, MODE),
         "loss": programs.vocabulary_loss(
-            QUANT, SENTENCES.rows, words, MODE, padding=1, smoothing=0.1
+            QUANT, SENTENCES.rows, 32768, 1024, MODE, padding=1, smoothing=0.1
         ),
         "embedding": programs.embedding(QUANT, SENTENCES.rows, table, MODE),
     }
