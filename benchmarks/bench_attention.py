@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lsq.native import loader, tiles
-from lsq.ops.attention import Attention, AttentionGradient
-from lsq.ops.heads import Heads, Projected
+from lsq.ops.attention import Attention, AttentionGradient, Heads, Projected
 from lsq.ops.sums import SummedGradient
 from lsq.program.values import Coded, Dropout, Rows
 from lsq.quant import Format, Grain

@@ -41,10 +41,13 @@ from lsq.native import compiler
 from lsq.native.compiler import Resources
 from lsq.native.launch import Kernel, Launch
 from lsq.ops.fake_quantize import FakeQuantize
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
-from lsq.ops.grouped_product import GroupedCodes, GroupedProduct
-from lsq.ops.grouped_product_cuda import FEW_ROWS as FEW_ROWS_OF_GROUPS
+from lsq.ops.gradient_messages import (
+    MessageLayout,
+    Messages,
+    PackGradients,
+    SumMessages,
+    UnpackGradients,
+)
 from lsq.ops.next_words import NextWords
 from lsq.ops.project import Project
 from lsq.ops.representatives import OPERATIONS
@@ -219,24 +222,6 @@ def next_words(size: Size) -> Iterator[Operation]:
     )
 
 
-def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
-    """Products of codes with scales of groups, for few rows and for many."""
-    for group, rows in itertools.product(groups, (FEW_ROWS_OF_GROUPS, FEW_ROWS_OF_GROUPS + 1)):
-
-        def codes(count, group=group):
-            shapes = {"codes": (count, 512), "scale": (count, 512 // group)}
-            tensors = {
-                name: VirtualTensor(
-                    name=name, shape=shape, dtype=torch.int8 if name == "codes" else torch.float32
-                )
-                for name, shape in shapes.items()
-            }
-            return GroupedCodes(**tensors, group=group)
-
-        out = VirtualTensor(name="out", shape=(rows, 512), dtype=torch.float32)
-        yield GroupedProduct(a=codes(rows), b=codes(512), out=out)
-
-
 def of_packed_weights(project: Project) -> Iterator[Operation]:
     """A product of few rows with its weight as int4, and as 2:4 sparse."""
     inner, outputs = project.x.tensor.shape[1], project.columns
@@ -307,8 +292,9 @@ def needed(
     dtypes=DTYPES, models: Sequence[Size] = tuple(sizes(TOKENS)), layers: Callable = configurations
 ) -> list[Kernel]:
     """Kernels of every program and of operations outside programs, for these activations."""
-    alone = itertools.chain(messages(dtypes), grouped_products())
-    found = kernels(alone, dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
+    found = kernels(messages(dtypes), dtypes[:1]) | {
+        Kernel(source="adam.cu", name=name) for name in OF_TABLES
+    }
     outside = (operations(size) for size in models for operations in (others, next_words))
     for operations in (*map(of_program, needed_programs(models, layers)), *outside):
         found |= kernels(operations, dtypes)

@@ -31,7 +31,7 @@ from lsq.native import geometry
 from lsq.native.launch import Launch, Product
 from lsq.ops.adam import NUMBERS, Adam
 from lsq.ops.embedding import Embed, EmbedGradient
-from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
+from lsq.ops.vocabulary_loss import KeptInputGradient, KeptWeightGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import Sampler

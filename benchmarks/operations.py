@@ -21,8 +21,13 @@ from lsq.layers.programs import Mode
 from lsq.ops import adam
 from lsq.ops.adam import Adam
 from lsq.ops.calibration import LeastErrorClip
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.ops.gradient_messages import (
+    MessageLayout,
+    Messages,
+    PackGradients,
+    SumMessages,
+    UnpackGradients,
+)
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor

@@ -19,7 +19,7 @@ from lsq.quant import (
     Pruning,
     WeightFormat,
 )
-from lsq.quant.choices import check_choice, format_choice
+from lsq.quant.formats import check_choice, format_choice
 from lsq.quant.numbers import ScaledFormat, scaled_format
 
 MODES = ("float", "int8")

@@ -18,8 +18,13 @@ from lsq.config import require_model
 from lsq.dist.collectives import all_to_all, small_positions, take_out
 from lsq.dist.config import BLOCK, GradientConfig
 from lsq.dist.hooks import DTYPES
-from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
+from lsq.ops.gradient_messages import (
+    SHARD_MULTIPLE,
+    MessageLayout,
+    Messages,
+    PackGradients,
+    UnpackGradients,
+)
 from lsq.run import backends
 
 

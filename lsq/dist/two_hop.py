@@ -22,8 +22,14 @@ from torch.distributed import ProcessGroup
 
 from lsq.dist.collectives import Scratch, all_gather, all_to_all
 from lsq.dist.config import BLOCK
-from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.ops.gradient_messages import (
+    SHARD_MULTIPLE,
+    MessageLayout,
+    Messages,
+    PackGradients,
+    SumMessages,
+    UnpackGradients,
+)
 from lsq.run import backends
 
 PART = 2**20

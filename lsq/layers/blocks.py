@@ -15,10 +15,8 @@ from lsq.config import Adapter, LayerConfig
 from lsq.layers.builder import Epilogue, LayerBuilder
 from lsq.layers.positions import position_bias, rotate_heads
 from lsq.ops.adapter import Adapt, AdapterInput
-from lsq.ops.append import Append
-from lsq.ops.attention import Attention
+from lsq.ops.attention import Append, Attention, Heads, PositionBias, Projected
 from lsq.ops.gated import Gated
-from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.residual_norm import NormalisedRows, ResidualNorm, ResidualSum
 from lsq.program.tensor import Kind, VirtualTensor, fan_in, xavier

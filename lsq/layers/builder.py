@@ -19,8 +19,7 @@ from lsq.ops.grouped_product import STEP, GroupedCodes, common_group
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.ops.rounding import Add, Round, unpacked
-from lsq.ops.scales import start_together
-from lsq.ops.sums import finish_together
+from lsq.ops.sums import finish_together, start_together
 from lsq.program.backend import Backend
 from lsq.program.builder import Builder
 from lsq.program.operation import Operation

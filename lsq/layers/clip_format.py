@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lsq.config import QuantConfig
-from lsq.quant.choices import format_choice
-from lsq.quant.numbers.names import all_parts
+from lsq.quant.formats import format_choice
+from lsq.quant.numbers import all_parts
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 
 from lsq.config import LayerConfig, RelativeBias, Rotary
 from lsq.layers.builder import LayerBuilder, Result
-from lsq.ops.heads import PositionBias
+from lsq.ops.attention import PositionBias
 from lsq.ops.rotation import HeadNorms, Rotate, Rotation, rotation_table
 from lsq.program.tensor import Kind, VirtualTensor
 

@@ -14,9 +14,8 @@ from lsq.layers import blocks
 from lsq.layers.blocks import AdaptedBuilder, Memory, PackedSequences, Residual
 from lsq.layers.builder import Epilogue, LayerBuilder, Mode, cached
 from lsq.ops.embedding import Embed
-from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.rounding import unpacked
-from lsq.ops.vocabulary_loss import VocabularyLoss
+from lsq.ops.vocabulary_loss import KeptWords, Prediction, VocabularyLoss
 from lsq.program.program import Program
 from lsq.program.tensor import Kind, VirtualTensor
 

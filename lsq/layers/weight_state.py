@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lsq.layers.coded_weight import CodedWeight, Codes
-from lsq.ops.fake_quantize import decode_weight
-from lsq.ops.grouped_weight import pack_weight
+from lsq.ops.fake_quantize import decode_weight, pack_weight
 from lsq.ops.rounding import RoundWeight
 from lsq.program.declare import NOWHERE
 from lsq.program.program import Program

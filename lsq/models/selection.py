@@ -16,7 +16,7 @@ from lsq.layers.in_place import InPlace
 from lsq.layers.linear import Projection, QuantizedLinear, in_out_of
 from lsq.models.architectures import fused_class
 from lsq.models.exact import patched
-from lsq.quant.choices import format_choice
+from lsq.quant.formats import format_choice
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
 """Names or patterns of modules to leave as they are, or a function of a module and its name."""

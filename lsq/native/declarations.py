@@ -11,8 +11,9 @@ Annotations:
 
 with T a kind of tensor (TENSORS), a number (NUMBERS), an enumeration, or a value. An operation says
 In or Out of every tensor and value; a value's own fields go the way of the field that holds it,
-unless they say In[...] themselves. A docstring below a field that begins with its shape, such as
-`[M, N]` or `[N] or [1]`, states it: program/declare.py checks tensors by it before C++ sees them.
+unless they say In[...] themselves. A comment behind a field, or a docstring below it, that begins
+with its shape, such as `[M, N]` or `[N] or [1]`, states it: program/declare.py checks tensors by it
+before C++ sees them.
 Every size and offset that Python assumes is asserted in the header, and the header is part of the
 library's checksum: a library of other declarations is refused when it is loaded.
 
@@ -77,8 +78,8 @@ class Field:
     derived: bool = False
     """A property: computed from the other fields."""
     shapes: tuple[tuple[str, ...], ...] = ()
-    """What its docstring allows: names of sizes, numbers, and sums and products of both; () says
-    nothing."""
+    """What its comment or docstring allows: names of sizes, numbers, and sums and products of both;
+    () says nothing."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,7 @@ def declarations() -> dict[str, Declaration]:
     """Every declared struct and enumeration of the package by name, each after those that it
     holds."""
     sources = [PACKAGE / "program" / "values.py", *sorted((PACKAGE / "ops").glob("*.py"))]
-    found = [
-        one for path in sources for one in _declared(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    found = [one for path in sources for one in _declared(path.read_text(encoding="utf-8"))]
     order = {"IntEnum": 0, "Value": 1, "Operation": 2}
     bases = {one.name: one.base for one in found}
     for one in found:
@@ -153,11 +152,12 @@ def declarations() -> dict[str, Declaration]:
     return {one.name: one for one in sorted(found, key=lambda one: order[one.base])}
 
 
-def _declared(tree: ast.Module) -> Iterator[Declaration]:
-    for node in tree.body:
+def _declared(source: str) -> Iterator[Declaration]:
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
         base = ast.unparse(node.bases[0]) if isinstance(node, ast.ClassDef) and node.bases else ""
         if base in ("Value", "Operation"):
-            yield Declaration(node.name, base, tuple(_fields(node)))
+            yield Declaration(node.name, base, tuple(_fields(node, lines)))
         elif base == "IntEnum":
             members = [
                 (one.targets[0].id, one.value.value)
@@ -167,13 +167,15 @@ def _declared(tree: ast.Module) -> Iterator[Declaration]:
             yield Declaration(node.name, base, members=tuple(members))
 
 
-def _fields(node: ast.ClassDef) -> Iterator[Field]:
+def _fields(node: ast.ClassDef, lines: list[str]) -> Iterator[Field]:
     for one, following in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(one, ast.AnnAssign) and (
             field := parse(node.name, one.target.id, ast.unparse(one.annotation))
         ):
-            told = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            yield replace(field, shapes=_shapes(following.value.value) if told else ())
+            text = lines[one.end_lineno - 1].partition("  # ")[2]
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                text = following.value.value
+            yield replace(field, shapes=_shapes(text))
     for one in node.body:
         if isinstance(one, ast.FunctionDef):
             marks = [MARKS.get(ast.unparse(mark)) for mark in one.decorator_list]
@@ -184,7 +186,7 @@ def _fields(node: ast.ClassDef) -> Iterator[Field]:
 
 
 def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
-    """The shapes at the beginning of a docstring: all of its first sentence."""
+    """The shapes in the first sentence of a comment or docstring that begins with one."""
     found = _SHAPE.findall(text.split(". ")[0]) if text.startswith("[") else ()
     return tuple(tuple(size.strip() for size in one.split(",")) for one in found)
 

@@ -21,8 +21,8 @@ from lsq.program.values import Weight
 from lsq.quant import largest_clips, quantize
 
 RUN, ROWS, NORM_RUN = 1024, 32, 8192
-"""What a block of each kernel takes: values, rows of a weight that is rounded, values of a gradient
-for the norm."""
+"""Values, rows of a weight to round, and values of a gradient for the norm that one block of each
+kernel takes."""
 NUMBERS = 5
 """See `scalars`."""
 
@@ -74,15 +74,11 @@ class Adam(Operation):
         ValueError: codes are wanted, but the weight's format packs them.
     """
 
-    weight: In[Floats]
-    """Of any shape; [N, K] where codes are wanted."""
+    weight: In[Floats]  # Of any shape; [N, K] where codes are wanted.
     gradient: In[Floats]
-    first: In[Floats]
-    """Moment."""
-    second: In[Floats]
-    """Moment."""
-    numbers: In[Floats]
-    """[5], see `scalars`."""
+    first: In[Floats]  # Moment.
+    second: In[Floats]  # Moment.
+    numbers: In[Floats]  # [5], see `scalars`.
     gradient_factor: In[Floats]
     """[1], what the gradient is multiplied by first. NaN and infinity reach the weight."""
     limit: Host[float] = 0.0
@@ -101,8 +97,7 @@ class Adam(Operation):
         if self.rounded is not None and self.rounded.format.packed:
             raise ValueError(
                 f"Adam writes int8 codes, but those of the format {self.rounded.format.name} are"
-                " packed; leave out"
-                " `rounded`, and round the new weight by RoundWeight"
+                " packed; leave out `rounded`, and round the new weight by RoundWeight"
             )
 
     @size
@@ -114,12 +109,9 @@ class Adam(Operation):
         """N."""
         return self.weight.shape[0] if self.rounded is not None else 0
 
-    rows = extent(0, "rounded.codes")
-    """P."""
-    columns = extent(1, "rounded.codes")
-    """K."""
-    clips = extent(0, "rounded.clip")
-    """N or 1."""
+    rows = extent(0, "rounded.codes")  # P.
+    columns = extent(1, "rounded.codes")  # K.
+    clips = extent(0, "rounded.clip")  # N or 1.
 
     @size
     def limited(self) -> int:
@@ -161,13 +153,12 @@ class Adam(Operation):
 
 
 class Table(Value):
-    """Where kernels find the operations `Adam` that they run together, and which block does what.
+    """The operations `Adam` that one kernel runs together, and the share of each block.
 
     `table_of` says what is in it; on the CPU it is empty.
     """
 
-    structs: Bytes
-    """Structs of the operations, one after another."""
+    structs: Bytes  # Structs of the operations, one after another.
     tiles: Offsets
     """[blocks, 2]: (operation, which of its tiles) of each block of the kernel that takes it."""
 
@@ -194,12 +185,9 @@ class AdamSteps(Operation):
     steps: Host[tuple[Adam, ...]]
     """Their tensors lie at fixed addresses, but for what is put into their structs and into `table`
     again."""
-    plain: In[Table] | None
-    """Steps without codes; None on the CPU, as all further tables."""
-    coded: In[Table] | None
-    """Steps with codes; operations are numbered as in `plain`."""
-    shared: In[Table] | None
-    """Steps whose rows share one clip; a tile is a whole operation."""
+    plain: In[Table] | None  # Steps without codes; None on the CPU, as all further tables.
+    coded: In[Table] | None  # Steps with codes; operations are numbered as in `plain`.
+    shared: In[Table] | None  # Steps whose rows share one clip; a tile is a whole operation.
 
     def __post_init__(self):
         rounds = [step.rounded is not None for step in self.steps]
@@ -226,10 +214,8 @@ class GradientNorm(Operation):
     squares."""
 
     steps: Host[tuple[Adam, ...]]
-    table: In[Table] | None
-    """Tiles are runs of NORM_RUN values; None on the CPU."""
-    norm: Out[Floats]
-    """[1]"""
+    table: In[Table] | None  # Tiles are runs of NORM_RUN values; None on the CPU.
+    norm: Out[Floats]  # [1]
 
     def reference(self):
         parts = torch._foreach_norm([step.gradient for step in self.steps])

@@ -13,7 +13,7 @@ def launch_adam(op: Adam):
     check_cuda(op)
     blocks = max(1, op.blocks)
     if op.rounded is None:
-        return [launch("adam.cu", "lsq_adam", op, grid=blocks)]
+        return launch("adam.cu", "lsq_adam", op, grid=blocks)
     coded = launch("adam.cu", "lsq_adam_codes", op, grid=blocks)
     return [coded, launch("adam.cu", "lsq_adam_poison", op, grid=1)] if op.clips == 1 else [coded]
 

@@ -24,11 +24,9 @@ from lsq.program.values import Coded, Dropout, Rows, dropped
 class AdapterInput(Operation):
     """The input of adapters: dropout(x) as floats."""
 
-    x: In[Rows]
-    """[M, K]"""
+    x: In[Rows]  # [M, K]
     dropout: In[Dropout] | None
-    values: Out[Floats]
-    """[M, K]"""
+    values: Out[Floats]  # [M, K]
 
     rows = extent(0, "x.tensor")
     columns = extent(1, "x.tensor")
@@ -44,13 +42,10 @@ class AdapterInput(Operation):
 class AdapterInputGradient(Operation):
     """Accumulates into the gradient of x: that of `values` after the same dropout."""
 
-    gradient: In[Floats]
-    """[M, K]"""
+    gradient: In[Floats]  # [M, K]
     dropout: In[Dropout] | None
-    added: In[Activations] | None
-    """[M, K]"""
-    dx: Out[Activations]
-    """[M, K]"""
+    added: In[Activations] | None  # [M, K]
+    dx: Out[Activations]  # [M, K]
 
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
@@ -63,23 +58,15 @@ class AdapterInputGradient(Operation):
 class Adapt(Operation):
     """Adds adapters to a product and applies the epilogue to the sum."""
 
-    x: In[Rows]
-    """[M, K], of which `values` were made."""
+    x: In[Rows]  # [M, K], of which `values` were made.
     dropout: In[Dropout] | None
-    values: In[Floats]
-    """[M, K]"""
-    down: In[Floats]
-    """[R, K]"""
-    up: In[Floats]
-    """[N, R]"""
-    base: In[Activations]
-    """[M, N], the product."""
-    hidden: Out[Floats]
-    """[M, R]"""
-    out: Out[Activations] | None
-    """[M, N]"""
-    rounded: Out[Coded] | None
-    """[M, N]; N is a multiple of 8."""
+    values: In[Floats]  # [M, K]
+    down: In[Floats]  # [R, K]
+    up: In[Floats]  # [N, R]
+    base: In[Activations]  # [M, N], the product.
+    hidden: Out[Floats]  # [M, R]
+    out: Out[Activations] | None  # [M, N]
+    rounded: Out[Coded] | None  # [M, N]; N is a multiple of 8.
     nonlinearity: Out[Nonlinearity] | None
 
     rows = extent(0, "base")
@@ -131,22 +118,14 @@ class Adapt(Operation):
 class AdaptGradient(Operation):
     """The gradients of adapters, and of what they read."""
 
-    gradient: In[Activations]
-    """[M, N], of the sum before its epilogue."""
-    values: In[Floats]
-    """[M, K]"""
-    hidden: In[Floats]
-    """[M, R]"""
-    down: In[Floats]
-    """[R, K]"""
-    up: In[Floats]
-    """[N, R]"""
-    ddown: Out[Floats] | None
-    """[R, K]"""
-    dup: Out[Floats] | None
-    """[N, R]"""
-    dvalues: Out[Floats] | None
-    """[M, K]"""
+    gradient: In[Activations]  # [M, N], of the sum before its epilogue.
+    values: In[Floats]  # [M, K]
+    hidden: In[Floats]  # [M, R]
+    down: In[Floats]  # [R, K]
+    up: In[Floats]  # [N, R]
+    ddown: Out[Floats] | None  # [R, K]
+    dup: Out[Floats] | None  # [N, R]
+    dvalues: Out[Floats] | None  # [M, K]
 
     def reference(self):
         gradient = self.gradient.float()

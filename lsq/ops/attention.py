@@ -1,25 +1,222 @@
-"""Attention over packed rows, from codes (or floats) where a projection wrote them to rows of the
-context.
+"""Attention over packed rows, from codes (or floats) where a projection wrote them, to rows of the
+context; and keys and values of one more step of generation.
 
     context = dropout(softmax(q k^T / sqrt(width))) v      for each sentence and each head
 
 A matrix of queries times keys is never held: blocks of both meet, with a running maximum and sum
-(FlashAttention-2, Dao 2023). The backward pass makes the probabilities again. Where sentences and
-heads stand among the rows: see lsq.ops.heads.
+(FlashAttention-2, Dao 2023). The backward pass makes the probabilities again. The reference takes
+sentence after sentence.
+
+M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows cu_seqlens[b]
+.. cu_seqlens[b + 1] - 1. Rows from cu_seqlens[B] on belong to no sentence: their context and their
+gradients are zeros. Head h of the queries stands in columns q.column + h * width of their tensor.
+Of G heads of queries that follow one another, all read the same head of keys and of values
+(grouped-query attention, Ainslie et al. 2023): head h reads number h // G of those, in columns
+k.column + h // G * width. N heads, T queries and S keys of one sentence, D columns of a head.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from lsq.native import loader
-from lsq.ops.heads import Heads, Projected, rows_of
 from lsq.ops.sums import SummedGradient
-from lsq.program.declare import Activations, Floats, In, Out
+from lsq.program.declare import (
+    Activations,
+    Codes,
+    Floats,
+    In,
+    Indices,
+    Offsets,
+    Out,
+    Value,
+    extent,
+    size,
+)
 from lsq.program.operation import Operation, Spec
-from lsq.program.values import Coded
+from lsq.program.values import Coded, Dropout, Rows
+
+KEYS = 2**31
+"""More than any sentence has: elements of probabilities are numbered alike whatever stands in a
+batch. See kKeys."""
+
+
+class Projected(Value):
+    """Queries, keys or values where a projection wrote them."""
+
+    rows: In[Rows]  # [M, ...]; in the gradient, with what straight-through gradients need.
+    column: int  # With which the first head begins.
+
+    columns = extent(1, "rows.tensor")
+
+
+class PositionBias(Value):
+    """Biases of scores by the distance of key and query (T5, Raffel et al. 2020).
+
+    Query i of a sentence stands where key i + (keys - queries) does.
+    """
+
+    table: In[Floats]  # [buckets, N]
+    bucket: In[Indices]
+    """[2L + 1], of keys from L before to L behind a query; what is farther is as L."""
+
+    buckets = extent(0, "table")
+    distances = extent(0, "bucket")
+
+    def of_pairs(self, queries: int, keys: int) -> torch.Tensor:
+        """Reference: the bucket of each pair, int64 [T, S]."""
+        distance = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+        limit = self.distances // 2
+        return self.bucket[distance.clamp(-limit, limit) + limit]
+
+
+class Heads(Value):
+    """All heads of all sentences."""
+
+    q: In[Projected]
+    k: In[Projected]  # In self-attention in the tensor of `q`.
+    v: In[Projected]  # In the tensor of `k`.
+    cu_seqlens: In[Offsets]  # [B + 1], of queries.
+    key_cu_seqlens: In[Offsets]
+    """[B + 1], of keys.
+
+    One of both may go on behind it: with sentences without a row, on both sides.
+    """
+    count: int  # N, of queries.
+    group: int = 1  # G, which divides N.
+    width: int  # D.
+    causal: bool  # Query i of a sentence sees its keys up to i + (keys - queries).
+    window: int = 0
+    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden
+    so."""
+    bias: In[PositionBias] | None
+    softmax_scale: float = 0.0  # Factor of the product of query and key; 0: D ** -0.5.
+    dropout: In[Dropout] | None
+    """Dropout of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
+
+    @size
+    def sentences(self) -> int:
+        """B."""
+        return min(self.cu_seqlens.shape[0], self.key_cu_seqlens.shape[0]) - 1
+
+    @size
+    def key_count(self) -> int:
+        """N / G, heads of keys and of values."""
+        return self.count // self.group
+
+    rows = extent(0, "q.rows.tensor")  # M.
+    key_rows = extent(0, "k.rows.tensor")  # S.
+
+    def limits(self) -> dict[str, int]:
+        """See Operation.limits."""
+        found = {"heads.cu_seqlens": self.rows, "heads.key_cu_seqlens": self.key_rows}
+        return found if self.bias is None else found | {"heads.bias.bucket": self.bias.buckets}
+
+    def of_sentences(self) -> Iterator[Sentence]:
+        """Reference: sentence after sentence."""
+        share = torch.tensor(self.softmax_scale or self.width**-0.5, dtype=torch.float32)
+        cu_seqlens, key_cu_seqlens = (
+            one[: self.sentences + 1].tolist() for one in (self.cu_seqlens, self.key_cu_seqlens)
+        )
+        for queries, keys in zip(
+            map(slice, cu_seqlens, cu_seqlens[1:]),
+            map(slice, key_cu_seqlens, key_cu_seqlens[1:]),
+            strict=True,
+        ):
+            q, k, v = (
+                self.split(one.rows.tensor[rows, self.columns_of(one)].float())
+                for one, rows in ((self.q, queries), (self.k, keys), (self.v, keys))
+            )
+            k, v = (one.repeat_interleave(self.group, dim=0) for one in (k, v))
+            scores = q @ k.transpose(1, 2) * (self.q.rows.scale * self.k.rows.scale * share)
+            pairs = None if self.bias is None else self.bias.of_pairs(*scores.shape[1:])
+            if pairs is not None:
+                scores = scores + self.bias.table[pairs].permute(2, 0, 1)
+            ahead = k.shape[1] - q.shape[1]
+            hidden = torch.full(scores.shape[1:], self.causal).triu(1 + ahead)
+            hidden |= torch.full(scores.shape[1:], self.window > 0).tril(ahead - self.window)
+            yield Sentence(
+                queries=queries,
+                keys=keys,
+                q=q,
+                k=k,
+                v=v,
+                hidden=hidden,
+                scores=scores.masked_fill(hidden, -math.inf),
+                q_factor=self.k.rows.scale * share,
+                k_factor=self.q.rows.scale * share,
+                v_scale=self.v.rows.scale,
+                mask=self._mask(queries, scores),
+                pairs=pairs,
+            )
+
+    def _mask(self, queries: slice, scores: torch.Tensor) -> torch.Tensor | None:
+        """Factors of dropout for the probabilities of a sentence, shaped as its scores [N, T,
+        S]."""
+        if self.dropout is None:
+            return None
+        row, head = (
+            torch.arange(queries.start, queries.stop)[:, None],
+            torch.arange(self.count)[:, None, None],
+        )
+        element = (row * self.count + head) * KEYS + torch.arange(scores.shape[2])
+        return self.dropout.apply(torch.ones(element.shape, dtype=torch.float32), element)
+
+    def columns_of(self, one: Projected) -> slice:
+        """Columns of all heads."""
+        count = self.count if one is self.q else self.key_count
+        return slice(one.column, one.column + count * self.width)
+
+    def split(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, N * D] -> [N, T, D], of any N."""
+        return rows.unflatten(1, (-1, self.width)).transpose(0, 1)
+
+    def of_keys(self, each: torch.Tensor) -> torch.Tensor:
+        """Gradients [N, S, D] of all heads of queries, summed for the heads of keys [N
+        / G, S, D]."""
+        return each.unflatten(0, (self.key_count, self.group)).sum(dim=1)
+
+
+def rows_of(values: torch.Tensor) -> torch.Tensor:
+    """[N, T, D] -> [T, N * D]"""
+    return values.transpose(0, 1).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence:
+    """One sentence, all heads: q [N, T, D], k and v [N, S, D], as codes or floats."""
+
+    queries: slice
+    keys: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scores: torch.Tensor  # [N, T, S], -infinity where a key is not seen.
+    hidden: torch.Tensor  # bool [T, S]
+    mask: torch.Tensor | None  # [N, T, S], what dropout multiplies by.
+    pairs: torch.Tensor | None  # int64 [T, S], of each pair the bucket of its bias.
+    q_factor: torch.Tensor | float  # Factor of dscores @ k in dq.
+    k_factor: torch.Tensor | float
+    v_scale: torch.Tensor | float
+
+    @property
+    def probabilities(self) -> torch.Tensor:
+        """[N, T, S], 0 for a query that sees nothing."""
+        return torch.where(self.hidden.all(dim=1)[:, None], 0.0, self.scores.softmax(dim=2))
+
+    @property
+    def log_sum(self) -> torch.Tensor:
+        """[N, T], NaN with the probabilities."""
+        return torch.where(
+            self.probabilities.isnan().any(dim=2), math.nan, self.scores.logsumexp(dim=2)
+        )
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.mask is None else x * self.mask
 
 
 class Attention(Operation):
@@ -29,12 +226,9 @@ class Attention(Operation):
     """
 
     heads: In[Heads]
-    out: Out[Activations] | None
-    """[M, N * D]"""
-    rounded: Out[Coded] | None
-    """[M, N * D]"""
-    log_sum: Out[Floats] | None
-    """[M, N], log of the sum of exp(score), for the backward pass."""
+    out: Out[Activations] | None  # [M, N * D]
+    rounded: Out[Coded] | None  # [M, N * D]
+    log_sum: Out[Floats] | None  # [M, N], log of the sum of exp(score), for the backward pass.
 
     def limits(self):
         return self.heads.limits()
@@ -73,16 +267,12 @@ class AttentionGradient(Operation):
     gradient is `dq` then.
     """
 
-    dcontext: In[Activations]
-    """[M, N * D]"""
+    dcontext: In[Activations]  # [M, N * D]
     heads: In[Heads]
-    log_sum: In[Floats]
-    """[M, N]"""
+    log_sum: In[Floats]  # [M, N]
     dq: Out[SummedGradient]
-    dkv: Out[SummedGradient] | None
-    """None where `dq` holds everything."""
-    dbias: Out[Floats] | None
-    """[buckets, N], of the table of heads.bias."""
+    dkv: Out[SummedGradient] | None  # None where `dq` holds everything.
+    dbias: Out[Floats] | None  # [buckets, N], of the table of heads.bias.
 
     def limits(self):
         return self.heads.limits()
@@ -142,3 +332,40 @@ class AttentionGradient(Operation):
             next(waiting) if end.rounded is not None else end.floats for _, _, end in self.sides
         ]
         loader.call("lsq_AttentionGradient", self, *(*sums, None)[:2])
+
+
+class Append(Operation):
+    """The rows of B sentences of P rows each, with one more row in each: of codes, or of floats in
+    float mode."""
+
+    before: In[Codes] | None  # [B * P, W]
+    now: In[Codes] | None  # [B, W]
+    before_floats: In[Activations] | None
+    now_floats: In[Activations] | None
+    batch: int  # B
+    out: Out[Codes] | None  # [B * (P + 1), W]
+    out_floats: Out[Activations] | None
+
+    @property
+    def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            (self.before_floats, self.now_floats)
+            if self.before is None
+            else (self.before, self.now)
+        )
+
+    @size
+    def past(self) -> int:
+        """P."""
+        return self._operands[0].shape[0] // max(1, self.batch)
+
+    columns = extent(1, "now", "now_floats")  # W.
+
+    def reference(self):
+        before, now = self._operands
+        rows = [
+            before.view(self.batch, self.past, self.columns),
+            now.view(self.batch, 1, self.columns),
+        ]
+        out = torch.cat(rows, dim=1).view(-1, self.columns)
+        return {"out": out, "out_floats": out}

@@ -4,13 +4,12 @@ import functools
 
 import torch
 
-from lsq.native.geometry import VECTOR, row_defines
-from lsq.native.launch import FLOATS, TICKET, Launch, check, float_define, launch
-from lsq.ops.attention import Attention, AttentionGradient
-from lsq.ops.heads import Heads, Projected
+from lsq.native.geometry import THREADS, VECTOR, row_defines
+from lsq.native.launch import FLOATS, TICKET, check, float_define, launch
+from lsq.ops.attention import Append, Attention, AttentionGradient, Heads
 from lsq.ops.launches import started
-from lsq.ops.sums import PartialSums, SummedGradient
-from lsq.ops.sums_cuda import finish, leave_gradient_sums, parts_of
+from lsq.ops.sums import PartialSums
+from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums, leave_gradient
 from lsq.program.cuda import launches, leave_sums, scratch_of
 from lsq.program.operation import Spec
 
@@ -24,27 +23,26 @@ TILE = 64
 @launches.register(Attention)
 def launch_attention(op: Attention):
     rows = tile_rows(op.heads)
-    return [
-        launch(
-            "attention.cu",
-            "lsq_attention",
-            op,
-            TICKET,
-            block=threads(rows),
-            grid=_blocks(op.heads, op.heads.rows, rows, op.heads.count),
-            **_defines(op.heads, rows, op.out),
-            **started(op.rounded),
-        )
-    ]
+    return launch(
+        "attention.cu",
+        "lsq_attention",
+        op,
+        TICKET,
+        block=threads(rows),
+        grid=_blocks(op.heads, op.heads.rows, rows, op.heads.count),
+        **_defines(op.heads, rows, op.out),
+        **started(op.rounded),
+    )
+
+
+def _sums(op: AttentionGradient) -> list[KernelSums]:
+    return [gradient_sums(end, rows, one.columns, one.rows.coded) for one, rows, end in op.sides]
 
 
 @leave_sums.register(AttentionGradient)
 def leave_sums_of_attention_gradient(op: AttentionGradient, tensor):
-    return [
-        left
-        for one, rows, end in op.sides
-        for left in leave_gradient_sums(end, tensor, rows, one.columns, one.rows.coded)
-    ]
+    ends = zip(op.sides, _sums(op), strict=True)
+    return [left for (*_, end), sums in ends for left in leave_gradient(end, sums, tensor)]
 
 
 @scratch_of.register(AttentionGradient)
@@ -54,7 +52,7 @@ def scratch_of_attention_gradient(op: AttentionGradient) -> list[Spec]:
     """
     found = [((op.heads.rows, op.heads.count), torch.float32)]
     found += [((rows, one.columns), torch.float32) for one, rows, _ in op.sides]
-    found += [parts_of(rows, one.columns, 1) for one, rows, end in op.sides if end.parts is None]
+    found += [spec for sums in _sums(op) for spec in sums.scratch]
     return found if op.dbias is None else [*found, _bias_parts(op)]
 
 
@@ -94,18 +92,11 @@ def launch_attention_gradient(op: AttentionGradient, sums, *scratch):
     )
     entries = [of_queries(), of_keys(dkv, of_biases)]
     if of_biases is not None:
-        entries += finish(PartialSums.of(of_biases, op.dbias.numel(), (op.dbias,)), leaves=False)
-    for keys, ((one, _, end), gradient) in enumerate(zip(op.sides, gradients, strict=True)):
-        entries += _finish(
-            op, keys, one, end, gradient, next(left) if end.parts is None else end.parts
-        )
-    return entries
-
-
-def _finish(op, keys: int, one: Projected, end: SummedGradient, gradient, partial) -> list[Launch]:
-    """From float32 to what was asked for, a row at a time."""
-    return [
-        launch(
+        entries += finish(PartialSums.of(of_biases, op.dbias.numel(), (op.dbias,)))
+    ends = zip(op.sides, _sums(op), gradients, strict=True)
+    for keys, ((one, _, end), finishing, gradient) in enumerate(ends):
+        partial = finishing.take(left)
+        rounding = launch(  # from float32 to what is wanted, a row at a time
             "attention_rows.cu",
             "lsq_attention_gradient_rows",
             op,
@@ -116,9 +107,9 @@ def _finish(op, keys: int, one: Projected, end: SummedGradient, gradient, partia
             ROUNDED=int(end.rounded is not None),
             FLOAT=FLOATS[op.dcontext.dtype],
             **row_defines(one.columns),
-        ),
-        *finish(end.partial(partial, one.columns, one.rows.coded), leaves=end.parts is not None),
-    ]
+        )
+        entries += [rounding, *finishing.finish(partial)]
+    return entries
 
 
 def _blocks(heads: Heads, rows: int, tile: int, count: int) -> tuple[int, int]:
@@ -196,3 +187,19 @@ def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str,
     floats = float_define(*found) if found else {}
     group = {"SHARING": heads.group} if heads.group > 1 else {}
     return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **group, **bias, **floats}
+
+
+WORD = 16
+"""Bytes that a thread of lsq_append copies at once, where rows are multiples of that."""
+
+
+@launches.register(Append)
+def launch_append(op: Append):
+    out = op.out_floats if op.before is None else op.out
+    words = op.columns * out.dtype.itemsize % WORD == 0
+    units = out.numel() * out.dtype.itemsize // (WORD if words else out.dtype.itemsize)
+    defines = (
+        float_define(op.before_floats, op.now_floats, out) if op.before is None else {"CODES": 1}
+    )
+    grid = max(1, -(-units // THREADS))
+    return launch("elementwise.cu", "lsq_append", op, grid=grid, WORDS=int(words), **defines)

@@ -21,32 +21,22 @@ from lsq.program.values import Coded
 class CachedAttention(Operation):
     """Context rows [R, H]. A row whose list is empty gets 0."""
 
-    queries: In[Coded]
-    """[R, H], or with `appends` [R, 3H]: queries, keys and values."""
-    cache: Out[Codes]
-    """[places, 2H]: keys and values. Read, and written where `appends`."""
-    cache_scale: In[Floats]
-    """[1]"""
-    lists: In[Indices]
-    """[L, C], places in the cache, in any order."""
-    lengths: In[Indices]
-    """Of each list: [L], or more."""
-    owned: In[Indices]
-    """[R], the list that each row has."""
+    queries: In[Coded]  # [R, H], or with `appends` [R, 3H]: queries, keys and values.
+    cache: Out[Codes]  # [places, 2H]: keys and values. Read, and written where `appends`.
+    cache_scale: In[Floats]  # [1]
+    lists: In[Indices]  # [L, C], places in the cache, in any order.
+    lengths: In[Indices]  # Of each list: [L], or more.
+    owned: In[Indices]  # [R], the list that each row has.
     appends: bool
-    """Whether a row first puts its own key and value at the last place of its list, which is then
-    its alone."""
-    heads: int
-    """N."""
-    context: Out[Coded]
-    """[R, H], without bits or errors for a backward pass."""
+    """Each row first writes its own key and value at the last place of its list, which no other row
+    shares then."""
+    heads: int  # N.
+    context: Out[Coded]  # [R, H], without bits or errors for a backward pass.
 
     rows = extent(0, "queries.codes")
     query_columns = extent(1, "queries.codes")
-    columns = extent(1, "context.codes")
-    """H."""
-    capacity = extent(1, "lists")
-    """C."""
+    columns = extent(1, "context.codes")  # H.
+    capacity = extent(1, "lists")  # C.
 
     @size
     def width(self) -> int:

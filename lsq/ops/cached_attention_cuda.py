@@ -38,17 +38,15 @@ def scratch_of_cached_attention(op: CachedAttention):
 def launch_cached_attention(op: CachedAttention, *scratch):
     check_width(op.width)
     grid = max(1, op.rows * op.heads), _parts(op)
-    return [
-        launch(
-            "cached_attention.cu",
-            "lsq_cached_attention",
-            op,
-            TICKET,
-            *(scratch or (None,)),
-            grid=grid,
-            block=THREADS,
-            WIDTH=op.width,
-            LEAST=LEAST,
-            **started(op.context),
-        )
-    ]
+    return launch(
+        "cached_attention.cu",
+        "lsq_cached_attention",
+        op,
+        TICKET,
+        *(scratch or (None,)),
+        grid=grid,
+        block=THREADS,
+        WIDTH=op.width,
+        LEAST=LEAST,
+        **started(op.context),
+    )

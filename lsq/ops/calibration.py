@@ -16,8 +16,7 @@ from lsq.program.backend import Backend
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
 from lsq.program.operation import Operation
 from lsq.quant import SMALLEST_CLIP, Format, fill_empty
-from lsq.quant.numbers import Grain, ScaledFormat
-from lsq.quant.numbers.scaled import INTEGERS
+from lsq.quant.numbers import INTEGERS, Grain, ScaledFormat
 
 
 class LeastErrorClip(Operation):
@@ -27,19 +26,15 @@ class LeastErrorClip(Operation):
     be the memory of `before`.
     """
 
-    x: In[Activations]
-    """[R, N], N at least 1; or [N, R]. NaN and infinity count as 0."""
+    x: In[Activations]  # [R, N], N at least 1; or [N, R]. NaN and infinity count as 0.
     by_columns: bool = False
-    """Whether x is [N, R], N so small that `stride` is 1: what is called a row here is a column of
-    it."""
-    bits: Host[int] = 8
-    """Bits of the codes, 2 to 8."""
+    """x is [N, R], N so small that `stride` is 1; a row of this operation is a column of x."""
+    bits: Host[int] = 8  # Bits of the codes, 2 to 8.
     before: In[Floats] | None
     """[R], clips of these rows at an earlier time, near which the search begins."""
     clip: Out[Floats]
     """[R], at least SMALLEST_CLIP. A row of zeros gets the mean clip of the others."""
-    unusable: Out[Indices]
-    """[R], how many values are NaN or infinite."""
+    unusable: Out[Indices]  # [R], how many values are NaN or infinite.
 
     @size
     def rows(self) -> int:
@@ -106,16 +101,12 @@ class Calibration:
         lenient: bool = False,
         **options,
     ) -> None:
-        """Write the clip of x into `clip`.
+        """Write the clip of x into `clip`, float32 [1] or [R]; see lsq.quant.calibrate.
 
         Args:
             name: of x, for errors.
-            x: any shape and float dtype.
-            clip: float32 [1], or [R] with per_channel.
-            method: see lsq.quant.calibrate, as for `options`.
             form: what x will be rounded to.
-            again: whether `clip` holds what was found at an earlier time; "mse" then searches near
-                it.
+            again: whether `clip` holds an earlier one, near which "mse" searches.
             lenient: whether values that are not finite count for nothing, and are no error.
 
         Raises:
@@ -213,13 +204,10 @@ SAMPLE = 65536
 def least_error_clip(
     form: ScaledFormat, x: torch.Tensor, target: Backend, *, per_row: bool
 ) -> torch.Tensor:
-    """Clips float32 [R], or [1], of float32 x [R, N] without NaN and infinities, rounded on a
-    backend.
+    """Clips float32 [R], or [1], of finite float32 x [R, N], rounded on a backend.
 
-    Each is the largest magnitude of what shares it, times the best of 15 powers of two in equal
-    steps and then of 9
-    around that: clips above the largest magnitude pay for formats that are coarse at their upper
-    end, and so are tried where the clip says the scale.
+    Clips above the largest magnitude pay for formats that are coarse at their upper end, and are
+    tried where the clip says the scale.
     """
     if not per_row:
         x = x[:: max(1, x.numel() // SAMPLE)].contiguous()

@@ -27,17 +27,15 @@ def launch_least_error_clip(op: LeastErrorClip, sample=None):
     runs = -(-op.sampled // RUN)
     warps = min(MOST_WARPS, 2 ** (runs - 1).bit_length())
     floats = TOGETHER * (runs + 1) + (op.sampled if sample is None else 0)
-    return [
-        launch(
-            "calibration.cu",
-            "lsq_least_error_clip",
-            op,
-            TICKET,
-            sample,
-            grid=op.rows,
-            block=32 * warps,
-            shared=4 * floats,
-            WARPS=warps,
-            **float_define(op.x),
-        )
-    ]
+    return launch(
+        "calibration.cu",
+        "lsq_least_error_clip",
+        op,
+        TICKET,
+        sample,
+        grid=op.rows,
+        block=32 * warps,
+        shared=4 * floats,
+        WARPS=warps,
+        **float_define(op.x),
+    )

@@ -16,22 +16,15 @@ from lsq.program.values import Dropout, dropped
 class Embed(Operation):
     """x [M, H] of the tokens of a batch."""
 
-    tokens: In[Indices]
-    """[M]"""
-    positions: In[Indices]
-    """[M], rows of the table of positions."""
-    weight: In[Floats]
-    """[V, H]"""
-    table: In[Floats]
-    """[P, H]"""
+    tokens: In[Indices]  # [M]
+    positions: In[Indices]  # [M], rows of the table of positions.
+    weight: In[Floats]  # [V, H]
+    table: In[Floats]  # [P, H]
     scale: float
-    padding: int
-    """The token whose rows are zeros, without gradient."""
+    padding: int  # The token whose rows are zeros, without gradient.
     dropout: In[Dropout] | None
-    learned: bool
-    """Whether the table of positions gets a gradient."""
-    x: Out[Activations]
-    """[M, H]"""
+    learned: bool  # Whether the table of positions gets a gradient.
+    x: Out[Activations]  # [M, H]
 
     rows = extent(0, "tokens")
     columns = extent(1, "weight")
@@ -65,19 +58,14 @@ class EmbedGradient(Operation):
     """The gradients of both tables; on the CPU, the occurrences of a word are added up in the order
     of rows."""
 
-    gradient: In[Activations]
-    """[M, H], of x."""
-    tokens: In[Indices]
-    """[M]"""
-    positions: In[Indices]
-    """[M]"""
+    gradient: In[Activations]  # [M, H], of x.
+    tokens: In[Indices]  # [M]
+    positions: In[Indices]  # [M]
     dropout: In[Dropout] | None
     scale: float
     padding: int
-    dweight: Out[Floats]
-    """[V, H]"""
-    dtable: Out[Floats] | None
-    """[P, H]"""
+    dweight: Out[Floats]  # [V, H]
+    dtable: Out[Floats] | None  # [P, H]
 
     rows = extent(0, "tokens")
     columns = extent(1, "gradient")

@@ -25,17 +25,15 @@ SPLITS = 32
 
 @launches.register(Embed)
 def launch_embed(op: Embed):
-    return [
-        launch(
-            "embedding.cu",
-            "lsq_embed",
-            op,
-            grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
-            WINDOW=WINDOW,
-            **float_define(op.x),
-            **row_defines(op.columns),
-        )
-    ]
+    return launch(
+        "embedding.cu",
+        "lsq_embed",
+        op,
+        grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
+        WINDOW=WINDOW,
+        **float_define(op.x),
+        **row_defines(op.columns),
+    )
 
 
 @scratch_of.register(EmbedGradient)
@@ -53,9 +51,8 @@ def launch_embed_gradient(op: EmbedGradient, before, ordered, partial):
 
 
 def scatter_scratch(count: int, columns: int) -> list[Spec]:
-    """What `scatter_launches` needs for `count` rows: how many stand before each occurrence, by
-    parts; the sorted occurrences; sums of words cut by windows.
-    """
+    """Scratch memory of `scatter_launches` for `count` rows: how many stand before each occurrence,
+    by parts; the sorted occurrences; sums of words cut by windows."""
     return [
         ((min(SPLITS, _blocks(count)), count), torch.int32),
         ((2, count), torch.int32),

@@ -13,42 +13,41 @@ several: decoding finds what training found. M rows, N columns.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 
-from lsq.ops.grouped_product import GroupedCodes, whole_factor
+from lsq.native import loader
+from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, aligned, whole_factor
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
 from lsq.quant import GRADIENT, Format, arithmetic, pack_bits, unpack_bits
 from lsq.quant.numbers import FloatScales, Grain, PowerScales, ScaledFormat
-from lsq.quant.numbers.lookup import lookup
+from lsq.quant.tables import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
-"""Kinds of stored scales: floats of a dtype, powers of two, or multiples of another scale.
-"""
 POWER, MULTIPLIED = 2, 3
+"""Kinds of stored scales: floats of a dtype, powers of two, multiples of another scale."""
 
 
 class FakeQuantize(Operation):
     """Values [M, N] that are all in a format."""
 
-    x: In[Activations]
-    """[M, N]"""
-    clip: In[Floats] | None
-    """[1], or [M] of a weight; None: nothing is clipped."""
+    x: In[Activations]  # [M, N]
+    clip: In[Floats] | None  # [1], or [M] of a weight; None: nothing is clipped.
     out: Out[Activations]
     """[M, N]; NaN where x is, and of finer grains in all that shares a scale with a NaN or an
     unclipped infinity."""
     clipped: Out[Bits] | None
     """One bit an element: |x| > clip, of one clip. Kept where there is a backward pass."""
     coded: Out[GroupedCodes] | None
-    """The same as int8, with a scale for each block of each row, on the CPU: what a GroupedProduct
-    takes. Where it is NaN, codes may be any.
-    """
+    """`out` as int8 codes with a scale for each block of each row, which grouped products read; CPU
+    only. Where a scale is NaN, its codes may be any."""
     form: Host[ScaledFormat]
-    given: bool = False
-    """Whether scales are those of the clips; else they are measured."""
+    given: bool = False  # Whether scales are those of the clips; else they are measured.
 
     rows = extent(0, "x")
     columns = extent(1, "x")
@@ -71,13 +70,12 @@ class FakeQuantize(Operation):
 
     @size
     def each_row(self) -> bool:
-        """Of scales that are multiples: whether rows of scales have one each; else there is one for
-        all."""
+        """Scales are multiples of one scale for each row of them; else of one for all."""
         return self.stored == MULTIPLIED and self.form.scales.grain.rows == 1
 
     @size
     def levels(self) -> int:
-        """Address of a lsq.quant.numbers.lookup."""
+        """Address of a lsq.quant.tables.lookup."""
         return lookup(self.form.number, self.x.device).data_ptr()
 
     @size
@@ -169,21 +167,15 @@ class FakeQuantizeGradient(Operation):
     """The gradient of x from that of its values, and the end of the product that made x, undone in
     the same pass."""
 
-    gradient: In[Activations]
-    """[M, N]"""
-    out: In[Activations]
-    """[M, N], the values."""
+    gradient: In[Activations]  # [M, N]
+    out: In[Activations]  # [M, N], the values.
     clipped: In[Bits]
     nonlinearity: In[Nonlinearity] | None
     """Epilogue of the product that made x; None if x was made otherwise."""
-    added: In[Activations] | None
-    """[M, N], another gradient of x."""
-    dx: Out[Activations] | None
-    """[M, N]"""
-    sum: Out[Floats] | None
-    """[N], over rows: the gradient of a bias."""
-    dclip: Out[Floats] | None
-    """[1]"""
+    added: In[Activations] | None  # [M, N], another gradient of x.
+    dx: Out[Activations] | None  # [M, N]
+    sum: Out[Floats] | None  # [N], over rows: the gradient of a bias.
+    dclip: Out[Floats] | None  # [1]
 
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
@@ -202,13 +194,10 @@ class RoundAtRandom(Operation):
     """A gradient [M, N] as integers times a scale for each row, rounded at random and so without
     bias."""
 
-    x: In[Activations]
-    """[M, N]"""
-    key: In[Key]
-    """[1]"""
+    x: In[Activations]  # [M, N]
+    key: In[Key]  # [1]
     subsequence: int
-    out: Out[Activations]
-    """[M, N]; NaN in a row that holds a NaN or an infinity."""
+    out: Out[Activations]  # [M, N]; NaN in a row that holds a NaN or an infinity.
     form: Host[Format] = GRADIENT
 
     rows = extent(0, "x")
@@ -228,8 +217,8 @@ class RoundAtRandom(Operation):
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:
-    """What makes the values [N, K] of a weight; its gradient is masked by the product that makes
-    it."""
+    """Operation that writes the decoded values [N, K] of a weight; the product that makes the
+    weight's gradient masks it."""
     return FakeQuantize(
         x=weight.values_by_rows.contiguous(),
         clip=weight.clip,
@@ -237,6 +226,26 @@ def decode_weight(weight: Weight) -> FakeQuantize:
         form=weight.format,
         given=weight.format.grain.columns is None,
     )
+
+
+def pack_weight(weight: Weight, run: Callable[[Operation], None]) -> None:
+    """Write weight.grouped, of values and clip, on the CPU; `run` runs an operation there."""
+    rows, columns = shape = weight.values_by_rows.shape
+    encoding = decode_weight(
+        dataclasses.replace(weight, decoded=torch.empty(shape, dtype=torch.float32))
+    )
+    codes = torch.empty(shape, dtype=torch.int8)
+    scale = torch.empty(rows, weight.format.grain.grid(shape)[1], dtype=torch.float32)
+    encoding.coded = GroupedCodes(codes=codes, scale=scale, group=weight.group)
+    run(encoding)
+    nothing = GroupedCodes(
+        codes=codes[:0], scale=torch.empty(1, 1, dtype=torch.float32), group=weight.group
+    )
+    product = GroupedProduct(
+        a=nothing, b=encoding.coded, out=torch.empty(0, rows, dtype=torch.float32)
+    )
+    if columns:
+        loader.call("lsq_pack_grouped", product, aligned(weight.grouped))
 
 
 def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):

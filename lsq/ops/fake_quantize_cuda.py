@@ -70,18 +70,16 @@ def launch_fake_quantize_gradient(op: FakeQuantizeGradient, partial):
         **float_define(*floats),
         **row_defines(op.columns),
     )
-    return [entry, *finish(PartialSums.of(partial, op.columns, (op.sum,), op.dclip), leaves=False)]
+    return [entry, *finish(PartialSums.of(partial, op.columns, (op.sum,), op.dclip))]
 
 
 @launches.register(RoundAtRandom)
 def launch_round_at_random(op: RoundAtRandom):
-    return [
-        launch(
-            "fake_quantize.cu",
-            "lsq_round_values_at_random",
-            op,
-            grid=warp_blocks(op.rows),
-            WHOLE=int(op.columns % VECTOR == 0),
-            **float_define(op.x, op.out),
-        )
-    ]
+    return launch(
+        "fake_quantize.cu",
+        "lsq_round_values_at_random",
+        op,
+        grid=warp_blocks(op.rows),
+        WHOLE=int(op.columns % VECTOR == 0),
+        **float_define(op.x, op.out),
+    )

@@ -5,10 +5,9 @@ goes on.
     or by row
 
 (Gated linear units, Dauphin et al. 2017; with SiLU or GELU: SwiGLU and GEGLU, Shazeer 2020.) Gate
-and up are codes as
-their products rounded them, each under its own clip, and the backward pass needs nothing else: what
-keeping more would gain stands in docs/numbers.md. M rows, F columns, a multiple of 8 where anything
-is rounded.
+and up are codes as their products rounded them, each under its own clip, and the backward pass
+needs nothing else: what keeping more would gain stands in docs/numbers.md. M rows, F columns, a
+multiple of 8 where anything is rounded.
 """
 
 from __future__ import annotations
@@ -30,17 +29,12 @@ class Gated(Operation):
         ValueError: one of gate and up is rounded, the other is not.
     """
 
-    gate: In[Rows]
-    """[M, F]"""
-    up: In[Rows]
-    """[M, F]"""
-    activation: Activation
-    """Applied to the gate."""
+    gate: In[Rows]  # [M, F]
+    up: In[Rows]  # [M, F]
+    activation: Activation  # Applied to the gate.
     dropout: In[Dropout] | None
-    out: Out[Activations] | None
-    """[M, F]"""
-    rounded: Out[Coded] | None
-    """[M, F]"""
+    out: Out[Activations] | None  # [M, F]
+    rounded: Out[Coded] | None  # [M, F]
 
     rows = extent(0, "gate.tensor")
     columns = extent(1, "gate.tensor")
@@ -79,10 +73,8 @@ class GatedGradient(Operation):
 
     gradient: In[Activations]
     """[M, F], of the result before its rounding; of either dtype, on the CPU too."""
-    gate: In[Rows]
-    """[M, F]"""
-    up: In[Rows]
-    """[M, F]"""
+    gate: In[Rows]  # [M, F]
+    up: In[Rows]  # [M, F]
     activation: Activation
     dropout: In[Dropout] | None
     dgate: Out[SummedGradient]

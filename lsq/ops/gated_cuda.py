@@ -4,13 +4,12 @@ import torch
 
 from lsq.native import geometry
 from lsq.native.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines
-from lsq.native.launch import FLOATS, TICKET, Launch, float_define, launch
+from lsq.native.launch import FLOATS, TICKET, float_define, launch
 from lsq.ops.gated import Gated, GatedGradient
 from lsq.ops.launches import check_columns, started
 from lsq.ops.sums import SummedGradient
-from lsq.ops.sums_cuda import finish, leave_gradient_sums, parts_of
+from lsq.ops.sums_cuda import KernelSums, gradient_sums, leave_gradient
 from lsq.program.cuda import launches, leave_sums, scratch_of
-from lsq.program.values import Rows
 
 VECTORS = 2
 """Vectors of 8 values that a thread of lsq_gated makes."""
@@ -24,61 +23,52 @@ def launch_gated(op: Gated):
         return [
             launch("gated.cu", "lsq_gated_rows", op, grid=grid, shared=line, **_defines(op, op.out))
         ]
+    return launch(
+        "gated.cu",
+        "lsq_gated",
+        op,
+        TICKET,
+        grid=max(1, -(-op.count // (VECTORS * VECTOR * THREADS))),
+        **_defines(op, op.out),
+        **started(op.rounded),
+    )
+
+
+def _sides(op: GatedGradient) -> list[tuple[SummedGradient, KernelSums]]:
     return [
-        launch(
-            "gated.cu",
-            "lsq_gated",
-            op,
-            TICKET,
-            grid=max(1, -(-op.count // (VECTORS * VECTOR * THREADS))),
-            **_defines(op, op.out),
-            **started(op.rounded),
-        )
+        (end, gradient_sums(end, op.rows, op.columns, rows.coded))
+        for rows, end in ((op.gate, op.dgate), (op.up, op.dup))
     ]
-
-
-def _sides(op: GatedGradient) -> list[tuple[Rows, SummedGradient]]:
-    return [(op.gate, op.dgate), (op.up, op.dup)]
 
 
 @leave_sums.register(GatedGradient)
 def leave_sums_of_gated_gradient(op: GatedGradient, tensor):
-    return [
-        left
-        for rows, end in _sides(op)
-        for left in leave_gradient_sums(end, tensor, op.rows, op.columns, rows.coded)
-    ]
+    return [left for side in _sides(op) for left in leave_gradient(*side, tensor)]
 
 
 @scratch_of.register(GatedGradient)
 def scratch_of_gated_gradient(op: GatedGradient):
-    return [parts_of(op.rows, op.columns, 1) for _, end in _sides(op) if end.parts is None]
+    return [spec for _, sums in _sides(op) for spec in sums.scratch]
 
 
 @launches.register(GatedGradient)
 def launch_gated_gradient(op: GatedGradient, *scratch):
     left, entries = iter(scratch), []
-    for number, (rows, end) in enumerate(_sides(op)):
-        partial = next(left) if end.parts is None else end.parts
-        entries.append(_side(op, number, end, partial))
-        entries += finish(
-            end.partial(partial, op.columns, rows.coded), leaves=end.parts is not None
+    for number, (end, sums) in enumerate(_sides(op)):
+        partial = sums.take(left)
+        kernel = launch(
+            "gated_gradient.cu",
+            "lsq_gated_gradient",
+            op,
+            partial,
+            grid=len(partial),
+            UP=number,
+            ROUNDED=int(end.rounded is not None),
+            **_defines(op, op.gradient, end.floats),
+            **row_defines(op.columns),
         )
+        entries += [kernel, *sums.finish(partial)]
     return entries
-
-
-def _side(op: GatedGradient, number: int, end: SummedGradient, partial: torch.Tensor) -> Launch:
-    return launch(
-        "gated_gradient.cu",
-        "lsq_gated_gradient",
-        op,
-        partial,
-        grid=len(partial),
-        UP=number,
-        ROUNDED=int(end.rounded is not None),
-        **_defines(op, op.gradient, end.floats),
-        **row_defines(op.columns),
-    )
 
 
 def _defines(op: Gated | GatedGradient, *floats: torch.Tensor | None) -> dict[str, int]:

@@ -1,12 +1,15 @@
-"""Gradients as messages of int8 codes, their sums, and back.
+"""Gradients as messages of int8 codes, their sums, and back: what a quantised all-reduce does
+between its collectives.
 
-What a quantised all-reduce does between its collectives. MessageLayout (gradient_layout.py) says
-how a message lies in memory. A block's largest magnitude gives its scale, as
-arithmetic.gradient_scale has it: 0 where it vanishes, NaN where a value is not finite, so that
-overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the bytes of a
-float32, lose less. Codes are the nearest ones, half to even. Sums are float32 sums in order of the
-products code * scale, each rounded before it is added: all devices and all processes compute the
-same bits.
+A bucket of v values is cut into S shards of L values each; what lies beyond v counts as zero. Each
+shard is one message of M bytes: codes, bfloat16 scales [B], zeros up to a multiple of 16 bytes.
+Blocks start anew in each shard, and the last may be short.
+
+A block's largest magnitude gives its scale, as arithmetic.gradient_scale has it: 0 where it
+vanishes, NaN where a value is not finite, so that overflow reaches everyone. It is rounded up to a
+bfloat16: blocks half as long, for the bytes of a float32, lose less. Codes are the nearest ones,
+half to even. Sums are float32 sums in order of the products code * scale, each rounded before it is
+added: all devices and all processes compute the same bits.
 
 v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are
 added up.
@@ -14,21 +17,87 @@ added up.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from lsq.native.launch import FLOATS, check
-from lsq.ops.gradient_layout import MessageLayout
 from lsq.program.declare import AnyFloats, Bytes, Host, In, Out, Value, extent, size
 from lsq.program.operation import Operation
 from lsq.quant import GRADIENT, arithmetic
+
+SHARD_MULTIPLE = 32
+"""Values to whose multiples the length of a shard is rounded up: the smallest block, and aligned in
+every dtype."""
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+_MESSAGE_MULTIPLE = 16
+_SCALE_BYTES = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLayout:
+    """The messages [S, M] of a bucket.
+
+    Raises:
+        ValueError: a field is not what its docstring says, or the shards do not hold the values.
+    """
+
+    values: int  # v, at least 1.
+    shards: int = 1  # S, at least 1.
+    length: int  # L: values of a shard, a multiple of SHARD_MULTIPLE; S * L is at least v.
+    block: int = 128  # Values that share a scale, one of BLOCKS.
+
+    def __post_init__(self):
+        check(
+            self.length % SHARD_MULTIPLE == 0,
+            f"the length of a shard is {self.length}; it must be a multiple of {SHARD_MULTIPLE}:"
+            " let MessageLayout.for_values choose it",
+        )
+        check(
+            self.block in BLOCKS,
+            f"block is {self.block!r}; it must be one of {', '.join(map(str, BLOCKS))}",
+        )
+        check(
+            0 < self.values <= self.shards * self.length,
+            f"{self.shards} shards of {self.length} do not hold {self.values} values, of which"
+            " there must be some",
+        )
+
+    @classmethod
+    def for_values(cls, values: int, shards: int, *, block: int = 128) -> MessageLayout:
+        """The layout with the shortest shards that hold `values` values."""
+        needed = -(-values // max(1, shards))
+        length = -(-needed // SHARD_MULTIPLE) * SHARD_MULTIPLE
+        return cls(values=values, shards=shards, length=length, block=block)
+
+    @property
+    def blocks(self) -> int:
+        """B: blocks of a shard."""
+        return -(-self.length // self.block)
+
+    @property
+    def message_bytes(self) -> int:
+        """M, a multiple of 16."""
+        used = self.length + _SCALE_BYTES * self.blocks
+        return -(-used // _MESSAGE_MULTIPLE) * _MESSAGE_MULTIPLE
+
+    def codes(self, messages: torch.Tensor) -> torch.Tensor:
+        """The codes of messages uint8 [..., M]: a view, int8 [..., L]."""
+        return messages[..., : self.length].view(torch.int8)
+
+    def scales(self, messages: torch.Tensor) -> torch.Tensor:
+        """The scales of messages uint8 [..., M]: a view, bfloat16 [..., B]; NaN where a value was
+        not finite."""
+        return messages[..., self.length : self.length + _SCALE_BYTES * self.blocks].view(
+            torch.bfloat16
+        )
 
 
 class Messages(Value):
     """Messages of gradients. A layout of several shards tells of the messages of each."""
 
     layout: Host[MessageLayout]
-    data: Bytes
-    """[..., M]"""
+    data: Bytes  # [..., M]
 
     @size
     def length(self) -> int:
@@ -64,33 +133,19 @@ class Messages(Value):
 
 
 class PackGradients(Operation):
-    """The messages of the sum of R rows of gradients.
+    """The messages of the sum of R rows of gradients."""
 
-    Raises:
-        ValueError: a tensor has another shape or dtype than the layout of the messages wants.
-    """
-
-    x: In[AnyFloats]
-    """[R, v], added up in order."""
-    messages: Out[Messages]
-    """[S, M]"""
+    x: In[AnyFloats]  # [R, v], added up in order.
+    messages: Out[Messages]  # [S, M]
 
     def __post_init__(self):
         layout = self.messages.layout
-        _require("gradients to pack", self.x, ("at least one row", layout.values), FLOATS)
-        _require(
-            "their messages",
-            self.messages.data,
-            (layout.shards, layout.message_bytes),
-            [torch.uint8],
-        )
+        _require("gradients to pack", self.x, ("at least one row", layout.values))
+        _require("their messages", self.messages.data, (layout.shards, layout.message_bytes))
 
-    rows = extent(0, "x")
-    """R."""
-    values = extent(1, "x")
-    """v."""
-    shards = extent(0, "messages.data")
-    """S."""
+    rows = extent(0, "x")  # R.
+    values = extent(1, "x")  # v.
+    shards = extent(0, "messages.data")  # S.
 
     @size
     def dtype(self) -> int:
@@ -107,38 +162,23 @@ class PackGradients(Operation):
 
 
 class SumMessages(Operation):
-    """The sum of N messages of one shard times a factor, rounded anew.
+    """The sum of N messages of one shard times a factor, rounded anew, in the same layout."""
 
-    Raises:
-        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts
-            differ.
-    """
-
-    messages: In[Messages]
-    """[N, M], added up in order."""
-    factor: float = 1.0
-    """E.g. 1 / world size."""
-    sum: Out[Messages]
-    """[M]"""
+    messages: In[Messages]  # [N, M], added up in order.
+    factor: float = 1.0  # E.g. 1 / world size.
+    sum: Out[Messages]  # [M]
 
     def __post_init__(self):
         given, made = self.messages.layout, self.sum.layout
         check(
             (given.length, given.block) == (made.length, made.block),
             f"messages have shards of {given.length} values in blocks of {given.block}, their sum"
-            f" {made.length} in "
-            f"blocks of {made.block}; only the bits may differ",
+            f" {made.length} in blocks of {made.block}; give both the same layout",
         )
-        _require(
-            "messages to add up",
-            self.messages.data,
-            ("at least one", given.message_bytes),
-            [torch.uint8],
-        )
-        _require("their sum", self.sum.data, (made.message_bytes,), [torch.uint8])
+        _require("messages to add up", self.messages.data, ("at least one", given.message_bytes))
+        _require("their sum", self.sum.data, (made.message_bytes,))
 
-    count = extent(0, "messages.data")
-    """N."""
+    count = extent(0, "messages.data")  # N.
 
     def reference(self):
         total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
@@ -146,30 +186,21 @@ class SumMessages(Operation):
 
 
 class UnpackGradients(Operation):
-    """The values of messages: the sum of R copies times a factor, rounded once to the dtype of x.
+    """The values of messages: the sum of R copies times a factor, rounded once to x's dtype."""
 
-    Raises:
-        ValueError: a tensor has another shape or dtype than the layout of the messages wants.
-    """
-
-    messages: In[Messages]
-    """[R, S, M], added up in order."""
+    messages: In[Messages]  # [R, S, M], added up in order.
     factor: float = 1.0
-    x: Out[AnyFloats]
-    """[v]"""
+    x: Out[AnyFloats]  # [v]
 
     def __post_init__(self):
         layout = self.messages.layout
         wanted = ("at least one copy", layout.shards, layout.message_bytes)
-        _require("messages to unpack", self.messages.data, wanted, [torch.uint8])
-        _require("their values", self.x, (layout.values,), FLOATS)
+        _require("messages to unpack", self.messages.data, wanted)
+        _require("their values", self.x, (layout.values,))
 
-    copies = extent(0, "messages.data")
-    """R."""
-    shards = extent(1, "messages.data")
-    """S."""
-    values = extent(0, "x")
-    """v."""
+    copies = extent(0, "messages.data")  # R.
+    shards = extent(1, "messages.data")  # S.
+    values = extent(0, "x")  # v.
 
     @size
     def dtype(self) -> int:
@@ -192,18 +223,15 @@ def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch
     )
 
 
-def _require(what: str, tensor, shape: tuple, dtypes) -> None:
-    """Refuse a tensor of another shape or dtype; a word in `shape` stands for any number above
-    0."""
+def _require(what: str, tensor, shape: tuple) -> None:
+    """Refuse a tensor of another shape; a word in `shape` stands for any number above 0."""
     fits = len(tensor.shape) == len(shape) and all(
         found > 0 if isinstance(wanted, str) else found == wanted
         for found, wanted in zip(tensor.shape, shape, strict=True)
     )
     check(
-        fits and tensor.dtype in dtypes,
-        f"{what} are {tensor.dtype} {list(tensor.shape)}; the layout wants"
-        f" [{', '.join(map(str, shape))}] of "
-        f"{' or '.join(map(str, dtypes))}",
+        fits,
+        f"{what} are {list(tensor.shape)}; the layout wants [{', '.join(map(str, shape))}]",
     )
 
 

@@ -2,8 +2,7 @@
 
 from lsq.native.geometry import THREADS, VECTOR
 from lsq.native.launch import check, float_define, launch
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import PackGradients, SumMessages, UnpackGradients
+from lsq.ops.gradient_messages import MessageLayout, PackGradients, SumMessages, UnpackGradients
 from lsq.program.cuda import launches
 
 WARP = 32
@@ -15,47 +14,41 @@ LARGEST_GRID = 65535
 @launches.register(PackGradients)
 def launch_pack_gradients(op: PackGradients):
     layout = op.messages.layout
-    return [
-        launch(
-            "gradient_messages.cu",
-            "lsq_pack_gradients",
-            op,
-            grid=_grid(layout, _vectors(layout)),
-            BLOCK=layout.block,
-            MANY=int(op.rows > 1),
-            **float_define(op.x),
-        )
-    ]
+    return launch(
+        "gradient_messages.cu",
+        "lsq_pack_gradients",
+        op,
+        grid=_grid(layout, _vectors(layout)),
+        BLOCK=layout.block,
+        MANY=int(op.rows > 1),
+        **float_define(op.x),
+    )
 
 
 @launches.register(SumMessages)
 def launch_sum_messages(op: SumMessages):
     layout = op.messages.layout
-    return [
-        launch(
-            "gradient_messages.cu",
-            "lsq_sum_messages",
-            op,
-            grid=_grid(layout, _vectors(layout))[0],
-            BLOCK=layout.block,
-        )
-    ]
+    return launch(
+        "gradient_messages.cu",
+        "lsq_sum_messages",
+        op,
+        grid=_grid(layout, _vectors(layout))[0],
+        BLOCK=layout.block,
+    )
 
 
 @launches.register(UnpackGradients)
 def launch_unpack_gradients(op: UnpackGradients):
     layout = op.messages.layout
-    return [
-        launch(
-            "gradient_messages.cu",
-            "lsq_unpack_gradients",
-            op,
-            grid=_grid(layout, 1),
-            BLOCK=layout.block,
-            MANY=int(op.copies > 1),
-            **float_define(op.x),
-        )
-    ]
+    return launch(
+        "gradient_messages.cu",
+        "lsq_unpack_gradients",
+        op,
+        grid=_grid(layout, 1),
+        BLOCK=layout.block,
+        MANY=int(op.copies > 1),
+        **float_define(op.x),
+    )
 
 
 def _vectors(layout: MessageLayout) -> int:

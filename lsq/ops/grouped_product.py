@@ -6,9 +6,9 @@ is not padded.
 
 The inner sums are exact; scaled, they are added in float32 in the order of groups (Dai et al. 2021,
 VS-Quant, arXiv:2102.04503, with float scales; powers of two make it MXINT8 of OCP Microscaling
-Formats 1.0, 2023). So it multiplies what numbers.ScaledFormat encodes as integers of at most 8
-bits, by groups, rows or tensors. M rows, N columns, K values along the inner dimension, G groups,
-the last of which may be smaller.
+Formats 1.0, 2023). Only CPUs have it: Project multiplies what FakeQuantize encoded by what
+pack_weight packed, and the operation alone serves their tests. M rows, N columns, K values along
+the inner dimension, G groups, the last of which may be smaller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from lsq.native import loader, tiles
 from lsq.native.launch import check
 from lsq.program.declare import Codes, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation, Spec
-from lsq.quant.numbers import Grain, NumberFormat, ScaledFormat
+from lsq.program.values import Weight
+from lsq.quant.numbers import NumberFormat, ScaledFormat
 
 STEP = 16
 """Group sizes are multiples of this; 32, 64 and 128 are fast."""
@@ -33,43 +34,14 @@ LARGE = 128
 class GroupedCodes(Value):
     """A matrix [R, K] as integers with scales: codes * scale of their row and group."""
 
-    codes: Codes
-    """[R, K]"""
-    scale: Floats
-    """[R, G] or [R, 1], or [1, 1] for all."""
+    codes: Codes  # [R, K]
+    scale: Floats  # [R, G] or [R, 1], or [1, 1] for all.
     group: int
     """Values along K that share a scale; those whose sums are made together where rows have one."""
 
-    columns = extent(1, "codes")
-    """K."""
+    columns = extent(1, "codes")  # K.
     scale_rows = extent(0, "scale")
     scale_columns = extent(1, "scale")
-
-    @classmethod
-    def of(
-        cls, x: torch.Tensor, form: ScaledFormat, clip: str | torch.Tensor = "absmax"
-    ) -> GroupedCodes:
-        """Encode float x [R, K], with clips as ScaledFormat.encode takes them.
-
-        The values of numbers must be whole, perhaps times a power of two, which scales then are
-        divided by: those of integers and of fp4-e2m1 are, so that mxint8, mxfp4, nvfp4 and vsquant4
-            have products of int8.
-
-        Raises:
-            ValueError: products know no such format.
-        """
-        grain, factor = form.grain, whole_factor(form.number)
-        check(
-            factor is not None and (grain.rows == 1 or grain == Grain.TENSOR),
-            f"{form.name} has no product of int8 codes: choose numbers that are whole up to 127"
-            " times a power of two "
-            "(int2 to int8, fp4-e2m1, ternary) and scales of groups, rows or tensors, as in"
-            " int8/group32",
-        )
-        encoded = form.encode(x, clip)
-        codes = (form.number.decode(encoded.codes) * factor).to(torch.int8)
-        scale = form.scales.decode(encoded.scales).contiguous() / factor
-        return cls(codes=codes, scale=scale, group=grain.columns or LARGE)
 
     def regrouped(self, group: int) -> GroupedCodes:
         """The matrix in groups of another size, if its rows have one scale.
@@ -80,8 +52,7 @@ class GroupedCodes(Value):
         check(
             group == self.group or self.scale.shape[1] == 1,
             f"codes have scales of groups of {self.group}, which cannot become groups of {group}:"
-            " encode both operands "
-            "in groups of one size",
+            " encode both operands in groups of one size",
         )
         return GroupedCodes(codes=self.codes, scale=self.scale, group=group)
 
@@ -97,8 +68,7 @@ class GroupedProduct(Operation):
     """out [M, N] = a [M, K] times b [N, K] transposed; see above."""
 
     a: In[GroupedCodes]
-    b: In[GroupedCodes]
-    """Its groups are those of a."""
+    b: In[GroupedCodes]  # Its groups are those of a.
     out: Out[Floats]
 
     rows = extent(0, "a.codes")
@@ -115,8 +85,7 @@ class GroupedProduct(Operation):
         check(
             self.a.group == group and self.b.codes.shape[1] == inner,
             f"a has rows of {inner} values in groups of {self.a.group}, b of"
-            f" {self.b.codes.shape[1]} in groups of "
-            f"{group}; both must be the same",
+            f" {self.b.codes.shape[1]} in groups of {group}; both must be the same",
         )
         groups = -(-inner // group)
         for name, codes, count in (("a", self.a, rows), ("b", self.b, columns)):
@@ -124,8 +93,7 @@ class GroupedProduct(Operation):
             check(
                 tuple(codes.scale.shape) in allowed,
                 f"scales of {name} have the shape {list(codes.scale.shape)}; its codes"
-                f" {list(codes.codes.shape)} in "
-                f"groups of {group} take"
+                f" {list(codes.codes.shape)} in groups of {group} take"
                 f" {' or '.join(str(list(shape)) for shape in dict.fromkeys(allowed))}",
             )
 
@@ -201,3 +169,19 @@ def whole_factor(number: NumberFormat) -> int | None:
 def aligned(memory: torch.Tensor) -> torch.Tensor:
     """Bytes from a multiple of ALIGNMENT on."""
     return memory[-memory.data_ptr() % tiles.ALIGNMENT :]
+
+
+def unpacked_values(weight: Weight) -> torch.Tensor:
+    """Reference: the values float32 [N, K] of weight.grouped."""
+    (rows, columns), group, pair = weight.shape, weight.group, tiles.PAIR
+    pairs, groups = -(-rows // pair), -(-columns // group)
+    blocks = aligned(weight.grouped)[: pairs * groups * pair * (group + 8)].view(pairs, groups, -1)
+    codes = (
+        blocks[..., : pair * group]
+        .view(torch.int8)
+        .reshape(pairs, groups, 2, group // 4, pair // 2, 4)
+    )
+    codes = codes.permute(0, 2, 4, 1, 3, 5).reshape(pairs * pair, -1)[:rows, :columns]
+    scale = blocks[..., pair * (group + 4) :].contiguous().view(torch.float32)
+    scale = scale.permute(0, 2, 1).reshape(-1, groups)[:rows]
+    return GroupedCodes(codes=codes, scale=scale, group=group).decode()

@@ -35,33 +35,24 @@ class ProjectInputGradient(Operation):
         ValueError: it shall go to floats and to codes.
     """
 
-    gradient: In[RoundedGradient] | None
-    """[M, P], under backward="int8"."""
-    floats: In[Activations] | None
-    """[M, P], otherwise; [M, N] in float mode."""
+    gradient: In[RoundedGradient] | None  # [M, P], under backward="int8".
+    floats: In[Activations] | None  # [M, P], otherwise; [M, N] in float mode.
     weight: In[Weight]
     """[N, K]; codes and scale alone, or, in float mode, values alone, by inputs [K, N].
 
     A GPU transposes codes that did not come so.
     """
-    x: In[Coded] | None
-    """[M, K]; None in float mode."""
+    x: In[Coded] | None  # [M, K]; None in float mode.
     nonlinearity: In[Nonlinearity] | None
     """Epilogue of the product that made x; None if x was made otherwise."""
     accumulated: In[Activations] | None
     """[M, K], from other readers of x; with a rounded gradient, it may be the memory of dx."""
-    added: In[Activations] | None
-    """[M, K], another gradient of the same, as it will be in the end."""
-    dx: Out[Activations] | None
-    """[M, K]"""
-    rounded: Out[RoundedGradient] | None
-    """[M, K], in place of dx."""
-    sum: Out[Floats] | None
-    """[K], over rows: the gradient of a bias."""
-    dclip: Out[Floats] | None
-    """[1], of x."""
-    parts: Out[Floats] | None
-    """Parts of `sum` and `dclip`, in place of these; see lsq.ops.sums."""
+    added: In[Activations] | None  # [M, K], another gradient of the same, as it will be in the end.
+    dx: Out[Activations] | None  # [M, K]
+    rounded: Out[RoundedGradient] | None  # [M, K], in place of dx.
+    sum: Out[Floats] | None  # [K], over rows: the gradient of a bias.
+    dclip: Out[Floats] | None  # [1], of x.
+    parts: Out[Floats] | None  # Parts of `sum` and `dclip`, in place of these; see lsq.ops.sums.
 
     def __post_init__(self):
         check(

@@ -16,13 +16,11 @@ from lsq.ops.launches import (
     transpose_codes,
 )
 from lsq.ops.sums import PartialSums
-from lsq.ops.sums_cuda import PADDING, check_parts, finish, parts_of
+from lsq.ops.sums_cuda import PADDING, KernelSums, parts_of
 from lsq.program.cuda import launches, leave_sums, scratch_of
-from lsq.program.operation import Spec
 
 PRODUCTS = {torch.int32: 0, torch.float32: 1}
 """-DPRODUCT by dtype; else 2: Float."""
-
 LONG_SUMS = 3
 """-DPRODUCT of sums of codes as float32."""
 
@@ -36,18 +34,25 @@ def _tile(op: ProjectInputGradient) -> TileConfiguration | None:
     return gemm.cuda_tile(GEMM, op.rows, op.columns, op.gradient.codes.shape[1])
 
 
-def _parts(op: ProjectInputGradient) -> Spec:
-    """(shape, dtype) of what a GPU leaves of the sums."""
-    tile = _tile(op)
-    return (
-        parts_of(op.rows, op.columns, 1) if tile is None else tile_parts(tile, op.rows, op.columns)
-    )
+def _sums(op: ProjectInputGradient) -> KernelSums:
+    """Partial sums; tiles leave a row for each row of warps, and a number for the clip for each
+    warp across."""
+    tile, clips, spec = _tile(op), 1, parts_of(op.rows, op.columns)
+    if tile is not None:
+        across, down = tile.blocks(op.rows, op.columns)
+        clips = tile.warps[1] * across
+        width = op.columns + -(-clips // PADDING) * PADDING
+        spec = (tile.warps[0] * down, width), torch.float32
+
+    def of(parts) -> PartialSums:
+        return PartialSums.of(parts, op.columns, (op.sum,), op.dclip, op.x, clips)
+
+    return KernelSums(op, spec, of, ("sum", "dclip"))
 
 
 @scratch_of.register(ProjectInputGradient)
 def scratch_of_project_input_gradient(op: ProjectInputGradient):
-    partial = [] if op.parts is not None else [_parts(op)]
-    shape = op.rows, op.columns
+    partial, shape = _sums(op).scratch, (op.rows, op.columns)
     if op.gradient is not None:
         sums = sums_scratch(*shape, op.gradient.codes.shape[1]) if _tile(op) is None else []
         transposed = tuple(reversed(op.weight.matrix.shape)), torch.int8
@@ -60,42 +65,31 @@ def scratch_of_project_input_gradient(op: ProjectInputGradient):
 
 @leave_sums.register(ProjectInputGradient)
 def leave_sums_of_project_input_gradient(op: ProjectInputGradient, tensor):
-    found = _sums(op, tensor(op.outputs[0].name + ".parts", *_parts(op)))
-    if not found.wanted:
-        return []
-    op.parts, op.sum, op.dclip = found.parts, None, None
-    return [found]
-
-
-def _sums(op: ProjectInputGradient, parts) -> PartialSums:
-    tile = _tile(op)
-    clips = 1 if tile is None else clip_parts(tile, op.columns)
-    return PartialSums.of(parts, op.columns, (op.sum,), op.dclip, op.x, clips)
+    return _sums(op).leave(op.outputs[0].name, tensor)
 
 
 @launches.register(ProjectInputGradient)
 def launch_project_input_gradient(op: ProjectInputGradient, *scratch):
-    partial, *scratch = scratch if op.parts is None else (op.parts, *scratch)
-    check_parts(partial, _parts(op))
+    left, sums = iter(scratch), _sums(op)
+    partial = sums.take(left)
     entries_of = _int8_entries if op.gradient is not None else _float_entries
-    entries = entries_of(op, partial, scratch)
-    return [*entries, *finish(_sums(op, partial), leaves=op.parts is not None)]
+    return [*entries_of(op, partial, left), *sums.finish(partial)]
 
 
 def _int8_entries(op: ProjectInputGradient, partial, scratch):
     tile, weight, transposed = _tile(op), op.weight.transposed, []
     if weight is None:
-        weight, *scratch = scratch
+        weight = next(scratch)
         transposed = [transpose_codes(op.weight.codes, weight)]
     if tile is not None:
         return [*transposed, input_gradient_product(op, tile, weight, partial)]
     name = GEMM if op.rounded is None else Product.op  # which no kernel ends
-    products = int8_products(op.gradient.codes, weight, *scratch, op=name)
-    return [*transposed, *products, _epilogue(op, scratch[-1], partial)]
+    sums = list(scratch)
+    products = int8_products(op.gradient.codes, weight, *sums, op=name)
+    return [*transposed, *products, _epilogue(op, sums[-1], partial)]
 
 
 def _float_entries(op: ProjectInputGradient, partial, scratch):
-    scratch = iter(scratch)
     product = op.dx if _in_place(op) else next(scratch)
     weights, weight = converted(op.weight.matrix, op.weight.scale, _product_dtype(op), scratch)
     gradients, gradient = converted(op.floats, None, _product_dtype(op), scratch)
@@ -103,10 +97,8 @@ def _float_entries(op: ProjectInputGradient, partial, scratch):
     return [*weights, *gradients, *([multiply] if op.rows else []), _epilogue(op, product, partial)]
 
 
-def _epilogue(op: ProjectInputGradient, product, partial):
-    before = op.nonlinearity and op.nonlinearity.before
+def _epilogue(op: ProjectInputGradient, product, partial) -> Launch:
     long = op.gradient is not None and product.dtype == torch.float32
-    given = [one for one in (op.floats, before, op.accumulated, op.added, op.dx) if one is not None]
     return launch(
         "input_gradient.cu",
         "lsq_project_input_gradient",
@@ -116,8 +108,7 @@ def _epilogue(op: ProjectInputGradient, product, partial):
         grid=len(partial),
         PRODUCT=LONG_SUMS if long else PRODUCTS.get(product.dtype, 2),
         ROUNDED=int(op.rounded is not None),
-        **epilogue_defines(op),
-        **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}),
+        **_defines(op),
         **row_defines(op.columns),
     )
 
@@ -127,27 +118,21 @@ def _product_dtype(op: ProjectInputGradient) -> torch.dtype:
 
 
 def _in_place(op: ProjectInputGradient) -> bool:
-    """Whether the product of floats on a GPU can be written where its end goes."""
+    """A product of floats can be written where its end goes."""
     return op.dx is not None and op.dx.dtype in (torch.float32, _product_dtype(op))
 
 
-def epilogue_defines(op: ProjectInputGradient) -> dict[str, int]:
-    """-D for csrc/cuda/input_gradient_epilogue.cuh, of what few ends have."""
+def _defines(op: ProjectInputGradient) -> dict[str, int]:
+    """-D for csrc/cuda/input_gradient_epilogue.cuh."""
     end = op.nonlinearity
-    slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
-    return slope | ({} if op.accumulated is None else {"ACCUMULATED": 1})
-
-
-def clip_parts(tile: TileConfiguration, columns: int) -> int:
-    """Numbers for the clip in each row of parts: one of each warp across."""
-    return tile.warps[1] * tile.blocks(0, columns)[0]
-
-
-def tile_parts(tile: TileConfiguration, rows: int, columns: int) -> Spec:
-    """(shape, dtype) of the parts that the kernel leaves (lsq.ops.sums): a row of each row of
-    warps."""
-    width = columns + -(-clip_parts(tile, columns) // PADDING) * PADDING
-    return (tile.warps[0] * tile.blocks(rows, columns)[1], width), torch.float32
+    before = end and end.before
+    slope = {} if before is None else {"ACTIVATION": int(end.activation)}
+    accumulated = {} if op.accumulated is None else {"ACCUMULATED": 1}
+    floats = [op.floats, before, op.accumulated, op.added, op.dx]
+    given = [one for one in floats if one is not None]
+    return (
+        slope | accumulated | (float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]})
+    )
 
 
 def input_gradient_product(
@@ -159,29 +144,13 @@ def input_gradient_product(
         op: of a gradient in codes.
         tile: not in parts.
         weight: int8 [K, P], its codes transposed.
-        partial: as `tile_parts` says.
-
-    Raises:
-        ValueError: it ends in codes, whose scales want whole rows; or the kernel does not take the
-            shape.
+        partial: see `_sums`.
     """
     check(
         op.rounded is None,
         "a product that ends by tiles has floats: to round a row takes all of its tiles",
     )
-    before = op.nonlinearity and op.nonlinearity.before
-    given = [one for one in (before, op.accumulated, op.added, op.dx) if one is not None]
+    source, name = "input_gradient_product.cu", "lsq_input_gradient_product"
     columns, inner = weight.shape
-    return tiled(
-        "input_gradient_product.cu",
-        "lsq_input_gradient_product",
-        tile,
-        (op.rows, columns, inner),
-        op,
-        weight,
-        inner,
-        partial,
-        partial.shape[1],
-        **float_define(*given),
-        **epilogue_defines(op),
-    )
+    arguments = op, weight, inner, partial, partial.shape[1]
+    return tiled(source, name, tile, (op.rows, columns, inner), *arguments, **_defines(op))

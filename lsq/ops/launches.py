@@ -60,11 +60,7 @@ def add_sums(sums: torch.Tensor, total: torch.Tensor, *, adds: bool) -> Launch:
 
 
 def check_columns(multiple: int, **columns: int) -> None:
-    """Refuse widths that are no multiple of `multiple`, naming them.
-
-    Raises:
-        ValueError: a width is not.
-    """
+    """Raise ValueError for a width that is no multiple of `multiple`, naming it."""
     for name, width in columns.items():
         check(
             width % multiple == 0,
@@ -99,13 +95,8 @@ def int8_products(
     """Products for sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed; none for an
     empty batch.
 
-    Args:
-        a, b, sums: see above.
-        total: float32 [M, N], where K is longer than one int32 sum may be: the sums of its parts.
-        op: who reads the sums, where tuned files tell (lsq.native.launch.Product).
-
-    Raises:
-        ValueError: N or K is no multiple of 16.
+    `total`: float32 [M, N], where K is longer than one int32 sum may be: the sums of its parts.
+    `op`: who reads the sums, where tuned files tell (lsq.native.launch.Product).
     """
     check_columns(
         16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]}
@@ -133,11 +124,7 @@ def converted(
     scratch: Iterator[torch.Tensor],
 ) -> tuple[list[Launch], torch.Tensor]:
     """(launches, values [M, N] in `dtype`): codes times their scale [M] or [1], or floats of
-    another dtype.
-
-    Raises:
-        ValueError: N is no multiple of 8.
-    """
+    another dtype."""
     if values.dtype == dtype:
         return [], values
     check_columns(8, **{"the width of an operand to convert": values.shape[1]})
@@ -146,23 +133,12 @@ def converted(
 
 
 def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
-    """codes int8 [M, N] -> out int8 [N, P].
-
-    Raises:
-        ValueError: N or P is no multiple of 16.
-    """
-    rows, columns = codes.shape
-    check_columns(
-        16,
-        **{
-            "the width of codes to transpose": columns,
-            "the width of transposed codes": out.shape[1],
-        },
-    )
-    grid = tiles(out.shape[1], columns)
-    return launch(
-        "transpose.cu", "lsq_transpose_codes", codes, out, rows, columns, out.shape[1], grid=grid
-    )
+    """codes int8 [M, N] -> out int8 [N, P]."""
+    (rows, columns), width = codes.shape, out.shape[1]
+    given, made = "the width of codes to transpose", "the width of transposed codes"
+    check_columns(16, **{given: columns, made: width})
+    sizes, grid = (rows, columns, width), tiles(width, columns)
+    return launch("transpose.cu", "lsq_transpose_codes", codes, out, *sizes, grid=grid)
 
 
 def transposed_scratch(rows: int, columns: int) -> tuple:
@@ -186,8 +162,7 @@ def tiled(
     of them if M is 0.
 
     Raises:
-        ValueError: N or K is no multiple of 16, or the product has more rows, or more tiles in
-            parts, than there is room for.
+        ValueError: N or K is no multiple of 16, or there are too many rows, or tiles in parts.
     """
     m, n, k = shape
     check_columns(16, **{"the inner width of an int8 product": k, "its outer width": n})

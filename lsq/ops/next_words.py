@@ -27,32 +27,21 @@ class NextWords(Operation):
             device reads; on CUDA, P or H is no multiple of 16.
     """
 
-    x: In[Coded]
-    """[R, H]"""
-    weight: In[Weight] | None
-    """[P, H], codes and scale: on CUDA."""
-    packed_weight: In[PackedWeight] | None
-    """[P, H], in place of it: on the CPU."""
-    vocabulary: int
-    """V, at most P."""
-    wanted: In[Indices] | None
-    """[R, W]"""
+    x: In[Coded]  # [R, H]
+    weight: In[Weight] | None  # [P, H], codes and scale: on CUDA.
+    packed_weight: In[PackedWeight] | None  # [P, H], in place of it: on the CPU.
+    vocabulary: int  # V, at most P.
+    wanted: In[Indices] | None  # [R, W]
     words: Out[Indices] | None
     """[R, K], the best ones, best first; of equal logits the lower number first."""
-    scores: Out[Floats] | None
-    """[R, K], log-probabilities of these."""
-    wanted_scores: Out[Floats] | None
-    """[R, W], of `wanted`."""
-    every: Out[Floats] | None
-    """[R, V], of all words."""
+    scores: Out[Floats] | None  # [R, K], log-probabilities of these.
+    wanted_scores: Out[Floats] | None  # [R, W], of `wanted`.
+    every: Out[Floats] | None  # [R, V], of all words.
 
     rows = extent(0, "x.codes")
-    columns = extent(0, "weight.codes", "packed_weight.scale")
-    """P."""
-    best = extent(1, "words")
-    """K."""
-    asked = extent(1, "wanted")
-    """W."""
+    columns = extent(0, "weight.codes", "packed_weight.scale")  # P.
+    best = extent(1, "words")  # K.
+    asked = extent(1, "wanted")  # W.
 
     def __post_init__(self):
         check(

@@ -44,8 +44,7 @@ class Activation(IntEnum):
 
     @property
     def bounded_slope(self) -> bool:
-        """Whether its slope is kept as an int8: it takes more than two values, all within
-        +-1.13."""
+        """Its slope takes more than two values, all within +-1.13, and is kept as int8."""
         return self in (Activation.gelu, Activation.gelu_tanh, Activation.silu)
 
 
@@ -54,8 +53,7 @@ class Nonlinearity(Value):
 
     activation: Activation = Activation.none
     dropout: In[Dropout] | None
-    positive: Bits | None
-    """For ReLU: y > 0."""
+    positive: Bits | None  # For ReLU: y > 0.
     slope: Codes | None
     """For a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
     before: Activations | None

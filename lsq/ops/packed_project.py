@@ -22,8 +22,7 @@ SIDE = 16
 ALIGNMENT = 64
 """Bytes to whose multiple tiles begin."""
 HALVES, WORDS, UNITS = 4, 64, 8
-"""Of a sparse block: halves of tiles; of each half, bytes that say what is kept, and units of four
-inputs."""
+"""Halves of tiles in a sparse block; bytes of positions, and units of four inputs, in each half."""
 INT4_BLOCK = 1088
 """Bytes of two tiles of 4-bit codes, with their multipliers."""
 
@@ -31,22 +30,16 @@ INT4_BLOCK = 1088
 class PackedWeight(Value):
     """Codes [P, K] as tiles, and their scales."""
 
-    tiles: Bytes
-    """Of tiles.packed_bytes(P, K) bytes, or less if sparse; aligned to 64 bytes."""
-    scale: Floats
-    """[P]"""
-    inner: int
-    """K."""
-    sparse: bool
-    """Whether tiles hold two of four inputs alone."""
+    tiles: Bytes  # Of tiles.packed_bytes(P, K) bytes, or less if sparse; aligned to 64 bytes.
+    scale: Floats  # [P]
+    inner: int  # K.
+    sparse: bool  # Whether tiles hold two of four inputs alone.
     bits: int
     """8, or 4: groups of Int4 that products unpack in registers, as csrc/cpu/int4_tiles.h lays them
     out."""
-    instructions: int
-    """Instructions that multiply; see lsq/native/tiles.py."""
+    instructions: int  # Instructions that multiply; see lsq/native/tiles.py.
 
-    columns = extent(0, "scale")
-    """P."""
+    columns = extent(0, "scale")  # P.
 
     @classmethod
     def of(
@@ -61,14 +54,7 @@ class PackedWeight(Value):
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_bytes(*codes.shape))
         loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, memory))
-        return cls(
-            tiles=memory,
-            scale=scale,
-            inner=codes.shape[1],
-            sparse=False,
-            bits=8,
-            instructions=tiles.INSTRUCTIONS[chosen],
-        )
+        return cls._of(memory, scale, codes.shape[1], chosen)
 
     @classmethod
     def of_sparse(
@@ -82,43 +68,32 @@ class PackedWeight(Value):
         chosen = _chosen(instructions)
         memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
         fits = torch.zeros(1, dtype=torch.int64, device="cpu")
-        loader.call("lsq_pack_sparse", tiles.TileProduct.of(codes[:1], codes, chosen, memory), fits)
+        product = tiles.TileProduct.of(codes[:1], codes, chosen, memory)
+        loader.call("lsq_pack_sparse", product, fits)
         if not fits:
             raise ValueError(
                 f"the codes {list(codes.shape)} are not 2:4 sparse: multiply them by a mask of"
-                " lsq.models.sparsity.choose, or "
-                "pack them with PackedWeight.of"
+                " lsq.models.sparsity.choose, or pack them with PackedWeight.of"
             )
-        return cls(
-            tiles=memory,
-            scale=scale,
-            inner=codes.shape[1],
-            sparse=True,
-            bits=8,
-            instructions=tiles.INSTRUCTIONS[chosen],
-        )
+        return cls._of(memory, scale, codes.shape[1], chosen, sparse=True)
 
     @classmethod
     def of_int4(
         cls, stored: torch.Tensor, scale: torch.Tensor, inner: int, instructions: str | None = None
     ) -> PackedWeight:
         """Pack what Int4 stores of K = `inner` inputs, int8 [P, stored columns], with scale float32
-        [P].
-
-        Raises:
-            ValueError: see `of`.
-        """
+        [P]; see `of`."""
         chosen, columns = _chosen(instructions), len(stored)
         blocks = _int4_shape(columns, inner)
         memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # and a sum for each column
         loader.call("lsq_pack_int4", stored.contiguous(), columns, inner, memory)
+        return cls._of(memory, scale, inner, chosen, bits=4)
+
+    @classmethod
+    def _of(cls, memory, scale, inner: int, chosen: str, *, sparse=False, bits=8) -> PackedWeight:
+        number = tiles.INSTRUCTIONS[chosen]
         return cls(
-            tiles=memory,
-            scale=scale,
-            inner=inner,
-            sparse=False,
-            bits=4,
-            instructions=tiles.INSTRUCTIONS[chosen],
+            tiles=memory, scale=scale, inner=inner, sparse=sparse, bits=bits, instructions=number
         )
 
     def codes(self) -> torch.Tensor:
@@ -200,17 +175,12 @@ def _aligned(count: int) -> torch.Tensor:
 class PackedProject(Operation):
     """activation(x weight^T + bias) [M, P] of codes."""
 
-    x: In[Coded]
-    """[M, K]"""
-    weight: In[PackedWeight]
-    """[P, K]"""
-    bias: In[Floats] | None
-    """[P]"""
+    x: In[Coded]  # [M, K]
+    weight: In[PackedWeight]  # [P, K]
+    bias: In[Floats] | None  # [P]
     activation: Activation = Activation.none
-    out: Out[Floats] | None
-    """[M, P]"""
-    rounded: Out[Coded] | None
-    """[M, P], without bits or errors for a backward pass."""
+    out: Out[Floats] | None  # [M, P]
+    rounded: Out[Coded] | None  # [M, P], without bits or errors for a backward pass.
 
     rows = extent(0, "x.codes")
 

@@ -17,11 +17,10 @@ from lsq import gemm
 from lsq.native import loader, tiles
 from lsq.native.launch import FLOATS
 from lsq.ops.gated import Gated
-from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of
-from lsq.ops.grouped_weight import unpacked_values
+from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of, unpacked_values
 from lsq.ops.nonlinearity import Nonlinearity, epilogue
-from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import Round, RoundGradient, unpacked
+from lsq.ops.weight_gradient import append_gradients
 from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
@@ -33,29 +32,24 @@ GEMM = "project"
 class Project(Operation):
     """dropout(activation(x weight^T + bias)) [M, P] of codes, or of floats in float mode."""
 
-    x: In[Rows]
-    """[M, K]"""
+    x: In[Rows]  # [M, K]
     weight: In[Weight]
     """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; its values are multiplied in float mode.
     """
     groups: In[GroupedCodes] | None
     """[M, K], x again, for what is multiplied where the weight is grouped: on the CPU, without a
     backward pass."""
-    bias: In[Floats] | None
-    """[P]"""
+    bias: In[Floats] | None  # [P]
     out: Out[Activations] | None
     """[M, P]; of floats, always. Of codes it has either dtype, on the CPU too."""
-    rounded: Out[Coded] | None
-    """[M, P]; of codes, P is a multiple of 8."""
-    nonlinearity: Out[Nonlinearity] | None
-    """Activation and dropout, between bias and rounding."""
+    rounded: Out[Coded] | None  # [M, P]; of codes, P is a multiple of 8.
+    nonlinearity: Out[Nonlinearity] | None  # Activation and dropout, between bias and rounding.
     accumulates: Host[bool] = False
-    """Whether a product before this one reads x as well, whose gradient takes in that of this one.
-    """
+    """An earlier product reads x, too; its gradient of x adds the gradient that this product
+    makes."""
 
     rows = extent(0, "x.tensor")
-    columns = extent(0, "weight")
-    """P."""
+    columns = extent(0, "weight")  # P.
 
     @size
     def out_dtype(self) -> int:
@@ -71,7 +65,7 @@ class Project(Operation):
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether anything is done to a product of floats."""
+        """A product of floats is not the result yet."""
         return self.bias is not None or self.nonlinearity is not None
 
     def reference(self):
@@ -135,7 +129,7 @@ class Project(Operation):
         )
 
     def _dtype_for(self, producer, builder) -> torch.dtype:
-        """Of the gradient that the one who made x reads, of those that read either."""
+        """Dtype in which the operation that made x reads its gradient, if it can read both."""
         if isinstance(producer, Round):
             return producer.x.dtype
         reads_either = isinstance(producer, Gated) and producer.rounded is not None
@@ -157,8 +151,7 @@ class Project(Operation):
         if self.nonlinearity is not None or self.rounded is not None:
             raise ValueError(
                 f"the gradient of {result.name} comes from outside, where nothing undoes its"
-                " activation, dropout or "
-                "rounding: a product at the end of a program has neither"
+                " activation, dropout or rounding: a product at the end of a program has neither"
             )
         rounded = None
         if self.x.coded is not None and builder.quant.backward == "int8":

@@ -69,26 +69,14 @@ def _epilogue(op: Project, sums):
 
 def project_product(op: Project, tile: TileConfiguration) -> Launch:
     """The one launch that does what a `Project` of codes does; a launch without rows writes its
-    scale.
-
-    Raises:
-        ValueError: K or P is no multiple of 16, or there are more rows than a grid has blocks for.
-    """
+    scale."""
     inner, end = op.x.tensor.shape[1], op.nonlinearity or Nonlinearity()
-    stored = {"INT4": 1} if op.weight.format.packed else {}
-    return tiled(
-        "project_product.cu",
-        "lsq_project_product",
-        tile,
-        (op.rows, op.columns, inner),
-        op,
-        inner,
-        TICKET,
-        ACTIVATION=int(end.activation),
-        **started(op.rounded),
-        **stored,
-        **({} if op.out is None else float_define(op.out)),
-    )
+    defines = {"ACTIVATION": int(end.activation), **started(op.rounded)}
+    defines |= {"INT4": 1} if op.weight.format.packed else {}
+    defines |= {} if op.out is None else float_define(op.out)
+    shape = op.rows, op.columns, inner
+    source, name = "project_product.cu", "lsq_project_product"
+    return tiled(source, name, tile, shape, op, inner, TICKET, **defines)
 
 
 def packed_tile(rows: int, inner: int) -> TileConfiguration:

@@ -28,10 +28,8 @@ class NormalisedRows(Value):
     codes * scale."""
 
     format: Host[Format]
-    codes: Codes
-    """[M, H]"""
-    scale: Floats
-    """[M]; NaN for a row that holds a NaN or an infinity."""
+    codes: Codes  # [M, H]
+    scale: Floats  # [M]; NaN for a row that holds a NaN or an infinity.
 
     @factor
     def largest(self) -> float:
@@ -51,13 +49,10 @@ class NormalisedRows(Value):
 class ResidualSum(Value):
     """z of a residual and what a block adds to it."""
 
-    residual: In[Activations]
-    """[M, H]"""
-    update: In[Activations] | None
-    """[M, H]"""
+    residual: In[Activations]  # [M, H]
+    update: In[Activations] | None  # [M, H]
     dropout: In[Dropout] | None
-    z: Activations | None
-    """[M, H]; None: nobody reads it."""
+    z: Activations | None  # [M, H]; None: nobody reads it.
 
     def compute(self) -> torch.Tensor:
         """Reference: z."""
@@ -78,8 +73,8 @@ class ResidualSum(Value):
         return self.residual, self.update, self.z
 
     def gradient(self, builder, normed: bool) -> ResidualSumGradient:
-        """Where the gradients go, with that of z so far; `normed`: one comes through a norm as
-        well.
+        """Fields that receive the gradients, with the gradient of z so far; `normed`: another one
+        comes through a norm.
 
         Whoever adds the operation that writes them accumulates the gradient of the residual
         afterwards.
@@ -100,21 +95,18 @@ class ResidualSum(Value):
 class ResidualSumGradient(Value):
     """The gradients of a ResidualSum, from that of z itself and that which comes through a norm."""
 
-    dz: In[Activations] | None
-    """[M, H], of z itself."""
+    dz: In[Activations] | None  # [M, H], of z itself.
     dropout: In[Dropout] | None
     dresidual: Activations | None
     """[M, H], both together; None where nothing comes through a norm: it is dz."""
-    dupdate: Activations | None
-    """[M, H]"""
-    rounded: RoundedGradient | None
-    """dupdate, rounded for the products that go back from there."""
+    dupdate: Activations | None  # [M, H]
+    rounded: RoundedGradient | None  # dupdate, rounded for the products that go back from there.
     dupdate_sum: Floats | None
     """[H], dupdate summed over rows: the gradient of the bias that is in `update`."""
 
     @property
     def updated(self) -> bool:
-        """Whether anything was added to the residual."""
+        """A block added something to the residual."""
         return self.dupdate is not None or self.rounded is not None
 
     @property
@@ -140,21 +132,15 @@ class ResidualNorm(Operation):
     """z [M, H] of a residual and what a block adds to it; its norm and the codes of that."""
 
     sum: Out[ResidualSum]
-    weight: In[Floats] | None
-    """[H]; None: no norm."""
-    bias: In[Floats] | None
-    """[H], of LayerNorm."""
+    weight: In[Floats] | None  # [H]; None: no norm.
+    bias: In[Floats] | None  # [H], of LayerNorm.
     epsilon: float = 1e-5
-    mean: Out[Floats] | None
-    """[M], of LayerNorm; None: it is not subtracted."""
-    rstd: Out[Floats] | None
-    """[M]"""
+    mean: Out[Floats] | None  # [M], of LayerNorm; None: it is not subtracted.
+    rstd: Out[Floats] | None  # [M]
     normalised: Out[NormalisedRows] | None
     """[M, H], what the backward pass reads in place of z and the mean."""
-    out: Out[Activations] | None
-    """[M, H]"""
-    rounded: Out[Coded] | None
-    """[M, H]"""
+    out: Out[Activations] | None  # [M, H]
+    rounded: Out[Coded] | None  # [M, H]
 
     rows = extent(0, "sum.residual")
     columns = extent(1, "sum.residual")
@@ -211,24 +197,15 @@ class ResidualNormGradient(Operation):
     Without a norm, the gradient of the residual is that of z itself.
     """
 
-    dout: In[Activations] | None
-    """[M, H], of the norm's result; None without a norm."""
-    normalised: In[NormalisedRows] | None
-    """[M, H]; None: z is read."""
-    z: In[Activations] | None
-    """[M, H]"""
-    mean: In[Floats] | None
-    """[M], of LayerNorm, with z."""
-    rstd: In[Floats] | None
-    """[M]"""
-    centred: bool = False
-    """Whether the norm has subtracted the mean, as LayerNorm does."""
-    weight: In[Floats] | None
-    """[H]"""
-    dweight: Out[Floats] | None
-    """[H]"""
-    dbias: Out[Floats] | None
-    """[H]"""
+    dout: In[Activations] | None  # [M, H], of the norm's result; None without a norm.
+    normalised: In[NormalisedRows] | None  # [M, H]; None: z is read.
+    z: In[Activations] | None  # [M, H]
+    mean: In[Floats] | None  # [M], of LayerNorm, with z.
+    rstd: In[Floats] | None  # [M]
+    centred: bool = False  # Whether the norm has subtracted the mean, as LayerNorm does.
+    weight: In[Floats] | None  # [H]
+    dweight: Out[Floats] | None  # [H]
+    dbias: Out[Floats] | None  # [H]
     sum: Out[ResidualSumGradient]
     parts: Out[Floats] | None
     """Parts of `dweight`, `dbias` and `sum.dupdate_sum`, in place of these; see lsq.ops.sums."""

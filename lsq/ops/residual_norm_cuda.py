@@ -5,73 +5,65 @@ from lsq.native.launch import TICKET, float_define, launch
 from lsq.ops.launches import started
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.ops.sums import PartialSums
-from lsq.ops.sums_cuda import finish, parts_of
+from lsq.ops.sums_cuda import KernelSums, parts_of
 from lsq.program.cuda import launches, leave_sums, scratch_of
 
 
 @launches.register(ResidualNorm)
 def launch_residual_norm(op: ResidualNorm):
-    return [
-        launch(
-            "residual_norm.cu",
-            "lsq_residual_norm",
-            op,
-            TICKET,
-            grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
-            **float_define(*op.sum.tensors, op.out),
-            **row_defines(op.columns),
-            **started(op.rounded),
-        )
-    ]
+    return launch(
+        "residual_norm.cu",
+        "lsq_residual_norm",
+        op,
+        TICKET,
+        grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
+        **float_define(*op.sum.tensors, op.out),
+        **row_defines(op.columns),
+        **started(op.rounded),
+    )
 
 
-def _partial(op: ResidualNormGradient, parts) -> PartialSums:
-    totals = [getattr(op, name) for name in op.norm_sums]
-    totals += [op.sum.dupdate_sum] if op.sum.updated else []
-    return PartialSums.of(parts, op.columns, totals)
+def _sums(op: ResidualNormGradient) -> KernelSums:
+    def of(parts) -> PartialSums:
+        totals = [getattr(op, name) for name in op.norm_sums]
+        totals += [op.sum.dupdate_sum] if op.sum.updated else []
+        return PartialSums.of(parts, op.columns, totals)
 
-
-def _parts(op: ResidualNormGradient):
-    sums = len(op.norm_sums) + op.sum.updated
-    return parts_of(op.rows, op.columns, sums)
+    spec = parts_of(op.rows, op.columns, len(op.norm_sums) + op.sum.updated)
+    return KernelSums(op, spec, of, ("dweight", "dbias"))
 
 
 @leave_sums.register(ResidualNormGradient)
 def leave_sums_of_residual_norm_gradient(op: ResidualNormGradient, tensor):
-    if not op.outputs:
-        return []
-    partial = _partial(op, tensor(op.outputs[0].name + ".parts", *_parts(op)))
-    if not partial.wanted:
-        return []
-    op.parts, op.sum.dupdate_sum = partial.parts, None
-    op.dweight = op.dbias = None
-    return [partial]
+    left = _sums(op).leave(op.outputs[0].name, tensor) if op.outputs else []
+    if left:
+        op.sum.dupdate_sum = None
+    return left
 
 
 @scratch_of.register(ResidualNormGradient)
 def scratch_of_residual_norm_gradient(op: ResidualNormGradient):
-    return [] if op.parts is not None else [_parts(op)]
+    return _sums(op).scratch
 
 
 @launches.register(ResidualNormGradient)
 def launch_residual_norm_gradient(op: ResidualNormGradient, *scratch):
-    (parts,), down, sums = scratch or (op.parts,), op.sum, len(op.norm_sums)
+    down, sums = op.sum, len(op.norm_sums)
     if not (sums or down.updated):
         return []
-    return [
-        launch(
-            "residual_norm.cu",
-            "lsq_residual_norm_gradient",
-            op,
-            parts,
-            grid=len(parts),
-            shared=sums_in_shared_memory(op.columns, sums),
-            NORM_SUMS=sums,
-            NORMALISED=int(op.normalised is not None),
-            PRODUCT=int(down.updated),
-            ROUNDED=int(down.rounded is not None),
-            **float_define(op.dout, op.z, *down.tensors),
-            **row_defines(op.columns),
-        ),
-        *finish(_partial(op, parts), leaves=op.parts is not None),
-    ]
+    parts = _sums(op).take(iter(scratch))
+    kernel = launch(
+        "residual_norm.cu",
+        "lsq_residual_norm_gradient",
+        op,
+        parts,
+        grid=len(parts),
+        shared=sums_in_shared_memory(op.columns, sums),
+        NORM_SUMS=sums,
+        NORMALISED=int(op.normalised is not None),
+        PRODUCT=int(down.updated),
+        ROUNDED=int(down.rounded is not None),
+        **float_define(op.dout, op.z, *down.tensors),
+        **row_defines(op.columns),
+    )
+    return [kernel, *_sums(op).finish(parts)]

@@ -36,31 +36,22 @@ class HeadNorms(Value):
     """RMSNorm of each head by itself, with one weight for all of queries and one for all of
     keys."""
 
-    query: In[Floats]
-    """[D]"""
-    key: In[Floats]
-    """[D]"""
-    rstd: Floats
-    """[M, heads]"""
+    query: In[Floats]  # [D]
+    key: In[Floats]  # [D]
+    rstd: Floats  # [M, heads]
     epsilon: float
 
 
 class Rotation(Value):
     """The rotated heads, and their angles."""
 
-    table: In[Floats]
-    """[P, R], see `rotation_table`."""
-    positions: In[Indices]
-    """[M], of each row in its sentence."""
-    width: int
-    """D."""
-    queries: int
-    """Heads of queries, with which a row begins."""
-    keys: int
-    """Heads of keys behind them."""
+    table: In[Floats]  # [P, R], see `rotation_table`.
+    positions: In[Indices]  # [M], of each row in its sentence.
+    width: int  # D.
+    queries: int  # Heads of queries, with which a row begins.
+    keys: int  # Heads of keys behind them.
 
-    rotated = extent(1, "table")
-    """R, even and up to D."""
+    rotated = extent(1, "table")  # R, even and up to D.
 
     @size
     def heads(self) -> int:
@@ -89,14 +80,11 @@ class Rotate(Operation):
     """Projected queries, keys and values with the queries and keys rotated, as floats or rounded
     once to codes."""
 
-    x: In[Activations]
-    """[M, C]"""
+    x: In[Activations]  # [M, C]
     rotation: In[Rotation]
     norms: Out[HeadNorms] | None
-    out: Out[Activations] | None
-    """[M, C]"""
-    rounded: Out[Coded] | None
-    """[M, C]"""
+    out: Out[Activations] | None  # [M, C]
+    rounded: Out[Coded] | None  # [M, C]
 
     rows = extent(0, "x")
     columns = extent(1, "x")
@@ -143,16 +131,12 @@ class RotateGradient(Operation):
     """The gradient of Rotate's input: rotated back, through the norms, summed for a bias, as floats
     or rounded."""
 
-    gradient: In[Activations]
-    """[M, C], before the rounding."""
+    gradient: In[Activations]  # [M, C], before the rounding.
     rotation: In[Rotation]
     norms: In[HeadNorms] | None
-    x: In[Activations] | None
-    """[M, C]; None without norms."""
-    dx: Out[SummedGradient]
-    """Without a clip."""
-    dquery: Out[Floats] | None
-    """[D], of the norms' weights."""
+    x: In[Activations] | None  # [M, C]; None without norms.
+    dx: Out[SummedGradient]  # Without a clip.
+    dquery: Out[Floats] | None  # [D], of the norms' weights.
     dkey: Out[Floats] | None
 
     rows = extent(0, "gradient")

@@ -7,63 +7,61 @@ from lsq.native.launch import TICKET, Launch, check, float_define, launch
 from lsq.ops.launches import started
 from lsq.ops.rotation import Rotate, RotateGradient, Rotation
 from lsq.ops.sums import PartialSums
-from lsq.ops.sums_cuda import finish, leave_gradient_sums, parts_of
+from lsq.ops.sums_cuda import KernelSums, finish, gradient_sums, leave_gradient, parts_of
 from lsq.program.cuda import launches, leave_sums, scratch_of
 from lsq.program.operation import Spec
 
 
 @launches.register(Rotate)
 def launch_rotate(op: Rotate):
-    return [
-        launch(
-            "rotation.cu",
-            "lsq_rotate",
-            op,
-            TICKET,
-            NORMED=int(op.norms is not None),
-            grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
-            **float_define(op.x, op.out),
-            **_defines(op.rotation, op.columns),
-            **started(op.rounded),
-        )
-    ]
+    return launch(
+        "rotation.cu",
+        "lsq_rotate",
+        op,
+        TICKET,
+        NORMED=int(op.norms is not None),
+        grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
+        **float_define(op.x, op.out),
+        **_defines(op.rotation, op.columns),
+        **started(op.rounded),
+    )
+
+
+def _sums(op: RotateGradient) -> KernelSums:
+    return gradient_sums(op.dx, op.rows, op.columns, None)
 
 
 @leave_sums.register(RotateGradient)
 def leave_sums_of_rotate_gradient(op: RotateGradient, tensor):
-    return leave_gradient_sums(op.dx, tensor, op.rows, op.columns, None)
+    return leave_gradient(op.dx, _sums(op), tensor)
 
 
 @scratch_of.register(RotateGradient)
 def scratch_of_rotate_gradient(op: RotateGradient) -> list[Spec]:
-    """Sums over rows for the bias; for the norms those of each column, of each block and in
-    all."""
-    parts = parts_of(op.rows, op.columns, 1)
-    found = [parts] if op.dx.parts is None else []
-    return found if op.norms is None else [*found, parts, ((op.columns,), torch.float32)]
+    """Sums over rows for the bias; for the norms those of each column, of each block and in all."""
+    norms = [parts_of(op.rows, op.columns), ((op.columns,), torch.float32)]
+    return [*_sums(op).scratch, *([] if op.norms is None else norms)]
 
 
 @launches.register(RotateGradient)
 def launch_rotate_gradient(op: RotateGradient, *scratch):
-    left = iter(scratch)
-    partial = next(left) if op.dx.parts is None else op.dx.parts
+    left, sums = iter(scratch), _sums(op)
+    partial = sums.take(left)
     of_norms, total = (None, None) if op.norms is None else left
-    return [
-        launch(
-            "rotation.cu",
-            "lsq_rotate_gradient",
-            op,
-            partial,
-            of_norms,
-            grid=len(partial),
-            NORMED=int(op.norms is not None),
-            ROUNDED=int(op.dx.rounded is not None),
-            **float_define(op.gradient, op.x, op.dx.floats),
-            **_defines(op.rotation, op.columns),
-        ),
-        *finish(op.dx.partial(partial, op.columns, None), leaves=op.dx.parts is not None),
-        *([] if op.norms is None else _finish_norms(op, of_norms, total)),
-    ]
+    kernel = launch(
+        "rotation.cu",
+        "lsq_rotate_gradient",
+        op,
+        partial,
+        of_norms,
+        grid=len(partial),
+        NORMED=int(op.norms is not None),
+        ROUNDED=int(op.dx.rounded is not None),
+        **float_define(op.gradient, op.x, op.dx.floats),
+        **_defines(op.rotation, op.columns),
+    )
+    norms = [] if op.norms is None else _finish_norms(op, of_norms, total)
+    return [kernel, *sums.finish(partial), *norms]
 
 
 def _finish_norms(op: RotateGradient, parts, total) -> list[Launch]:
@@ -75,7 +73,7 @@ def _finish_norms(op: RotateGradient, parts, total) -> list[Launch]:
         PartialSums.of(one, width, (to,))
         for one, to in zip(heads, (op.dquery, op.dkey), strict=True)
     ]
-    return [launched for one in (of_columns, *of_heads) for launched in finish(one, leaves=False)]
+    return [launched for one in (of_columns, *of_heads) for launched in finish(one)]
 
 
 def _defines(rotation: Rotation, columns: int) -> dict[str, int]:

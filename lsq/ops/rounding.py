@@ -24,10 +24,8 @@ from lsq.quant import largest_clips
 class Round(Operation):
     """An activation as codes under its clip."""
 
-    x: In[Activations]
-    """[M, N]; of either dtype, on the CPU too."""
-    rounded: Out[Coded]
-    """[M, N]"""
+    x: In[Activations]  # [M, N]; of either dtype, on the CPU too.
+    rounded: Out[Coded]  # [M, N]
 
     @size
     def count(self) -> int:
@@ -66,10 +64,8 @@ class RoundWeight(Operation):
     new_clip: Out[Floats] | None
     """[N], the largest magnitude of each row, which is rounded under it; the memory of the clip."""
 
-    rows = extent(0, "weight.codes")
-    """P."""
-    stored = extent(1, "weight.codes")
-    """Bytes of a row."""
+    rows = extent(0, "weight.codes")  # P.
+    stored = extent(1, "weight.codes")  # Bytes of a row.
     clips = extent(0, "weight.clip")
 
     @size
@@ -106,17 +102,12 @@ def padded_codes(codes: torch.Tensor, scale: torch.Tensor, padding: int) -> dict
 class UnpackWeight(Operation):
     """The codes of a weight that its format stores otherwise, for the products that follow."""
 
-    weight: In[Weight]
-    """[P, stored columns]"""
-    codes: Out[Codes]
-    """[P, K]"""
+    weight: In[Weight]  # [P, stored columns]
+    codes: Out[Codes]  # [P, K]
 
-    rows = extent(0, "codes")
-    """P."""
-    columns = extent(1, "codes")
-    """K."""
-    stored = extent(1, "weight.codes")
-    """Bytes of a row."""
+    rows = extent(0, "codes")  # P.
+    columns = extent(1, "codes")  # K.
+    stored = extent(1, "weight.codes")  # Bytes of a row.
 
     def reference(self):
         return {"codes": self.weight.format.unpack(self.weight.codes, self.columns)}
@@ -125,7 +116,7 @@ class UnpackWeight(Operation):
         loader.call(f"lsq_unpack_{self.weight.format.name}", self)
 
     def gradient(self, builder) -> None:
-        """That of the weight comes from whoever multiplies by it."""
+        """Append nothing: products make the gradient of the weight."""
 
 
 def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
@@ -152,14 +143,10 @@ def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
 class RoundGradient(Operation):
     """The gradient of a product at the end of a program, for what goes back from there."""
 
-    gradient: In[Activations]
-    """[M, N]; of either dtype, on the CPU too."""
-    rounded: Out[RoundedGradient] | None
-    """[M, N]; None: the products that go back take floats."""
-    sum: Out[Floats] | None
-    """[N], the gradient summed over rows: that of the product's bias."""
-    parts: Out[Floats] | None
-    """Parts of `sum`, in its place; see lsq.ops.sums."""
+    gradient: In[Activations]  # [M, N]; of either dtype, on the CPU too.
+    rounded: Out[RoundedGradient] | None  # [M, N]; None: the products that go back take floats.
+    sum: Out[Floats] | None  # [N], the gradient summed over rows: that of the product's bias.
+    parts: Out[Floats] | None  # Parts of `sum`, in its place; see lsq.ops.sums.
 
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
@@ -181,8 +168,7 @@ class RoundGradient(Operation):
 class Add(Operation):
     """a + b: two gradients of one tensor."""
 
-    a: In[Activations]
-    """Any shape."""
+    a: In[Activations]  # Any shape.
     b: In[Activations]
     out: Out[Activations]
 

@@ -5,7 +5,7 @@ from lsq.native.launch import TICKET, Launch, float_define, launch
 from lsq.ops.launches import check_columns, started, transpose_codes
 from lsq.ops.rounding import Add, Round, RoundGradient, RoundWeight, UnpackWeight
 from lsq.ops.sums import PartialSums
-from lsq.ops.sums_cuda import finish, parts_of
+from lsq.ops.sums_cuda import KernelSums, parts_of
 from lsq.program.cuda import launches, leave_sums, scratch_of
 from lsq.quant.formats import GROUP
 
@@ -20,17 +20,15 @@ summed in another."""
 @launches.register(Round)
 def launch_round(op: Round):
     check_columns(VECTOR, **{"the width of what is rounded": op.x.shape[1]})
-    return [
-        launch(
-            "rounding.cu",
-            "lsq_round",
-            op,
-            TICKET,
-            grid=max(1, -(-op.count // (VECTORS * VECTOR * THREADS))),
-            **float_define(op.x),
-            **started(op.rounded),
-        )
-    ]
+    return launch(
+        "rounding.cu",
+        "lsq_round",
+        op,
+        TICKET,
+        grid=max(1, -(-op.count // (VECTORS * VECTOR * THREADS))),
+        **float_define(op.x),
+        **started(op.rounded),
+    )
 
 
 @launches.register(RoundWeight)
@@ -40,7 +38,7 @@ def launch_round_weight(op: RoundWeight):
         return _round_in_out(op)
     check_columns(16, **{"the width of a weight": op.columns})
     if form.packed:
-        return [launch(f"{form.name}.cu", f"lsq_round_{form.name}", op, TICKET, grid=grid)]
+        return launch(f"{form.name}.cu", f"lsq_round_{form.name}", op, TICKET, grid=grid)
     entries = [launch("rounding_weight.cu", "lsq_round_weight", op, TICKET, grid=grid)]
     if op.weight.transposed is not None:
         entries.append(transpose_codes(op.weight.codes, op.weight.transposed))
@@ -51,35 +49,33 @@ def launch_round_weight(op: RoundWeight):
 def launch_unpack_weight(op: UnpackWeight):
     name, groups = op.weight.format.name, op.rows * -(-op.columns // GROUP)
     check_columns(16, **{"the width of a weight": op.columns, "its padded number of rows": op.rows})
-    return [launch(f"{name}.cu", f"lsq_unpack_{name}", op, grid=max(1, -(-groups // THREADS)))]
+    return launch(f"{name}.cu", f"lsq_unpack_{name}", op, grid=max(1, -(-groups // THREADS)))
+
+
+def _sums(op: RoundGradient) -> KernelSums:
+    def of(parts) -> PartialSums:
+        return PartialSums.of(parts, op.columns, (op.sum,))
+
+    return KernelSums(op, parts_of(op.rows, op.columns), of, ("sum",))
 
 
 @leave_sums.register(RoundGradient)
 def leave_sums_of_round_gradient(op: RoundGradient, tensor):
-    if op.sum is None:
-        return []
-    columns = op.columns
-    parts = tensor(op.sum.name + ".parts", *parts_of(op.rows, columns, 1))
-    partial = PartialSums.of(parts, columns, (op.sum,))
-    op.parts, op.sum = parts, None
-    return [partial]
+    return [] if op.sum is None else _sums(op).leave(op.sum.name, tensor)
 
 
 @scratch_of.register(RoundGradient)
 def scratch_of_round_gradient(op: RoundGradient):
-    return [] if op.parts is not None else [parts_of(op.rows, op.columns, 1)]
+    return _sums(op).scratch
 
 
 @launches.register(RoundGradient)
 def launch_round_gradient(op: RoundGradient, *scratch):
-    (parts,) = scratch or (op.parts,)
-    leaves, rounds = op.parts is not None, op.rounded is not None
-    sums = leaves or op.sum is not None
+    parts = _sums(op).take(iter(scratch))
+    rounds, sums = op.rounded is not None, op.parts is not None or op.sum is not None
     apart = rounds and sums and op.columns > WIDEST_TOGETHER
     passes = [(True, False), (False, True)] if apart else [(rounds, sums)]
-    entries = [_pass(op, parts, *each) for each in passes]
-    partial = PartialSums.of(parts, op.columns, (op.sum,))
-    return [*entries, *finish(partial, leaves)]
+    return [*(_pass(op, parts, *each) for each in passes), *_sums(op).finish(parts)]
 
 
 def _pass(op: RoundGradient, parts, rounds: bool, sums: bool):
@@ -99,7 +95,7 @@ def _pass(op: RoundGradient, parts, rounds: bool, sums: bool):
 @launches.register(Add)
 def launch_add(op: Add):
     grid = max(1, -(-op.count // (VECTOR * THREADS)))
-    return [launch("elementwise.cu", "lsq_add", op, grid=grid, **float_define(op.a, op.b, op.out))]
+    return launch("elementwise.cu", "lsq_add", op, grid=grid, **float_define(op.a, op.b, op.out))
 
 
 def _round_in_out(op: RoundWeight) -> list[Launch]:

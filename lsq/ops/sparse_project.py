@@ -18,7 +18,7 @@ from lsq.program.operation import Operation
 from lsq.program.values import Coded, Rows
 
 OUTPUTS, INPUTS, GROUPS = 16, 64, 16
-"""Of a tile; groups of four inputs of a row in it."""
+"""Size of a tile; groups of four inputs in one of its rows."""
 EMPTY = 0 | 1 << 2
 """The places of a group beyond the last input."""
 
@@ -26,17 +26,12 @@ EMPTY = 0 | 1 << 2
 class SparseWeight(Value):
     """Codes [P, K] of which two of four neighbours are kept, and their scales."""
 
-    values: Codes
-    """[P / 16, ceil(K / 64), 32 lanes, 16]"""
-    kept: Bytes
-    """[P / 16, ceil(K / 64), 32 lanes, 4]"""
-    scale: Floats
-    """[P]"""
-    inner: int
-    """K."""
+    values: Codes  # [P / 16, ceil(K / 64), 32 lanes, 16]
+    kept: Bytes  # [P / 16, ceil(K / 64), 32 lanes, 4]
+    scale: Floats  # [P]
+    inner: int  # K.
 
-    columns = extent(0, "scale")
-    """P."""
+    columns = extent(0, "scale")  # P.
 
     @classmethod
     def of(cls, values: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor) -> SparseWeight:
@@ -107,22 +102,15 @@ MOST_ROWS = 128
 class SparseProject(Operation):
     """activation(x weight^T + bias) [M, P] of codes; fields are those of Project."""
 
-    x: In[Rows]
-    """[M, K], codes."""
-    weight: In[SparseWeight]
-    """[P, K]"""
-    bias: In[Floats] | None
-    """[P]"""
-    out: Out[Activations] | None
-    """[M, P]"""
-    rounded: Out[Coded] | None
-    """[M, P], without bits or errors for a backward pass."""
-    nonlinearity: Out[Nonlinearity] | None
-    """An activation alone."""
+    x: In[Rows]  # [M, K], codes.
+    weight: In[SparseWeight]  # [P, K]
+    bias: In[Floats] | None  # [P]
+    out: Out[Activations] | None  # [M, P]
+    rounded: Out[Coded] | None  # [M, P], without bits or errors for a backward pass.
+    nonlinearity: Out[Nonlinearity] | None  # An activation alone.
 
     rows = extent(0, "x.tensor")
-    columns = extent(0, "weight.scale")
-    """P."""
+    columns = extent(0, "weight.scale")  # P.
 
     def reference(self):
         y = gemm.reference(self.x.tensor, self.weight.codes()).float() * (

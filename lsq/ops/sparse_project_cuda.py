@@ -8,7 +8,7 @@ from lsq.ops.sparse_project import OUTPUTS, SparseProject
 from lsq.program.cuda import launches
 
 ROWS, THREADS = 32, 128
-"""Of a block of the kernel."""
+"""Rows and threads of one block."""
 
 
 @launches.register(SparseProject)
@@ -22,17 +22,15 @@ def launch_sparse_project(op: SparseProject):
         blocks <= MOST_TILE_ROWS,
         f"{op.rows} rows are more than {MOST_TILE_ROWS * ROWS}: take smaller batches",
     )
-    return [
-        launch(
-            "sparse_project.cu",
-            "lsq_sparse_project",
-            op,
-            inner,
-            TICKET,
-            grid=(op.columns // OUTPUTS, blocks),
-            block=THREADS,
-            ACTIVATION=int(end.activation),
-            **started(op.rounded),
-            **({} if op.out is None else float_define(op.out)),
-        )
-    ]
+    return launch(
+        "sparse_project.cu",
+        "lsq_sparse_project",
+        op,
+        inner,
+        TICKET,
+        grid=(op.columns // OUTPUTS, blocks),
+        block=THREADS,
+        ACTIVATION=int(end.activation),
+        **started(op.rounded),
+        **({} if op.out is None else float_define(op.out)),
+    )

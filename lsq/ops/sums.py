@@ -1,8 +1,13 @@
-"""A gradient with its sums over rows, and parts of sums that one operation finishes for a pass.
+"""What operations of a pass leave to one launch: scales that are written at its beginning, and sums
+over rows that are finished at its end.
 
 Blocks of a GPU leave their sums in parts: each of B blocks a row with S sums over N columns side by
-side, then numbers for the clip. FinishSums adds up all parts of a pass in one launch. Loops of the
-CPU finish their sums themselves.
+side, then numbers for the clip. FinishSums adds up all parts of a pass. Loops of the CPU finish
+their sums themselves.
+
+The scale of what is rounded under a clip is known beforehand, unless a rounded value is NaN. So
+StartScales writes all scales of a pass, no block waits for another, and a block that meets a NaN
+overwrites its scale. The scale of a row of a gated block is not known beforehand.
 """
 
 from __future__ import annotations
@@ -14,24 +19,19 @@ import torch
 from lsq.program.declare import Activations, Array, Floats, In, Out, Value, extent
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, RoundedGradient, Rows
+from lsq.program.values import Coded, RoundedGradient, Rows, StartedScale
 
 
 class PartialSums(Value):
     """Sums of the blocks of one kernel, and the tensors of their totals."""
 
-    parts: In[Floats]
-    """[B, W], W at least S * N, and `clip_parts` more where there is a clip."""
-    first: Floats | None
-    """[N]"""
+    parts: In[Floats]  # [B, W], W at least S * N, and `clip_parts` more where there is a clip.
+    first: Floats | None  # [N]
     second: Floats | None
     third: Floats | None
-    clip: Floats | None
-    """[1], taken in double precision, times `factor`."""
-    sums: int
-    """S, up to 3."""
-    columns: int
-    """N"""
+    clip: Floats | None  # [1], taken in double precision, times `factor`.
+    sums: int  # S, up to 3.
+    columns: int  # N
     factor: float = 1.0
     clip_parts: int = 1
     """Numbers for the clip in each row: one of each block that has summed other columns of the same
@@ -71,12 +71,12 @@ class PartialSums(Value):
 
     @property
     def totals(self) -> tuple:
-        """Where the totals go."""
+        """Fields that receive the totals."""
         return self.first, self.second, self.third, self.clip
 
     @property
     def wanted(self) -> bool:
-        """Whether any total goes anywhere."""
+        """Some field receives a total."""
         return any(total is not None for total in self.totals)
 
     def add_up(self) -> dict[str, torch.Tensor]:
@@ -102,14 +102,10 @@ class PartialSums(Value):
 class FinishSums(Operation):
     """Adds up the parts that the operations before it have left: the last operation of a pass."""
 
-    sums: Out[Array[PartialSums, 20]]
-    """As many as a layer of a decoder has."""
+    sums: Out[Array[PartialSums, 20]]  # As many as a layer of a decoder has.
 
     def reference(self):
         return {"sums": [partial.add_up() for partial in self.sums]}
-
-
-TOGETHER = FinishSums.fields[0].count
 
 
 def finish_together(
@@ -122,28 +118,28 @@ def finish_together(
         tensor: makes a virtual tensor of a name, a shape and a dtype.
     """
     left = [partial for operation in operations for partial in operation.leave_sums(tensor)]
-    return [
-        FinishSums(sums=left[first : first + TOGETHER]) for first in range(0, len(left), TOGETHER)
-    ]
+    return _together(FinishSums, left)
+
+
+def _together(operation: type[Operation], values: list) -> list[Operation]:
+    """As many operations as the values need, whose one field is an array of them."""
+    (field,) = operation.fields
+    firsts = range(0, len(values), field.count)
+    return [operation(**{field.name: values[first : first + field.count]}) for first in firsts]
 
 
 class SummedGradient(Value):
     """The gradient [M, C] of what a product wrote, as floats or rounded, and its sums over rows."""
 
-    floats: Activations | None
-    """[M, C]"""
-    rounded: RoundedGradient | None
-    """The gradient, rounded."""
-    sum: Floats | None
-    """[C], over rows: the gradient of the product's bias."""
-    clip: Floats | None
-    """[1], of the clip under which the tensor was rounded."""
-    parts: Floats | None
-    """Parts of `sum` and `clip`, in place of these."""
+    floats: Activations | None  # [M, C]
+    rounded: RoundedGradient | None  # The gradient, rounded.
+    sum: Floats | None  # [C], over rows: the gradient of the product's bias.
+    clip: Floats | None  # [1], of the clip under which the tensor was rounded.
+    parts: Floats | None  # Parts of `sum` and `clip`, in place of these.
 
     @classmethod
     def of(cls, rows: Rows, builder) -> SummedGradient:
-        """Where the gradient of those rows goes in a program of a lsq.program.builder.Builder."""
+        """Fields that receive the gradient of `rows` in a Builder's program."""
         floats, rounded = builder.product_gradient(rows.tensor)
         return cls(
             floats=floats,
@@ -170,3 +166,21 @@ class SummedGradient(Value):
     def partial(self, parts, columns: int, coded: Coded | None) -> PartialSums:
         """The sums that a kernel leaves in `parts`."""
         return PartialSums.of(parts, columns, (self.sum,), self.clip, coded)
+
+
+class StartScales(Operation):
+    """Writes the scales of the operations after it: the first operation of a pass."""
+
+    scales: Out[Array[StartedScale, 16]]  # A layer of a decoder has 10.
+
+    def reference(self):
+        return {"scales": [{"scale": scale.clip / scale.largest} for scale in self.scales]}
+
+
+def start_together(operations: Iterable[Operation]) -> list[Operation]:
+    """Let all `operations` of a pass find their scales written; what writes them before."""
+    every = (operation.rounding() for operation in operations)
+    coded = [rounded for rounded in every if isinstance(rounded, Coded) and not rounded.by_row]
+    for rounded in coded:
+        rounded.started = True
+    return _together(StartScales, [rounded.started_scale for rounded in coded])

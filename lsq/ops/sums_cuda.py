@@ -1,11 +1,15 @@
 """Launches of lsq.ops.sums, and parts of sums that other kernels leave."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
 import torch
 
 from lsq.native.geometry import row_blocks
 from lsq.native.launch import Launch, check, launch
-from lsq.ops.sums import FinishSums, PartialSums, SummedGradient
+from lsq.ops.sums import FinishSums, PartialSums, StartScales, SummedGradient
 from lsq.program.cuda import Spec, launches
+from lsq.program.declare import Declared
 from lsq.program.values import Coded
 
 COLUMNS = 32
@@ -15,31 +19,15 @@ PADDING = 4
 16-byte aligned."""
 
 
+@launches.register(StartScales)
+def launch_start_scales(op: StartScales):
+    return launch("scales.cu", "lsq_start_scales", op, grid=1, block=32)
+
+
 @launches.register(FinishSums)
 def launch_finish_sums(op: FinishSums):
     strips = max(_strips(partial) for partial in op.sums)
-    return [launch("sums.cu", "lsq_finish_sums", op, grid=(strips, len(op.sums)))]
-
-
-def finish(partial: PartialSums, leaves: bool) -> list[Launch]:
-    """The launch that adds up parts at once; nothing if they are left, or no total is wanted."""
-    if leaves or not partial.wanted:
-        return []
-    return [
-        launch(
-            "sums.cu",
-            "lsq_finish_own_sums",
-            partial.parts,
-            *partial.totals,
-            partial.sums,
-            partial.columns,
-            partial.blocks,
-            partial.width,
-            partial.clip_parts,
-            partial.factor,
-            grid=_strips(partial),
-        )
-    ]
+    return launch("sums.cu", "lsq_finish_sums", op, grid=(strips, len(op.sums)))
 
 
 def _strips(partial: PartialSums) -> int:
@@ -47,31 +35,76 @@ def _strips(partial: PartialSums) -> int:
     return max(1, -(-partial.sums * partial.columns // COLUMNS))
 
 
-def parts_of(rows: int, columns: int, sums: int) -> Spec:
+def parts_of(rows: int, columns: int, sums: int = 1) -> Spec:
     """(shape, dtype) of the parts that a kernel on M rows leaves of `sums` sums over them."""
     return (row_blocks(rows, columns), sums * columns + PADDING), torch.float32
 
 
-def check_parts(parts: torch.Tensor, wanted: Spec) -> None:
-    """Refuse parts that were planned before other tuned files were named: those change the kernels.
+@dataclass(frozen=True)
+class KernelSums:
+    """Sums that a kernel leaves in parts: its own launch finishes them, or that of the pass."""
 
-    Raises:
-        ValueError: they have another shape than `wanted`.
-    """
-    check(
-        tuple(parts.shape) == wanted[0],
-        f"parts of sums are {list(parts.shape)}, and products as they are tuned now leave"
-        f" {list(wanted[0])}: name tuned files before memory is planned",
+    holder: Declared
+    """Whose field `parts` says where the pass wants them; None: it finishes its own."""
+    spec: Spec
+    """(shape, dtype) of the parts."""
+    of: Callable[..., PartialSums]
+    """Makes the sums of parts."""
+    totals: tuple[str, ...] = ("sum", "clip")
+    """Fields of the holder that get them."""
+
+    @property
+    def scratch(self) -> list[Spec]:
+        return [] if self.holder.parts is not None else [self.spec]
+
+    def take(self, scratch: Iterator[torch.Tensor]) -> torch.Tensor:
+        """The parts: the holder's, or the next of `scratch`.
+
+        Raises:
+            ValueError: they were planned before other tuned files were named, which change kernels.
+        """
+        parts = next(scratch) if self.holder.parts is None else self.holder.parts
+        check(
+            tuple(parts.shape) == self.spec[0],
+            f"parts of sums are {list(parts.shape)}, and products as they are tuned now leave"
+            f" {list(self.spec[0])}: name tuned files before memory is planned",
+        )
+        return parts
+
+    def leave(self, name: str, tensor: Callable) -> list[PartialSums]:
+        """See Operation.leave_sums."""
+        partial = self.of(tensor(name + ".parts", *self.spec))
+        if not partial.wanted:
+            return []
+        self.holder.parts = partial.parts
+        for total in self.totals:
+            setattr(self.holder, total, None)
+        return [partial]
+
+    def finish(self, parts: torch.Tensor) -> list[Launch]:
+        """The launch that adds up parts at once; none if they are left, or no total is wanted."""
+        return finish(self.of(parts)) if self.holder.parts is None else []
+
+
+def finish(partial: PartialSums) -> list[Launch]:
+    """The launch that adds up parts; none if no total is wanted."""
+    if not partial.wanted:
+        return []
+    sizes = partial.sums, partial.columns, partial.blocks, partial.width, partial.clip_parts
+    arguments = partial.parts, *partial.totals, *sizes, partial.factor
+    return [launch("sums.cu", "lsq_finish_own_sums", *arguments, grid=_strips(partial))]
+
+
+def gradient_sums(
+    gradient: SummedGradient, rows: int, columns: int, coded: Coded | None
+) -> KernelSums:
+    """Partial sums of one gradient [M, C]."""
+    return KernelSums(
+        gradient, parts_of(rows, columns), lambda parts: gradient.partial(parts, columns, coded)
     )
 
 
-def leave_gradient_sums(
-    gradient: SummedGradient, tensor, rows: int, columns: int, coded: Coded | None
-) -> list[PartialSums]:
-    """Operation.leave_sums of one gradient."""
-    name = (gradient.floats if gradient.rounded is None else gradient.rounded.codes).name
-    partial = gradient.partial(tensor(name + ".parts", *parts_of(rows, columns, 1)), columns, coded)
-    if not partial.wanted:
-        return []
-    gradient.parts, gradient.sum, gradient.clip = partial.parts, None, None
-    return [partial]
+def leave_gradient(gradient: SummedGradient, sums: KernelSums, tensor: Callable) -> list:
+    """See Operation.leave_sums."""
+    written = gradient.floats if gradient.rounded is None else gradient.rounded.codes
+    return sums.leave(written.name, tensor)

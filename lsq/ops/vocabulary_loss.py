@@ -16,27 +16,250 @@ that of a bound, which the forward pass knows:
     max of s[v])
 
 with the first maximum over all words but the target: their gradient lies between -e' and the
-multiple of p[v]. Two words of each row, the target and that of the largest multiple, are left out
-of codes and bound, and their gradients stay floats, wherever the clip of the weight does not learn
-(lsq.ops.kept_gradient); a clip that learns needs them among the codes. M rows, V words, P padded
-words, K inputs.
+multiple of p[v].
+
+Two words of each row are kept, the target and that of the largest multiple: left out of codes and
+bound, their gradients stay floats (KeptInputGradient, KeptWeightGradient). The gradient of a
+target's logit is up to a thousand times as large as that of most words, and a model that wavers
+between two words gives the other one nearly as much: one scale for all would round most words to 0
+or to a whole step. Where the clip of the weight learns, it needs them among the codes, and none are
+kept. M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
+from lsq import gemm
 from lsq.native import loader
-from lsq.native.launch import check
-from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
-from lsq.ops.prediction import KeptWords, Prediction
-from lsq.ops.product_gradients import append_gradients
+from lsq.native.launch import FLOATS, check
 from lsq.ops.rounding import unpacked
-from lsq.program.declare import Activations, Floats, In, Out
-from lsq.program.operation import Operation
-from lsq.program.values import RoundedGradient
+from lsq.ops.weight_gradient import append_gradients
+from lsq.program.declare import (
+    Activations,
+    Floats,
+    In,
+    Indices,
+    Out,
+    Parameters,
+    Value,
+    extent,
+    factor,
+    size,
+)
+from lsq.program.operation import Operation, Spec
+from lsq.program.values import RoundedGradient, Rows, Weight
+
+BLOCK_ROWS = 256
+"""Rows of float logits that exist at a time."""
+BLOCK_COLUMNS = 256
+"""Words whose logits the CPU adds up apart, whatever the blocks of the product."""
+
+
+class KeptWords(Value):
+    """Two words of each row whose gradient is no code: the target and the likeliest other."""
+
+    likeliest: Indices
+    """[M], the other word: that of the largest multiple of p by the scale of the weight; 0 where
+    the target is padding.
+    """
+    gradient: Floats
+    """[2, M], of the logits of the target and of that word, for a gradient of the loss of 1; 0
+    where the target is padding.
+    """
+
+    def words(self, given: Prediction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Reference: (words [M], their gradients [M]), of the targets, then of the others."""
+        for word, gradient in zip((given.target, self.likeliest), self.gradient, strict=True):
+            yield word, torch.where(given.target == given.padding, 0.0, gradient)
+
+
+class Prediction(Value):
+    """Inputs of VocabularyLoss and its gradient; both make the logits."""
+
+    x: In[Rows]  # [M, K]
+    weight: In[Weight]  # [P, K]; its values alone in float mode.
+    target: In[Indices]  # [M]
+    vocabulary: int  # V.
+    padding: int  # The target that counts for nothing.
+    smoothing: float
+
+    rows = extent(0, "target")  # M.
+    columns = extent(0, "weight.matrix")  # P.
+
+    @size
+    def block_columns(self) -> int:
+        return BLOCK_COLUMNS
+
+    @factor
+    def each(self) -> float:
+        """The weight of every word's term, as fairseq's label_smoothed_nll_loss has it."""
+        return self.smoothing / (self.vocabulary - 1)
+
+    @factor
+    def target_weight(self) -> float:
+        """The weight of the target's term."""
+        return 1.0 - self.smoothing - self.each
+
+    def bare(self) -> Prediction:
+        """The prediction with codes and scales alone."""
+        return dataclasses.replace(self, x=self.x.bare(), weight=self.weight.bare())
+
+    def limits(self, kept: KeptWords | None = None) -> dict[str, int]:
+        """See Operation.limits. Padded words are no targets."""
+        found = {"prediction.target": self.vocabulary}
+        return found if kept is None else found | {"kept.likeliest": self.vocabulary}
+
+    def logits(self) -> torch.Tensor:
+        """Reference: [M, V]."""
+        if self.x.coded is None:
+            return (self.x.floats @ self.weight.matrix.t())[:, : self.vocabulary]
+        sums = gemm.reference(self.x.tensor, self.weight.codes).to(torch.float32)
+        return (sums * (self.x.scale * self.weight.scale))[:, : self.vocabulary]
+
+    def gradient(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+        """Reference: d loss / d logits [M, P]."""
+        total = self.target_weight + self.each * self.vocabulary
+        gradient = (logits - normaliser[:, None]).exp() * total - self.each
+        gradient[torch.arange(self.rows), self.target] -= self.target_weight
+        gradient = torch.where((self.target == self.padding)[:, None], 0.0, gradient)
+        return torch.nn.functional.pad(gradient, (0, self.columns - self.vocabulary))
+
+    def kept(
+        self, logits: torch.Tensor, normaliser: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: of each row the other word with the largest multiple of p by the weight's
+        scale, [M], and the gradients of the logits of target and this word, [2, M]; 0 for a word
+        that is the target.
+        """
+        rows = torch.arange(self.rows)
+        likeliest = self._of_others(logits, normaliser).argmax(dim=1)
+        likeliest = torch.where(self.target == self.padding, 0, likeliest)
+        gradient = self.gradient(logits, normaliser)
+        other = torch.where(likeliest == self.target, 0.0, gradient[rows, likeliest])
+        return likeliest, torch.stack([gradient[rows, self.target], other])
+
+    def bound(self, logits: torch.Tensor, normaliser: torch.Tensor, kept: bool) -> torch.Tensor:
+        """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight,
+        [M].
+
+        The target's magnitude does not count, nor does that of the other kept word if words are
+        kept.
+        """
+        multiples = self._of_others(logits, normaliser)
+        if kept:
+            multiples.scatter_(1, multiples.argmax(dim=1, keepdim=True), 0.0)
+        total = self.target_weight + self.each * self.vocabulary
+        least = self.each * self.weight.scale[: self.vocabulary].amax()
+        return torch.where(
+            self.target == self.padding, 0.0, (multiples.amax(dim=1) * total).maximum(least)
+        )
+
+    def _of_others(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+        """p times the scales of the weight [M, V], 0 for targets."""
+        probability = (logits - normaliser[:, None]).exp()
+        probability[torch.arange(self.rows), self.target] = 0.0
+        return probability * self.weight.scale[: self.vocabulary]
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of columns whose logits the CPU adds up apart."""
+        return -(-self.columns // BLOCK_COLUMNS)
+
+    def cpu_memory(self, product: str) -> Spec:
+        """Scratch memory of `multiply`."""
+        if self.x.coded is not None:
+            return gemm.scratch_for(product, self.rows, *self.weight.matrix.shape)
+        return (min(self.rows, BLOCK_ROWS), self.columns), torch.float32
+
+    def multiply(
+        self, product: str, operation: Operation, memory: torch.Tensor, *arguments: torch.Tensor
+    ) -> None:
+        """Make the logits on the CPU, and let the loops of an operation read them; see
+        lsq.gemm.multiply.
+
+        Of floats, `memory` holds a block of rows at a time, which `lsq_end_<product>` reads.
+        """
+        if self.rows == 0:
+            return
+        if self.x.coded is not None:
+            gemm.multiply(product, operation, self.x.tensor, self.weight.codes, memory, *arguments)
+            return
+        for first in range(0, self.rows, memory.shape[0]):
+            rows = self.x.floats[first : first + memory.shape[0]]
+            logits = torch.mm(rows, self.weight.matrix.t(), out=memory[: rows.shape[0]])
+            loader.call(f"lsq_end_{product}", operation, logits, first, rows.shape[0], *arguments)
+
+
+class KeptInputGradient(Operation):
+    """The part of the gradient of x that comes from kept words, before the rounding of x:
+
+    dx[m] = sum over j of g[j, m] * dloss * weight[kept[j, m]]
+    """
+
+    prediction: In[Prediction]  # Of codes.
+    kept: In[KeptWords]  # Of VocabularyLoss.
+    dloss: In[Floats]  # [1]
+    dx: Out[Activations]  # [M, K]
+
+    rows = extent(0, "dx")
+    columns = extent(1, "dx")
+
+    def limits(self):
+        return self.prediction.limits(self.kept)
+
+    def reference(self):
+        weight = self.prediction.weight
+        parts = [
+            (gradient * self.dloss)[:, None]
+            * (weight.codes[word].float() * weight.scale[word, None])
+            for word, gradient in self.kept.words(self.prediction)
+        ]
+        return {"dx": parts[0] + parts[1]}
+
+
+class KeptWeightGradient(Operation):
+    """The gradient of the weight with the part that comes from kept words, in order of rows:
+
+    dweight[v] += sum over j and m with kept[j, m] = v of g[j, m] * dloss * x[m]
+
+    What lies beyond a clip gets none of it, as in ProjectWeightGradient.
+    """
+
+    prediction: In[Prediction]  # Of codes.
+    kept: In[KeptWords]  # Of VocabularyLoss.
+    dloss: In[Floats]  # [1]
+    weight: In[Weight]  # [P, K], with values [V, K] and clip [V] or [1].
+    others: In[Parameters]  # [V, K], the gradient without it; may be the memory of dweight.
+    dweight: Out[Parameters]  # [V, K], of the dtype of the weight.
+
+    columns = extent(1, "dweight")
+    clips = extent(0, "weight.clip")
+
+    @size
+    def rows(self) -> int:
+        """Two for each row of x: the targets of all, then their likeliest other words."""
+        return 2 * self.prediction.rows
+
+    @size
+    def dweight_dtype(self) -> int:
+        return FLOATS[self.dweight.dtype]
+
+    def limits(self):
+        return self.prediction.limits(self.kept)
+
+    def reference(self):
+        given, weight = self.prediction, self.weight
+        found = torch.zeros(self.dweight.shape, dtype=torch.float32)
+        for word, gradient in self.kept.words(given):
+            found.index_add_(0, word, (gradient * self.dloss)[:, None] * given.x.coded.decode())
+        outside = (weight.values.float().abs() > weight.clip.reshape(-1, 1)) & (not weight.absmax)
+        dweight = self.others + torch.where(outside, 0.0, found)
+        return {"dweight": dweight.to(self.dweight.dtype)}
+
 
 PRODUCT, GRADIENT_PRODUCT = "vocabulary_loss", "vocabulary_loss_gradient"
 """Names of the products of codes in lsq.gemm."""
@@ -46,12 +269,9 @@ class VocabularyLoss(Operation):
     """The losses of a batch, summed over its rows, and what the backward pass needs."""
 
     prediction: In[Prediction]
-    loss: Out[Floats]
-    """[1]"""
-    nll: Out[Floats]
-    """[1], without smoothing: for the log, it has no gradient."""
-    normaliser: Out[Floats] | None
-    """[M], log of the sum of exp of the logits."""
+    loss: Out[Floats]  # [1]
+    nll: Out[Floats]  # [1], without smoothing: for the log, it has no gradient.
+    normaliser: Out[Floats] | None  # [M], log of the sum of exp of the logits.
     bound: Out[Floats] | None
     """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a
     gradient of the loss of 1, without those of kept words; 0 where the target is padding.
@@ -136,16 +356,11 @@ class VocabularyLossGradient(Operation):
     """
 
     prediction: In[Prediction]
-    normaliser: In[Floats]
-    """[M]"""
-    bound: In[Floats] | None
-    """[M], of VocabularyLoss."""
-    kept: In[KeptWords] | None
-    """Of VocabularyLoss: the codes of these words are 0."""
-    dloss: In[Floats]
-    """[1]"""
-    dlogits: Out[Activations] | None
-    """[M, P], 0 beyond V and where the target is padding."""
+    normaliser: In[Floats]  # [M]
+    bound: In[Floats] | None  # [M], of VocabularyLoss.
+    kept: In[KeptWords] | None  # Of VocabularyLoss: the codes of these words are 0.
+    dloss: In[Floats]  # [1]
+    dlogits: Out[Activations] | None  # [M, P], 0 beyond V and where the target is padding.
     rounded: Out[RoundedGradient] | None
     """[M, P], in place of it; its weight_scale is that of the weight."""
 
@@ -156,8 +371,7 @@ class VocabularyLossGradient(Operation):
         )
 
     def limits(self):
-        kept = {} if self.kept is None else {"kept.likeliest": self.prediction.vocabulary}
-        return {**self.prediction.limits(), **kept}
+        return self.prediction.limits(self.kept)
 
     def reference(self):
         gradient = self.prediction.gradient(self.prediction.logits(), self.normaliser)

@@ -6,13 +6,16 @@ import torch
 
 from lsq import gemm
 from lsq.gemm.configuration import TileConfiguration
-from lsq.native.geometry import VECTOR
+from lsq.native.geometry import MANY_BLOCKS, VECTOR, row_blocks, row_defines
 from lsq.native.launch import Launch, Product, check, float_define, launch
-from lsq.ops.launches import converted, converted_scratch, tiled
-from lsq.ops.prediction import Prediction
+from lsq.ops.embedding_cuda import scatter_launches, scatter_scratch
+from lsq.ops.launches import converted, converted_scratch, float_operand, tiled
 from lsq.ops.vocabulary_loss import (
     GRADIENT_PRODUCT,
     PRODUCT,
+    KeptInputGradient,
+    KeptWeightGradient,
+    Prediction,
     VocabularyLoss,
     VocabularyLossGradient,
 )
@@ -33,7 +36,7 @@ def scratch_of_vocabulary_loss(op: VocabularyLoss):
     row = (given.rows,), torch.float32
     if given.x.coded is None:
         return [row, row, *_blocks_scratch(given)]
-    return [row, row, tile_sums(tile_of(op.prediction, PRODUCT), given), row]
+    return [row, row, _tile_sums(_tile(given, PRODUCT), given), row]
 
 
 @launches.register(VocabularyLoss)
@@ -43,7 +46,7 @@ def launch_vocabulary_loss(op: VocabularyLoss, losses, nlls, *scratch):
         check(op.bound is None, "the gradient of float logits is not rounded: leave its bound out")
         entries = _blocks(given, scratch, "lsq_vocabulary_loss", op, losses, nlls)
     else:
-        entries = loss_of_tiles(op, tile_of(op.prediction, PRODUCT), *scratch, losses, nlls)
+        entries = _loss_of_tiles(op, *scratch, losses, nlls)
     return [*entries, launch("vocabulary_sums.cu", "lsq_sum_losses", op, losses, nlls, grid=2)]
 
 
@@ -55,7 +58,7 @@ def scratch_of_vocabulary_loss_gradient(op: VocabularyLossGradient):
 @launches.register(VocabularyLossGradient)
 def launch_vocabulary_loss_gradient(op: VocabularyLossGradient, *scratch):
     if op.prediction.x.coded is not None:
-        return gradient_of_tiles(op, tile_of(op.prediction, GRADIENT_PRODUCT))
+        return _gradient_of_tiles(op)
     return _blocks(
         op.prediction, scratch, "lsq_vocabulary_loss_gradient", op, **float_define(op.dlogits)
     )
@@ -67,84 +70,37 @@ TOGETHER = 32
 """Rows that a block joins."""
 
 
-def tile_sums(tile: TileConfiguration | None, given: Prediction) -> Spec:
+def _tile_sums(tile: TileConfiguration | None, given: Prediction) -> Spec:
     """(shape, dtype) of what tiles leave of the rows; nothing if there are none."""
     across = 0 if tile is None else tile.blocks(given.rows, given.columns)[0]
     return (2, across, given.rows, SUMS // 2), torch.float32
 
 
-def loss_of_tiles(
-    op: VocabularyLoss,
-    tile: TileConfiguration | None,
-    parts: torch.Tensor,
-    chosen: torch.Tensor,
-    losses: torch.Tensor,
-    nlls: torch.Tensor,
-) -> list[Launch]:
+def _loss_of_tiles(op: VocabularyLoss, parts, chosen, losses, nlls) -> list[Launch]:
     """The launches that make both losses of each row, its normaliser and its bound.
 
-    Args:
-        op: of codes.
-        tile: None if there are no rows.
-        parts: as `tile_sums` says.
-        chosen: float32 [M], for the logits of the targets.
-        losses, nlls: float32 [M], written.
-
-    Raises:
-        ValueError: K or P is no multiple of 16, or there are more rows than a grid has blocks for.
+    `parts`: see `_tile_sums`; the others are float32 [M], `chosen` for the logits of the targets.
     """
+    tile, shape = _tile(op.prediction, PRODUCT), _shape(op.prediction)
     if tile is None:
         return []
-    shape = _shape(op.prediction)
-    product = tiled(
-        "vocabulary_loss_product.cu",
-        "lsq_vocabulary_loss_product",
-        tile,
-        shape,
-        op,
-        shape[2],
-        parts,
-        chosen,
-    )
-    join = launch(
-        "vocabulary_sums.cu",
-        "lsq_vocabulary_losses",
-        op,
-        parts,
-        parts.shape[1],
-        chosen,
-        losses,
-        nlls,
-        grid=-(-shape[0] // TOGETHER),
-    )
-    return [product, join]
+    source, name = "vocabulary_loss_product.cu", "lsq_vocabulary_loss_product"
+    product = tiled(source, name, tile, shape, op, shape[2], parts, chosen)
+    arguments = op, parts, parts.shape[1], chosen, losses, nlls
+    grid = -(-shape[0] // TOGETHER)
+    return [product, launch("vocabulary_sums.cu", "lsq_vocabulary_losses", *arguments, grid=grid)]
 
 
-def gradient_of_tiles(op: VocabularyLossGradient, tile: TileConfiguration | None) -> list[Launch]:
-    """The launch that makes the gradient of the logits, as floats or rounded.
-
-    Args:
-        op: of codes.
-        tile: None if there are no rows.
-
-    Raises:
-        ValueError: as `loss_of_tiles`.
-    """
+def _gradient_of_tiles(op: VocabularyLossGradient) -> list[Launch]:
+    """The launch that makes the gradient of the logits, as floats or rounded."""
+    tile, shape = _tile(op.prediction, GRADIENT_PRODUCT), _shape(op.prediction)
     if tile is None:
         return []
-    shape, rounded = _shape(op.prediction), op.rounded is not None
-    return [
-        tiled(
-            "vocabulary_loss_gradient_product.cu",
-            "lsq_vocabulary_loss_gradient_product",
-            tile,
-            shape,
-            op,
-            shape[2],
-            ROUNDED=int(rounded),
-            **({} if rounded else float_define(op.dlogits)),
-        )
-    ]
+    source, name = "vocabulary_loss_gradient_product.cu", "lsq_vocabulary_loss_gradient_product"
+    defines = (
+        {"ROUNDED": 1} if op.rounded is not None else float_define(op.dlogits) | {"ROUNDED": 0}
+    )
+    return [tiled(source, name, tile, shape, op, shape[2], **defines)]
 
 
 def _shape(given: Prediction) -> tuple[int, int, int]:
@@ -152,14 +108,14 @@ def _shape(given: Prediction) -> tuple[int, int, int]:
     return given.rows, given.columns, given.x.tensor.shape[1]
 
 
-def tile_of(given: Prediction, product: str) -> TileConfiguration | None:
+def _tile(given: Prediction, product: str) -> TileConfiguration | None:
     """Tiles of logits of codes; None: there are no rows."""
     return gemm.cuda_tile(product, given.rows, *given.weight.codes.shape)
 
 
 def _blocks_scratch(given: Prediction) -> list[Spec]:
-    """Of floats: memory for a block of logits, and for the weight in the dtype of floats, where
-    it has another."""
+    """Scratch memory in float mode: a block of logits, and the weight in the dtype of x where it
+    has another."""
     columns = -(-given.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
     block = (min(given.rows, CUDA_BLOCK_ROWS), columns), torch.float32
     return [block, *converted_scratch(given.weight.matrix, given.x.tensor.dtype)]
@@ -173,8 +129,8 @@ def _blocks(
     *arguments,
     **defines: int,
 ) -> list[Launch | Product]:
-    """Of floats: for each block of rows the product that makes its logits, and a launch of
-    `kernel` to read them.
+    """In float mode, the product that makes the logits of each block of rows, and a launch of
+    `kernel` that reads them.
 
     Args:
         scratch: as `_blocks_scratch` says.
@@ -208,3 +164,26 @@ def _blocks(
             ),
         ]
     return entries
+
+
+@launches.register(KeptInputGradient)
+def launch_kept_input_gradient(op: KeptInputGradient):
+    return launch(
+        "kept_gradient.cu",
+        "lsq_kept_input_gradient",
+        op,
+        grid=row_blocks(op.rows, op.columns, most=MANY_BLOCKS),
+        **float_define(op.dx),
+        **row_defines(op.columns),
+    )
+
+
+@scratch_of.register(KeptWeightGradient)
+def scratch_of_kept_weight_gradient(op: KeptWeightGradient):
+    return scatter_scratch(op.rows, op.columns)
+
+
+@launches.register(KeptWeightGradient)
+def launch_kept_weight_gradient(op: KeptWeightGradient, before, ordered, partial):
+    copied = [] if op.others is op.dweight else [float_operand(op.others, None, op.dweight)]
+    return [*copied, *scatter_launches(op, before, ordered, partial, tables=1, KEPT=1, FLOAT=0)]

@@ -15,6 +15,8 @@ import torch
 
 from lsq import gemm
 from lsq.native import loader
+from lsq.ops.fake_quantize import fake_gradient
+from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.sums import PartialSums
 from lsq.program.declare import (
     Activations,
@@ -28,6 +30,7 @@ from lsq.program.declare import (
     size,
 )
 from lsq.program.operation import Operation
+from lsq.program.tensor import VirtualTensor
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
 
@@ -38,25 +41,17 @@ GEMM = "project_weight_gradient"
 class ProjectWeightGradient(Operation):
     """The gradient of the weight [N, K] of a Project, before its rounding, and that of its clip."""
 
-    gradient: In[RoundedGradient] | None
-    """[M, P], under backward="int8"."""
-    floats: In[Activations] | None
-    """[M, P], otherwise; [M, N] in float mode."""
-    x: In[Rows]
-    """[M, K]"""
-    weight: In[Weight]
-    """[P, K]; in float mode it has no codes."""
-    key: In[Indices] | None
-    """[1]; with `subsequence`, of the random numbers under backward="int8"."""
+    gradient: In[RoundedGradient] | None  # [M, P], under backward="int8".
+    floats: In[Activations] | None  # [M, P], otherwise; [M, N] in float mode.
+    x: In[Rows]  # [M, K]
+    weight: In[Weight]  # [P, K]; in float mode it has no codes.
+    key: In[Indices] | None  # [1]; with `subsequence`, of the random numbers under backward="int8".
     subsequence: int = 0
-    learned_step: bool = False
-    """The clip learns by LSQ (learned step size), not PACT."""
+    learned_step: bool = False  # The clip learns by LSQ (learned step size), not PACT.
     dweight: Out[Parameters]
     """[N, K], or [K, N] where the weight is by inputs; of the dtype of its values."""
-    dclip: Out[Floats] | None
-    """[N] or [1], like the clip."""
-    parts: Out[Floats] | None
-    """Parts of `dclip`, in its place; see lsq.ops.sums."""
+    dclip: Out[Floats] | None  # [N] or [1], like the clip.
+    parts: Out[Floats] | None  # Parts of `dclip`, in its place; see lsq.ops.sums.
 
     rows = extent(0, "gradient.codes", "floats")
     clips = extent(0, "weight.clip")
@@ -173,3 +168,45 @@ class ProjectWeightGradient(Operation):
                 loader.call("lsq_round_columns", self, codes, column_scale)
             gemm.multiply(GEMM, self, gradient, codes.t(), memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)
+
+
+def append_gradients(
+    builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end
+) -> VirtualTensor | None:
+    """Append both to a lsq.program.builder.Builder; where the gradient of the weight goes, if it or
+    its clip has one.
+
+    Args:
+        builder: where to.
+        product: has Rows x [M, K]: a Project or a Prediction.
+        weight: [N, K], as products read it.
+        upstream: its gradient as floats or as a RoundedGradient [M, P]; the other one is None.
+        undoes: whether the rounding of x is undone; otherwise another product of x does that.
+        end: fields of ProjectInputGradient: where its result goes, and what is done to it.
+    """
+    x, (floats, rounded) = product.x.coded, upstream
+    if x is None:
+        floats = fake_gradient(builder, floats, builder.quant.gradient_form(weight.values.name))
+    common = {"gradient": rounded, "floats": floats}
+    if builder.needs_gradient(product.x.tensor):
+        if undoes:
+            end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}
+        builder.add(ProjectInputGradient(weight=weight.bare(), **common, **end))
+    if not (builder.needs_gradient(weight.values) or builder.needs_gradient(weight.clip)):
+        return None
+    if rounded is not None:
+        common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
+    dweight = builder.parameter_gradient(weight.values)
+    if dweight is None:  # its clip's alone
+        dweight = builder.like("d_" + weight.values.name, weight.values)
+    builder.add(
+        ProjectWeightGradient(
+            x=product.x.bare(),
+            weight=weight,
+            learned_step=builder.quant.clip_gradient == "lsq",
+            dweight=dweight,
+            dclip=builder.parameter_gradient(weight.clip),
+            **common,
+        )
+    )
+    return dweight

@@ -39,7 +39,8 @@ def _load(module: str) -> None:
 
 
 @_from_file_beside
-def launches(operation, *scratch: torch.Tensor) -> list[Launch | Product]:
+def launches(operation, *scratch: torch.Tensor) -> Launch | list[Launch | Product]:
+    """See Operation.cuda; one launch may stand for a list of it."""
     raise ValueError(f"operation {operation.name} has no CUDA implementation")
 
 

@@ -63,7 +63,8 @@ class Operation(Declared):
         Raises:
             ValueError: kernels cannot take these shapes.
         """
-        return cuda.launches(self, *scratch)
+        found = cuda.launches(self, *scratch)
+        return [found] if isinstance(found, Launch) else found
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
         """Leave sums over rows in parts, in a program for a GPU; return the PartialSums to add up.

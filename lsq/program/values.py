@@ -47,7 +47,7 @@ class Coded(Value):
     """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN.
     """
     started: Host[bool] = False
-    """Whether an operation before has written the scale: only a NaN changes it (lsq.ops.scales)."""
+    """Whether an operation before has written the scale: only a NaN changes it (lsq.ops.sums)."""
 
     @size
     def by_row(self) -> int:
@@ -161,7 +161,7 @@ class Weight(Value):
     decoded: Floats | None
     """[N, K], in the place of codes: values of a format that has no fast product."""
     grouped: Bytes | None
-    """In the place of decoded, without a backward pass: what lsq.ops.grouped_weight packs."""
+    """In the place of decoded, without a backward pass: what lsq.ops.grouped_product packs."""
     group: int = 0
     """Group size of `grouped`: values along K whose products are summed as integers."""
     in_out: bool = False

@@ -1,18 +1,6 @@
 """Number formats, rounding to codes and back, and how clips are measured."""
 
-from lsq.quant.calibration import (
-    CALIBRATIONS,
-    calibrate,
-    check_not_empty,
-    check_usable,
-    fill_empty,
-    octav_clip,
-    sample_stride,
-)
-from lsq.quant.formats import GRADIENT, NORMALISED, WEIGHT_FORMATS, Format, WeightFormat
-from lsq.quant.numbers.grains import Grain
-from lsq.quant.pruning import Pruning
-from lsq.quant.rounding import (
+from lsq.quant.arithmetic import (
     CLIP_GRADIENTS,
     LARGEST_CLIP,
     SMALLEST_CLIP,
@@ -25,6 +13,17 @@ from lsq.quant.rounding import (
     scale_of,
     unpack_bits,
 )
+from lsq.quant.calibration import (
+    CALIBRATIONS,
+    calibrate,
+    check_not_empty,
+    check_usable,
+    fill_empty,
+    octav_clip,
+    sample_stride,
+)
+from lsq.quant.formats import GRADIENT, NORMALISED, WEIGHT_FORMATS, Format, Grain, WeightFormat
+from lsq.quant.pruning import Pruning
 
 __all__ = [
     "CALIBRATIONS",

@@ -1,30 +1,155 @@
-"""Reference arithmetic of rounding: activations under a clip, gradients at random, and what both do
-to gradients.
+"""The arithmetic of rounding, in plain PyTorch.
 
-Shapes: M rows, N columns. Codes are int8 [M, N]; `clipped` holds one bit an element, packed
-(rounding.pack_bits); `error` = (code - x / scale) / Q is kept only for clip_gradient="lsq".
+A clip c > 0 becomes the scale s = c/Q with Q = 2^(bits-1) - 1, and x becomes q = rint(clamp(x/s,
+-Q, Q)), rounded half to even; x_hat = q*s. One clip belongs to a whole tensor (clips of shape [1])
+or to one row x[i] of it (clips of shape [R]; the rows of a weight are its output channels).
+Gradients have no clips: they are rounded at random under their largest magnitudes. Formulas:
+docs/numbers.md.
+
+R rows; of a matrix M rows, N columns.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from lsq.quant.formats import GRADIENT
 from lsq.quant.random import uniform_rows
-from lsq.quant.rounding import maximum_code, pack_bits, quantize, scale_of, unpack_bits
+
+CLIP_GRADIENTS = ("pact", "lsq")
+"""Gradients of clips: PACT (Choi et al. 2018, arXiv:1805.06085) or LSQ (Esser et al. 2020,
+arXiv:1902.08153)."""
+SMALLEST_CLIP = 2.0**-40
+"""Clips below this are refused and calibration never returns less, so that no scale is 0 or
+denormal."""
+LARGEST_CLIP = 2.0**40
+"""Clips above this are refused: no network that learns has such values, and products of scales
+would overflow soon."""
 
 SMALLEST_GRADIENT = 1e-35
 """A row (or column) of gradients whose largest magnitude lies below this is rounded to zero."""
+LARGEST = 127
+"""Code of gradients, unless a format says otherwise."""
 
 
-def round_activation(x: torch.Tensor, clip: torch.Tensor, *, bits: int, error: bool):
+class Quantized(NamedTuple):
+    """A tensor as integers; its values are codes * scale, row by row where there is a scale for
+    each."""
+
+    codes: Tensor
+    """int8, the shape of x, from -Q to Q; 0 where x is NaN."""
+    scale: Tensor
+    """[1] or [R], clip/Q; NaN for a tensor or row that holds a NaN, so that its values come back as
+    NaN."""
+    clipped: Tensor
+    """bool, the shape of x: |x| > clip."""
+
+
+def maximum_code(bits: int) -> int:
+    """Largest code Q = 2^(bits-1) - 1; the smallest is -Q.
+
+    Raises:
+        ValueError: `bits` is not a whole number from 2 to 8.
+    """
+    if not isinstance(bits, int) or not 2 <= bits <= 8:
+        raise ValueError(f"bits is {bits!r}; it must be a whole number from 2 to 8")
+    return 2 ** (bits - 1) - 1
+
+
+def scale_of(clip: Tensor, bits: int = 8) -> Tensor:
+    """Value of one code, clip/Q: the shape of `clip`; float64 for float64 clips, otherwise
+    float32."""
+    dtype = torch.float64 if clip.dtype == torch.float64 else torch.float32
+    return clip.to(dtype) / maximum_code(bits)
+
+
+def check_clip(clip: Tensor, name: str) -> None:
+    """Raise ValueError, with `name` in it, for a clip that is NaN, below SMALLEST_CLIP or above
+    LARGEST_CLIP."""
+    unusable = clip[~((clip >= SMALLEST_CLIP) & (clip <= LARGEST_CLIP))]
+    if unusable.numel():
+        raise ValueError(
+            f"{name} is {unusable[0].item()!r} ({unusable.numel()} of {clip.numel()} values are"
+            f" unusable); a clip must be finite, from {SMALLEST_CLIP} to {LARGEST_CLIP}: calibrate"
+            " again or load a sound checkpoint"
+        )
+
+
+def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
+    """Return the largest magnitude of each row [R, N] as its clip [R], at least SMALLEST_CLIP.
+
+    A row of zeros keeps its clip `before` [R], or gets 1 if that is not finite: gradients carry the
+    scales of rows, and its own would vanish.
+    """
+    largest = rows.detach().float().abs().amax(1)
+    return torch.where(
+        largest == 0, torch.where(before.isfinite(), before, 1.0), largest.clamp(min=SMALLEST_CLIP)
+    )
+
+
+def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
+    """Round x, of any shape and float dtype, to codes under clip [1], or [R] for x [R, ...].
+
+    x/scale is computed in the wider of both dtypes.
+
+    Raises:
+        ValueError: the shape of `clip` does not fit x.
+    """
+    maximum = maximum_code(bits)
+    scale = scale_of(clip, bits)
+    codes = (x / _over_rows(scale, x)).clamp_(-maximum, maximum).round_()
+    missing = torch.isnan(codes)
+    if missing.any():
+        codes.masked_fill_(missing, 0)
+        scale = scale.masked_fill(missing.reshape(scale.numel(), -1).any(1), math.nan)
+    return Quantized(codes.to(torch.int8), scale, x.abs() > _over_rows(clip, x))
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """bool, any shape -> uint8 [ceil(numel/8)]: element i of the flattened mask is bit i%8 of byte
+    i//8."""
+    flat = mask.flatten().to(torch.uint8)
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
+    return (flat << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(
+        1, dtype=torch.uint8
+    )
+
+
+def unpack_bits(packed: Tensor, numel: int) -> Tensor:
+    """Inverse of pack_bits: uint8 [ceil(numel/8)] -> bool [numel].
+
+    Raises:
+        ValueError: `packed` does not hold exactly ceil(numel/8) bytes.
+    """
+    if packed.numel() != -(-numel // 8):
+        raise ValueError(
+            f"{numel} bits take {-(-numel // 8)} bytes, but packed holds {packed.numel()}"
+        )
+    bits = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (bits & 1).bool().flatten()[:numel]
+
+
+def _over_rows(values: Tensor, x: Tensor) -> Tensor:
+    """View values [1] or [R] so that they broadcast over x [R, ...]."""
+    if values.numel() == 1:
+        return values.reshape(1)
+    if values.shape != x.shape[:1]:
+        raise ValueError(
+            f"clip or scale of shape {list(values.shape)} does not fit x of shape {list(x.shape)}; "
+            f"give it shape [1] or {list(x.shape[:1])}"
+        )
+    return values.view(-1, *[1] * (x.dim() - 1))
+
+
+def round_activation(x: Tensor, clip: Tensor, *, bits: int, error: bool):
     """(codes, scale [1], clipped, error or None) of float x [M, N] under clip [1]; see
-    rounding.quantize."""
+    `quantize`."""
     codes, scale, clipped = quantize(x, clip, bits)
-    found = None
+    kept = None
     if error:
-        found = torch.where(clipped, 0.0, (codes - x / scale_of(clip, bits)) / maximum_code(bits))
-    return codes, scale, pack_bits(clipped), found
+        kept = torch.where(clipped, 0.0, (codes - x / scale_of(clip, bits)) / maximum_code(bits))
+    return codes, scale, pack_bits(clipped), kept
 
 
 def straight_through(gradient, codes, clipped, error, *, bits: int):
@@ -44,13 +169,12 @@ def lsq_factor(numel: int, bits: int) -> float:
     return 1.0 / math.sqrt(max(1, numel) * maximum_code(bits))
 
 
-def round_rows(gradient, factor, key, subsequence, largest: int = GRADIENT.largest, bound=None):
+def round_rows(gradient, factor, key, subsequence, largest: int = LARGEST, bound=None):
     """Round each row of gradient [M, N] * factor [N] to (codes int8 [M, N], scale float32 [M]) at
     random, without bias.
 
     `largest`: the largest code. `bound` [M]: what becomes this code, or the largest magnitude of
-    each row. The scale of
-    a row for which that is NaN or an infinity is NaN: overflow stays visible.
+    each row. A row for which that is NaN or infinite has the scale NaN: overflow stays visible.
     """
     scaled = gradient * factor
     scale, reciprocal = gradient_scale(
@@ -59,21 +183,21 @@ def round_rows(gradient, factor, key, subsequence, largest: int = GRADIENT.large
     return _round_at_random(scaled * reciprocal[:, None], key, subsequence, largest), scale
 
 
-def nearest_rows(x, largest: int = GRADIENT.largest):
+def nearest_rows(x, largest: int = LARGEST):
     """Round each row of x [M, N] to the nearest (codes int8 [M, N], scale float32 [M]), with scales
     as `round_rows`."""
     scale, reciprocal = gradient_scale(x.abs().amax(dim=1), largest)
-    return (x * reciprocal[:, None]).round().nan_to_num(nan=0.0).to(GRADIENT.storage), scale
+    return (x * reciprocal[:, None]).round().nan_to_num(nan=0.0).to(torch.int8), scale
 
 
-def round_columns(x, key, subsequence, largest: int = GRADIENT.largest):
-    """The same with one scale for each column: (codes int8 [M, N], scale float32 [N])."""
+def round_columns(x, key, subsequence, largest: int = LARGEST):
+    """Round as `round_rows`, with scales float32 [N] of columns."""
     magnitude = x.abs().amax(dim=0) if len(x) else x.new_zeros(x.shape[1:])
     scale, reciprocal = gradient_scale(magnitude, largest)
     return _round_at_random(x * reciprocal, key, subsequence, largest), scale
 
 
-def gradient_scale(largest: torch.Tensor, code: int = GRADIENT.largest):
+def gradient_scale(largest: Tensor, code: int = LARGEST):
     """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones,
     (NaN, 0) for non-finite ones.
     """
@@ -89,4 +213,4 @@ def gradient_scale(largest: torch.Tensor, code: int = GRADIENT.largest):
 
 def _round_at_random(scaled, key, subsequence, largest):
     rounded = (scaled + uniform_rows(key, subsequence, *scaled.shape)).floor()
-    return rounded.clamp(-largest, largest).nan_to_num(nan=0.0).to(GRADIENT.storage)
+    return rounded.clamp(-largest, largest).nan_to_num(nan=0.0).to(torch.int8)

@@ -1,7 +1,5 @@
-"""How clips are measured on a sample of a tensor.
-
-OCTAV (Sakr et al. 2022, arXiv:2206.06501) for the clip of least squared error. Shapes: R rows, N
-elements in one row, K candidate clips.
+"""Measurement of clips on a sample of a tensor, by OCTAV (Sakr et al. 2022, arXiv:2206.06501) for
+the least squared error. Shapes: R rows, N elements in one row, K candidate clips.
 """
 
 import math
@@ -9,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lsq.quant.rounding import SMALLEST_CLIP, check_clip, maximum_code
+from lsq.quant.arithmetic import SMALLEST_CLIP, check_clip, maximum_code
 
 CALIBRATIONS = ("fixed", "absmax", "percentile", "mse")
 """Methods of calibrate."""
@@ -26,21 +24,11 @@ def calibrate(
     fixed: float | None = None,
     percentile: float = 99.99,
 ) -> Tensor:
-    """Measure the first clip of a tensor on a sample of it.
+    """Measure the first clip of x, float32 [1], or [R] per channel (row), at least SMALLEST_CLIP.
 
-    Args:
-        x: any shape and float dtype, finite.
-        method: "fixed", "absmax" (the largest |x|), "percentile" or "mse" (octav_clip).
-        bits: width of the integers, 2 to 8; matters to "mse" only.
-        per_channel: one clip for each row x[i] instead of one for all of x.
-        fixed: the clip under "fixed", which does not look at the values of x.
-        percentile: under "percentile", the share of |x| in percent that the clip leaves inside.
-
-    Returns:
-        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor of zeros. A
-        row of zeros gets the
-        mean clip of the others: gradients are rounded with the scales of all rows, and its own
-            would vanish.
+    Methods: "fixed" (the clip `fixed`), "absmax" (the largest |x|), "percentile" (that many percent
+    of |x| are inside) and "mse" (octav_clip). A row of zeros gets the mean clip of the others:
+    gradients are rounded with the scales of all rows, and its own would vanish.
 
     Raises:
         ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable
@@ -77,11 +65,7 @@ def calibrate(
 
 
 def check_not_empty(x: Tensor) -> None:
-    """Refuse to measure a clip on nothing.
-
-    Raises:
-        ValueError: x has no values.
-    """
+    """Raise ValueError where x has no values to measure a clip on."""
     if x.numel() == 0:
         raise ValueError(
             f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values"
@@ -89,16 +73,11 @@ def check_not_empty(x: Tensor) -> None:
 
 
 def check_usable(unusable: int, values: int) -> None:
-    """Refuse a clip of a tensor of which some values are not finite.
-
-    Raises:
-        ValueError: `unusable` of its `values` are NaN or infinite.
-    """
+    """Raise ValueError where some of a tensor's values, `unusable`, are NaN or infinite."""
     if unusable:
         raise ValueError(
             f"cannot calibrate on a tensor in which {unusable} of {values} values are NaN or"
-            " infinite; "
-            "find the operation that made them"
+            " infinite; find the operation that made them"
         )
 
 
@@ -126,14 +105,8 @@ def octav_clip(
     the first or the last of the 11 is the best, or the best is above 1.5 times the largest |x| or
     below 2^-16 of it, the whole search is made.
 
-    Args:
-        x: any shape and float dtype, finite.
-        bits: width of the integers, 2 to 8.
-        per_channel: one clip for each row x[i] instead of one for all of x.
-        before: float32 [1] or [R], clips that were found before; any values are allowed.
-
-    Returns:
-        float32 [1] or [R], at least SMALLEST_CLIP.
+    Takes finite x of any shape and float dtype, and `before`, float32 [1] or [R], of any values;
+    returns float32 [1], or [R] with `per_channel`, at least SMALLEST_CLIP.
     """
     maximum = maximum_code(bits)
     rows = _magnitude_rows(x, per_channel)
@@ -178,7 +151,8 @@ def sample_stride(values: int) -> int:
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
-    """Where OCTAV's error model is stationary for rows [R, N] in [0, 1]; returns [R, 1] in (0, 1].
+    """Find the clip [R, 1] in (0, 1] at which OCTAV's error model is stationary, for rows [R, N] in
+    [0, 1].
 
     The paper's iteration, kept inside the bracket that the sign of the model's derivative gives (it
     has one zero). Where many values share one magnitude, the plain iteration jumps to and fro
@@ -200,8 +174,8 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
-    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N]
-    >= 0.
+    """Choose from candidates [R, K] the clip [R, 1] with the least squared error on each of the
+    rows [R, N] >= 0.
 
     The first one where no error is a number.
     """

@@ -61,8 +61,8 @@ class Pruning:
 
     @staticmethod
     def read(text: str) -> "Pruning | None":
-        """What QuantConfig.sparsity says: "2:4", or with fields behind it, "2:4,every=32,end=500";
-        None for "".
+        """Parse QuantConfig.sparsity: "2:4", or with fields behind it, "2:4,every=32,end=500"; None
+        for "".
 
         Raises:
             ValueError: the text says something else.
@@ -78,8 +78,7 @@ class Pruning:
             if not equals or name not in WRITTEN or name in found:
                 raise ValueError(
                     f"sparsity is {text!r}, and {part!r} says nothing; behind the pattern may"
-                    " follow, once each: "
-                    f"{', '.join(f'{one}=...' for one in WRITTEN)}"
+                    f" follow, once each: {', '.join(f'{one}=...' for one in WRITTEN)}"
                 )
             try:
                 found[name] = float(value) if name == "decay" else int(value)
@@ -93,11 +92,11 @@ class Pruning:
             raise ValueError(f"sparsity is {text!r}: {error}; '' is dense") from error
 
     def sparse(self, updates: int) -> bool:
-        """Whether masks count after so many updates."""
+        """Masks apply after `updates` updates."""
         return self.begin <= updates and (self.end is None or updates < self.end)
 
     def due(self, updates: int) -> bool:
-        """Whether masks are chosen after so many updates."""
+        """Masks are chosen anew after `updates` updates."""
         since = updates - self.begin
         return self.sparse(updates) and (since == 0 or (self.every > 0 and since % self.every == 0))
 

@@ -66,7 +66,7 @@ def laplacian(bits: float) -> float:
 
 
 BOUNDS: dict[str, Callable[[float], float]] = {"gaussian": gaussian, "laplacian": laplacian}
-"""By the names of lsq.quant.numbers.SOURCES."""
+"""By the names of lsq.quant.tables.SOURCES."""
 
 
 @dataclass(frozen=True, kw_only=True)

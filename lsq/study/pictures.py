@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lsq import extras, files
-from lsq.quant.numbers import lloyd_max_distortion
+from lsq.quant.tables import lloyd_max_distortion
 from lsq.study.costs import ESTIMATES, KINDS, Costs, correlation
 from lsq.study.errors import BOUNDS, Errors, Median
 from lsq.study.tensors import PLURALS

@@ -10,7 +10,7 @@ from lsq.dist import two_hop
 from lsq.dist.collectives import Scratch, average
 from lsq.dist.gcq import GCQ
 from lsq.dist.two_hop import TwoHop, cut, pack, unpack
-from lsq.ops.gradient_layout import MessageLayout
+from lsq.ops.gradient_messages import MessageLayout
 from tests.dist import oracle
 from tests.dist.processes import run
 from tests.ops import gradient_checks

@@ -12,17 +12,17 @@ import pytest
 from tests.emulator.sanitizers import sanitizer_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = "tests/ops/test_project_product_cuda.py::test_fewer_steps_than_stages_and_more"
+STEPS = "tests/ops/test_product_kernels_cuda.py::test_fewer_steps_than_stages_and_more"
 EVERY_KERNEL = (
     "tests/layers/test_programs_cuda.py",
-    "tests/ops/test_rounding_cuda.py",
-    "tests/ops/test_adam_cuda.py",
+    "tests/ops/test_rounding.py",
+    "tests/ops/test_adam.py",
     f"{STEPS}[emulator-tiles of 64 x 64, 3 stages-4]",
     f"{STEPS}[emulator-tiles of 64 x 64 by wgmma, 3 stages-4]",
-    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256]",
-    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024]",
-    "tests/ops/test_next_words_cuda.py::test_any_inner_width[emulator-80]",
-    "tests/ops/test_cached_attention_cuda.py::test_blocks_share_long_lists[emulator-lengths0-True]",
+    "tests/ops/test_gradient_messages.py::test_blocks[emulator-256]",
+    "tests/ops/test_gradient_messages.py::test_blocks[emulator-1024]",
+    "tests/ops/test_product_kernels_cuda.py::test_any_inner_width[emulator-80]",
+    "tests/ops/test_cached_attention.py::test_blocks_share_long_lists_on_cuda[emulator-lengths0-True]",
 )
 """Together these launch every kernel: whole programs, and the operations that no program has."""
 
@@ -36,7 +36,15 @@ def repeated(files):
     environment = (
         os.environ | sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
     )
-    options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-k", "cuda and not gpu"]
+    options = [
+        "-q",
+        "-x",
+        "--capture=sys",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "(cuda or emulator) and not gpu",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *files]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 

@@ -8,7 +8,7 @@ from fairseq.tasks import FairseqTask
 from torch.testing import assert_close
 
 from lsq.layers import module
-from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
+from lsq.ops.vocabulary_loss import KeptInputGradient, KeptWeightGradient
 from lsq.program.operation import Operation
 from lsq.run.executor import Execution, Hooks
 

@@ -17,8 +17,7 @@ from lsq.layers import (
 from lsq.layers.linear import ALONE, linear
 from lsq.layers.model_formats import decoded_summary, tensor_names
 from lsq.native import tiles
-from lsq.ops.fake_quantize import FakeQuantize
-from lsq.ops.grouped_weight import pack_weight
+from lsq.ops.fake_quantize import FakeQuantize, pack_weight
 from lsq.quant.numbers import scaled_format
 from lsq.run.backends import CPU, Backend, backend
 from lsq.run.cuda import CUDA

@@ -130,7 +130,7 @@ def test_gradient_checkpointing(model, reentrant):
     twin = copy.deepcopy(model)
     twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_twins(model, twin, rtol=1e-4, atol=1e-6)
-    assert model.model.layers[0].passes == twin.model.layers[0].passes
+    assert model.model.layers[0].schedule.passes == twin.model.layers[0].schedule.passes
 
 
 def test_frozen_parameters_get_no_gradient(model):

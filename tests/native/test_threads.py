@@ -3,9 +3,14 @@
 import pytest
 import torch
 
+from lsq.ops.nonlinearity import Activation
+from tests.ops import attentions, test_rotation
 from tests.ops.compare import on_cpu, written
 from tests.ops.test_calibration import measured
 from tests.ops.test_embedding import embed, embed_gradient
+from tests.ops.test_gated import gated, gated_gradient
+from tests.ops.test_packed_project import next_words
+from tests.ops.test_project import rounded_project
 from tests.ops.test_residual_norm import norm, norm_gradient
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes, rounded_of
 
@@ -30,6 +35,17 @@ def normed():
 
 
 OPERATIONS = {
+    "attention": lambda: attentions.attention(dropout=0.1),
+    "gradient of attention": lambda: attentions.gradient_of(
+        attentions.attention(dropout=0.1), to_rounded=True
+    ),
+    "gated": lambda: gated(341, 88, dropout=0.3),
+    "gradient of gated": lambda: gated_gradient(341, 88, dropout=0.3),
+    "next words": lambda: next_words(6, 3000, 9, 1, every=True),
+    "project": lambda: rounded_project(341, 48, Activation.gelu, 0.3),
+    "gradient of a rotation": lambda: test_rotation.gradient_of(
+        test_rotation.rotate(341, normed=True)
+    ),
     "norm": normed,
     "norm of nothing finite": lambda: norm(torch.full((7, 48), torch.inf), rounds=True),
     "gradient of a norm": lambda: norm_gradient(normed()),

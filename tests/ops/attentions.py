@@ -5,12 +5,11 @@ import math
 
 import torch
 
-from lsq.ops.attention import Attention, AttentionGradient
-from lsq.ops.heads import Heads, PositionBias, Projected
+from lsq.ops.attention import Attention, AttentionGradient, Heads, PositionBias, Projected
 from lsq.ops.sums import SummedGradient
 from lsq.program.values import Rows
 from lsq.quant import random
-from tests.ops.compare import KEY, dropout_of, empty, on_reference, to_round
+from tests.ops.compare import KEY, dropout_of, empty, on_reference
 from tests.ops.compare import gradient_to_round as to_round_by_row
 from tests.ops.compare import rounded as codes_of
 
@@ -166,17 +165,3 @@ def dense(operation, dtype):
         probabilities = probabilities * whole.transpose(1, 2)
     context = (probabilities @ v).transpose(1, 2).flatten(2)
     return leaves, torch.cat([one[:length] for one, length in zip(context, of_q, strict=True)])
-
-
-def assert_zeros_behind(run, lengths, others, to_rounded):
-    """Rows behind all sentences give zeros forward and backward, and nothing to sums and clips."""
-    options = {"others": others, "dropout": 0.1, "causal": others is None}
-    forward = attention(
-        lengths, behind=35, **options, to=to_round(sum(lengths) + 35, 16, 0.8, error=True)
-    )
-    assert not run(forward).rounded.codes[-35:].any()
-    found = run(gradient_of(forward, to_rounded=to_rounded))
-    for one in filter(None, (found.dq, found.dkv)):
-        gradient = one.rounded.codes if to_rounded else one.floats
-        assert not gradient[-35:].any() and (not sum(lengths) or gradient[:-35].any())
-        assert bool(one.sum.any()) == bool(sum(lengths))

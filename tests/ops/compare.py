@@ -6,6 +6,7 @@ comes back is the same operation with real tensors everywhere.
 
 import dataclasses
 
+import pytest
 import torch
 
 from lsq.program.operation import Operation
@@ -222,3 +223,8 @@ def assert_accurate(found, exact, single, what: str = "") -> None:
         1.0, exact.abs().max().item()
     )
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def refused(message: str):
+    """Expect a ValueError whose text has `message`, a regular expression."""
+    return pytest.raises(ValueError, match=message)

@@ -1,16 +1,17 @@
 """Gradients, operations on their messages and what compares these bit by bit, for the tests of
 every implementation."""
 
-import math
-
 import torch
 
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.ops.gradient_messages import (
+    MessageLayout,
+    Messages,
+    PackGradients,
+    SumMessages,
+    UnpackGradients,
+)
 from lsq.program.operation import Operation
 from tests.ops.compare import empty, on_reference, written
-
-WORST = [math.nan, math.inf, -math.inf]
 
 
 def gradients(rows: int, values: int, dtype=torch.float32) -> torch.Tensor:
@@ -26,7 +27,7 @@ def pack(x: torch.Tensor, layout: MessageLayout) -> PackGradients:
 
 def add_up(data: torch.Tensor, layout: MessageLayout, *, factor: float = 1.0) -> SumMessages:
     """The sum of messages [N, M] of one shard."""
-    out = MessageLayout.of_shard(layout.length, block=layout.block)
+    out = MessageLayout.for_values(layout.length, 1, block=layout.block)
     return SumMessages(
         messages=Messages(layout=layout, data=data), factor=factor, sum=to_write(out)
     )
@@ -72,15 +73,3 @@ def assert_same_tensor(output: torch.Tensor, wanted: torch.Tensor, what: str = "
         output, wanted = output.nan_to_num(nan=0.0), wanted.nan_to_num(nan=0.0)
     differs = (output.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()
     assert not differs.numel(), (what, differs[:5].tolist())
-
-
-def every_half(dtype: torch.dtype) -> torch.Tensor:
-    """All 65,536 values of a two-byte float [1, v], neighbours side by side."""
-    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[None]
-
-
-def any_scale(values: int) -> tuple[MessageLayout, torch.Tensor]:
-    """(layout, messages uint8 [1, 1, M]) whose scales are any bits."""
-    layout = MessageLayout.for_values(values, 1, block=32)
-    messages = torch.randint(0, 256, (1, 1, layout.message_bytes), dtype=torch.uint8)
-    return layout, messages

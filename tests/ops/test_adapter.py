@@ -1,4 +1,6 @@
-"""Low-rank adapters, against plain PyTorch in float64."""
+"""Low-rank adapters, against plain PyTorch in float64, on the CPU and on CUDA."""
+
+import math
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from tests.ops.compare import (
     dropout_of,
     empty,
     on_reference,
+    refused,
     rounded,
     to_round,
 )
+from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_project import nonlinearity
 
 SIZES = [(41, 48, 72, 6), (1, 16, 8, 1), (130, 24, 40, 16)]
@@ -80,29 +84,25 @@ def adapt_with_end(
     return operation
 
 
-def adapt_gradient(rows: int, inputs: int, outputs: int, rank: int, **fields) -> AdaptGradient:
-    forward = on_reference(adapt(rows, inputs, outputs, rank))
-    written = {
-        "ddown": empty(rank, inputs),
-        "dup": empty(outputs, rank),
-        "dvalues": empty(rows, inputs),
-    }
-    return AdaptGradient(
-        gradient=torch.randn(rows, outputs).bfloat16().float(),
-        values=forward.values,
-        hidden=forward.hidden,
-        down=forward.down,
-        up=forward.up,
-        **{**written, **fields},
-    )
+def adapt_gradient(*sizes: int) -> AdaptGradient:
+    return gradient_of(on_reference(adapt(*sizes)))
+
+
+def gradient_of(forward: Adapt) -> AdaptGradient:
+    """Of adapters that ran."""
+    read = {name: getattr(forward, name) for name in ("values", "hidden", "down", "up")}
+    written = {f"d{name}": empty(*read[name].shape) for name in ("values", "down", "up")}
+    gradient = torch.randn(forward.out.shape).bfloat16().float()
+    return AdaptGradient(gradient=gradient, **read, **written)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, columns", [(0, 16), (1, 8), (41, 48)])
-def test_what_adapters_read(rows, columns, kind, dropout):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_adapters_read(rows, columns, kind, dropout, dtype, compared):
     operation = adapter_input(rows, columns, kind, dropout)
-    found, x = compare(operation).values, operation.x
+    found, x = compared(operation, dtype).values, operation.x
     exact = x.floats if x.coded is None else x.coded.codes * x.scale
     kept = found != 0
     torch.testing.assert_close(found[kept], (exact / (1 - dropout))[kept])
@@ -113,8 +113,9 @@ def test_what_adapters_read(rows, columns, kind, dropout):
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("rows, columns", [(0, 16), (41, 48)])
-def test_what_goes_back(rows, columns, dropout, added):
-    compare(adapter_input_gradient(rows, columns, dropout, added=added))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_goes_back(rows, columns, dropout, added, dtype, compared):
+    compared(adapter_input_gradient(rows, columns, dropout, added=added), dtype)
 
 
 def test_going_back_drops_the_same():
@@ -136,27 +137,14 @@ def by_torch(operation: Adapt, gradient: torch.Tensor, dtype: torch.dtype):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_as_accurate_as_torch(sizes):
     forward = compare(adapt(*sizes))
-    gradient = torch.randn(forward.out.shape)
-    backward = compare(
-        AdaptGradient(
-            gradient=gradient,
-            values=forward.values,
-            hidden=forward.hidden,
-            down=forward.down,
-            up=forward.up,
-            ddown=empty(*forward.down.shape),
-            dup=empty(*forward.up.shape),
-            dvalues=empty(*forward.values.shape),
-        )
-    )
+    backward = compare(gradient_of(forward))
     (exact, wanted), (single, near) = (
-        by_torch(forward, gradient, dtype) for dtype in (torch.float64, torch.float32)
+        by_torch(forward, backward.gradient, dtype) for dtype in (torch.float64, torch.float32)
     )
     assert_accurate(forward.out, exact, single)
-    for one, *values in zip(
-        (backward.ddown, backward.dup, backward.dvalues), wanted, near, strict=True
-    ):
-        assert_accurate(one, *values)
+    found = backward.ddown, backward.dup, backward.dvalues
+    for values in zip(found, wanted, near, strict=True):
+        assert_accurate(*values)
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -183,9 +171,37 @@ def test_it_ends_as_a_product(rows, outputs, coded, activation, dropout):
 
 @pytest.mark.parametrize("wanted", ["ddown", "dup", "dvalues"])
 def test_one_gradient_alone(wanted):
-    whole = {"ddown": None, "dup": None, "dvalues": None}
     operation = adapt_gradient(7, 16, 8, 2)
     every = compare(operation)
-    for name in whole.keys() - {wanted}:
+    for name in {"ddown", "dup", "dvalues"} - {wanted}:
         setattr(operation, name, None)
     torch.testing.assert_close(getattr(compare(operation), wanted), getattr(every, wanted))
+
+
+def test_widths_that_no_kernel_takes_on_cuda():
+    with refused("the width of an adapter's input is 12"):
+        adapter_input(3, 12, "codes").cuda()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_on_cuda(sizes, dtype):
+    compare_cuda(adapt(*sizes), dtype)
+    compare_cuda(adapt_gradient(*sizes), dtype)
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("rows", [0, 41])
+def test_it_ends_as_a_product_on_cuda(rows, activation, dropout):
+    compare_cuda(
+        adapt_with_end(rows, 72, activation, dropout, coded=True, error=not dropout), exact=True
+    )
+    for dtype in DTYPES:
+        compare_cuda(adapt_with_end(rows, 72, activation, dropout, coded=False), dtype)
+
+
+def test_nan_poisons_the_result_on_cuda():
+    operation = adapt_with_end(41, 72, Activation.relu, coded=True)
+    operation.base[40, 71] = math.nan
+    assert compare_cuda(operation, exact=True).rounded.scale.isnan()

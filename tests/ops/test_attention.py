@@ -1,4 +1,5 @@
-"""Attention over packed rows against padded dense attention in float64, forward and backward."""
+"""Attention over packed rows against padded dense attention in float64, forward and backward, on
+the CPU and on CUDA; and rows that are appended."""
 
 import math
 import resource
@@ -6,18 +7,10 @@ import resource
 import pytest
 import torch
 
+from lsq.ops.attention import Append
 from lsq.program.values import Rows
 from lsq.run.backends import run
-from tests.ops.attentions import (
-    HEADS,
-    LENGTHS,
-    OTHERS,
-    assert_zeros_behind,
-    attention,
-    bias_of,
-    dense,
-    gradient_of,
-)
+from tests.ops.attentions import HEADS, LENGTHS, OTHERS, attention, bias_of, dense, gradient_of
 from tests.ops.compare import (
     assert_accurate,
     assert_holds,
@@ -26,10 +19,14 @@ from tests.ops.compare import (
     empty,
     on_cpu,
     on_reference,
+    refused,
     to_round,
 )
 from tests.ops.compare import rounded as codes_of
+from tests.ops.cuda import DTYPES, compare_cuda
+from tests.sampling import first
 
+SHORT, OF_OTHERS = {"lengths": (3, 5, 1), "others": (7, 40, 9)}, {"others": OTHERS}
 CASES = [
     {},
     {"coded": False},
@@ -39,22 +36,22 @@ CASES = [
     {"width": 24},
     {"width": 64},
     {"width": 5, "heads": 3, "dropout": 0.1},
-    {"others": OTHERS},
-    {"others": OTHERS, "causal": True},
-    {"others": OTHERS, "coded": False, "dropout": 0.2},
-    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True},
+    OF_OTHERS,
+    {**OF_OTHERS, "causal": True},
+    {**OF_OTHERS, "coded": False, "dropout": 0.2},
+    {**SHORT, "causal": True},
     {"heads": 6, "group": 3},
-    {"heads": 4, "group": 4, "causal": True, "dropout": 0.2, "others": OTHERS},
+    {**OF_OTHERS, "heads": 4, "group": 4, "causal": True, "dropout": 0.2},
     {"heads": 4, "group": 2, "coded": False, "causal": True},
     {"window": 1, "causal": True},
     {"window": 6, "causal": True, "dropout": 0.2, "heads": 6, "group": 2},
     {"window": 20, "causal": True, "coded": False},
-    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True, "window": 4},
+    {**SHORT, "causal": True, "window": 4},
     {"softmax_scale": 1.0, "coded": False},
     {"biased": True},
     {"biased": True, "coded": False, "causal": True, "dropout": 0.2, "heads": 4, "group": 2},
     {"biased": True, "causal": True, "window": 5, "softmax_scale": 0.5},
-    {"biased": True, "others": OTHERS},
+    {**OF_OTHERS, "biased": True},
 ]
 
 
@@ -63,26 +60,23 @@ def test_as_accurate_as_dense_attention(options):
     forward = attention(**options)
     found = compare(forward)
     leaves, exact = dense(forward, torch.float64)
-    assert_accurate(found.out, exact.detach(), dense(forward, torch.float32)[1].detach())
+    single_leaves, single = dense(forward, torch.float32)
+    assert_accurate(found.out, exact.detach(), single.detach())
     backward = gradient_of(forward)
     for one in (forward.heads.q, forward.heads.k):
         if one.rows.coded is not None:
             one.rows.coded.clipped.zero_()
     found = compare(backward)
-    single, context = dense(forward, torch.float32)
     wanted, near = (
         torch.autograd.grad(
             (result * backward.dcontext).sum(), {id(one): one for one in of}.values()
         )
-        for of, result in ((leaves, exact), (single, context))
+        for of, result in ((leaves, exact), (single_leaves, single))
     )
-    gradients = {
-        name: one.floats for name in ("dq", "dkv") if (one := getattr(found, name)) is not None
-    }
-    if found.dbias is not None:
-        gradients["dbias"] = found.dbias
-    for (name, one), *values in zip(gradients.items(), wanted, near, strict=True):
-        assert_accurate(one, *values, name)
+    gradients = [end.floats for end in (found.dq, found.dkv) if end is not None]
+    gradients += [] if found.dbias is None else [found.dbias]
+    for values in zip(gradients, wanted, near, strict=True):
+        assert_accurate(*values)
 
 
 @pytest.mark.parametrize("width, heads", [(8, 2), (5, 3), (24, 1)])
@@ -92,14 +86,13 @@ def test_the_context_is_rounded(width, heads):
     made = compare(forward)
     found, unrounded = made.rounded, made.unrounded(run)
     forward.out, forward.rounded = empty(sum(LENGTHS), heads * width), None
-    wanted = rounding.encode(on_cpu(forward).out)
-    assert torch.equal(unrounded, on_cpu(forward).out)
-    assert_holds(found, wanted)
+    floats = on_cpu(forward).out
+    assert torch.equal(unrounded, floats)
+    assert_holds(found, rounding.encode(floats))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"others": OTHERS}, {"width": 5, "heads": 3}, {"coded": False}, {"heads": 4, "group": 2}],
+    "options", [{}, OF_OTHERS, {"width": 5, "heads": 3}, {"coded": False}, {"heads": 4, "group": 2}]
 )
 @pytest.mark.parametrize("to_rounded", [False, True])
 def test_ends_of_gradients(options, to_rounded):
@@ -110,50 +103,49 @@ def test_ends_of_gradients(options, to_rounded):
 @pytest.mark.parametrize("window", [40, 1000])
 def test_a_window_of_all_keys_hides_nothing(window):
     plain, windowed = attention(causal=True), attention(causal=True, window=window)
-    windowed.heads.q.rows = windowed.heads.k.rows = windowed.heads.v.rows = plain.heads.q.rows
+    share(windowed, plain.heads.q.rows)
     short = slice(0, sum(LENGTHS[:4]))
     assert torch.equal(on_cpu(plain).out[short], on_cpu(windowed).out[short])
+
+
+def share(forward, rows: Rows) -> None:
+    """Read queries, keys and values from these rows."""
+    forward.heads.q.rows = forward.heads.k.rows = forward.heads.v.rows = rows
 
 
 def test_what_a_window_hides_changes_nothing():
     forward = attention((40,), coded=False, causal=True, window=8)
     before = on_cpu(forward).out
     forward.heads.k.rows.floats[:20, 16:] = 1e30
-    assert torch.equal(on_cpu(forward).out[27:], before[27:])
-    assert not torch.equal(on_cpu(forward).out[26], before[26])
+    after = on_cpu(forward).out
+    assert torch.equal(after[27:], before[27:]) and not torch.equal(after[26], before[26])
 
 
-def test_clips_that_learn_by_lsq():
-    forward = attention()
-    heads = forward.heads
-    heads.q.rows = heads.k.rows = heads.v.rows = Rows(
-        coded=codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True)
-    )
-    assert compare(gradient_of(forward)).dq.clip.item() != 0.0
+def test_clips_that_learn_by_lsq(compared):
+    forward = attention((7, 9))
+    share(forward, Rows(coded=codes_of(16, 3 * HEADS * 8, error=True)))
+    assert compared(gradient_of(forward)).dq.clip.item() != 0.0
 
 
 def test_both_passes_drop_the_same():
     """The context is linear in the values, and its gradient uses the same probabilities."""
     forward = attention(coded=False, dropout=0.5)
-    backward = gradient_of(forward)
-    hidden = HEADS * 8
-    dv, values = (
-        on_cpu(backward).dq.floats[:, 2 * hidden :],
-        forward.heads.v.rows.floats[:, 2 * hidden :],
-    )
-    torch.testing.assert_close(
-        (on_cpu(forward).out * backward.dcontext).sum(), (dv * values).sum(), atol=1e-4, rtol=1e-5
-    )
+    backward, hidden = gradient_of(forward), HEADS * 8
+    dv = on_cpu(backward).dq.floats[:, 2 * hidden :]
+    wanted = (dv * forward.heads.v.rows.floats[:, 2 * hidden :]).sum()
+    found = (on_cpu(forward).out * backward.dcontext).sum()
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
     forward.heads.dropout = dropout_of(0.5, subsequence=3)
-    assert (on_cpu(forward).out - on_reference(forward).out).abs().max() < 1e-5
-    assert ((on_cpu(forward).out * backward.dcontext).sum() - (dv * values).sum()).abs() > 0.1
+    other = on_cpu(forward).out
+    assert (other - on_reference(forward).out).abs().max() < 1e-5
+    assert ((other * backward.dcontext).sum() - wanted).abs() > 0.1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_in_a_query_stays_in_its_row(value):
-    forward = attention(coded=False)
+def test_what_is_not_finite_in_a_query_stays_in_its_row(value, compared):
+    forward = attention((3, 40), coded=False)
     forward.heads.q.rows.floats[20, 3] = value
-    bad = compare(forward).out.isnan()
+    bad = compared(forward).out.isnan()
     assert bad[20, :8].all() and bad.sum() == 8
 
 
@@ -164,18 +156,16 @@ def test_nan_in_a_key_stays_in_its_sentence():
     assert bad[8:41, :8].all() and bad.sum() == 33 * 8
 
 
-def test_a_poisoned_scale_poisons_everything():
-    forward = attention(to=to_round(sum(LENGTHS), 16, 1.0))
+def test_a_poisoned_scale_poisons_everything(runs):
+    forward = attention((7, 9), to=to_round(16, 16, 1.0))
     forward.heads.q.rows.coded.scale.fill_(math.nan)
-    found = on_cpu(forward)
-    assert found.rounded.scale.isnan() and not found.rounded.codes.any()
+    for found in runs(forward):
+        assert found.rounded.scale.isnan() and not found.rounded.codes.any()
 
 
 def test_a_mask_does_not_depend_on_what_follows():
     long, short = attention((7, 9, 70), dropout=0.5), attention((7, 9), dropout=0.5)
-    short.heads.q.rows = short.heads.k.rows = short.heads.v.rows = Rows(
-        coded=long.heads.q.rows.coded.bare()
-    )
+    share(short, Rows(coded=long.heads.q.rows.coded.bare()))
     short.heads.q.rows.coded.codes = long.heads.q.rows.coded.codes[:16]
     assert torch.equal(compare(short).out, compare(long).out[:16])
 
@@ -193,38 +183,34 @@ def test_no_keys_at_all():
 
 
 @pytest.mark.parametrize(
-    "lengths, others", [(LENGTHS, None), (LENGTHS, OTHERS), ((), None), ((0, 0), (0, 0))]
+    "lengths, others", [((3, 70, 0, 17), None), (LENGTHS, OTHERS), ((), None), ((0, 0), (0, 0))]
 )
 @pytest.mark.parametrize("to_rounded", [False, True])
-def test_rows_behind_all_sentences_are_zeros(lengths, others, to_rounded):
-    assert_zeros_behind(compare, lengths, others, to_rounded)
+def test_rows_behind_all_sentences_are_zeros(lengths, others, to_rounded, compared):
+    """Forward and backward; they give nothing to sums and clips."""
+    options = {"others": others, "dropout": 0.1, "causal": others is None}
+    rounding = to_round(sum(lengths) + 35, 16, 0.8, error=True)
+    forward = attention(lengths, behind=35, **options, to=rounding)
+    assert not compared(forward).rounded.codes[-35:].any()
+    found = compared(gradient_of(forward, to_rounded=to_rounded))
+    for one in filter(None, (found.dq, found.dkv)):
+        gradient = one.rounded.codes if to_rounded else one.floats
+        assert not gradient[-35:].any() and (not sum(lengths) or gradient[:-35].any())
+        assert bool(one.sum.any()) == bool(sum(lengths))
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 0)])
-def test_an_empty_batch(lengths):
+def test_an_empty_batch(lengths, compared):
     forward = attention(lengths, to=to_round(0, 16, 1.0))
-    assert compare(forward).rounded.scale.item() == pytest.approx(1 / 127)
-    found = compare(gradient_of(forward))
+    assert compared(forward).rounded.scale.item() == pytest.approx(1 / 127)
+    found = compared(gradient_of(forward))
     assert not found.dq.sum.any() and not found.dq.clip.any()
-
-
-def test_results_do_not_depend_on_threads():
-    forward = attention(dropout=0.1)
-    backward = gradient_of(forward, to_rounded=True)
-    results, threads = [], torch.get_num_threads()
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        results.append((on_cpu(forward), on_cpu(backward)))
-    torch.set_num_threads(threads)
-    for one, other in zip(*results, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
 
 
 def test_more_sentences_than_partial_sums():
     """Sums are added up group by group of sentences, whichever thread ends a group."""
-    lengths = (2, 0, 3) * 50
-    compare(gradient_of(attention(lengths, dropout=0.1)))
-    compare(gradient_of(attention(lengths, (1, 4, 0) * 50), to_rounded=True))
+    compare(gradient_of(attention((2, 0, 3) * 50, dropout=0.1)))
+    compare(gradient_of(attention((2, 0, 3) * 50, (1, 4, 0) * 50), to_rounded=True))
 
 
 def test_long_sentences_take_little_memory():
@@ -241,9 +227,128 @@ def test_limits_of_offsets(others):
     forward = attention(others=others)
     heads = forward.heads
     limits = {
-        "heads.cu_seqlens": heads.cu_seqlens[-1].item(),
-        "heads.key_cu_seqlens": heads.key_cu_seqlens[-1].item(),
+        f"heads.{name}": getattr(heads, name)[-1].item()
+        for name in ("cu_seqlens", "key_cu_seqlens")
     }
     assert forward.limits() == gradient_of(forward).limits() == limits
     heads.bias = bias_of(HEADS)
     assert forward.limits() == limits | {"heads.bias.bucket": 7}
+
+
+# On CUDA
+
+LONG, FEWER = (3, 70, 0, 17), (3, 20, 2, 0)
+"""Two tiles of 64 or three of 32 that are not full, no row, and two fragments."""
+
+
+def compare_both(dtype=torch.float32, to_rounded=False, **options):
+    """Compare attention and its gradient on CUDA."""
+    forward = attention(**options)
+    compare_cuda(forward, dtype)
+    compare_cuda(gradient_of(forward, to_rounded=to_rounded), dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    first(
+        [
+            {"causal": True, "dropout": 0.3},
+            {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
+            {"biased": True, "causal": True, "softmax_scale": 1.0},
+            {"coded": False, "dropout": 0.2},
+            {"others": (3, 97, 2, 0)},
+            {"others": (5, 90, 0, 7), "causal": True, "coded": False},
+            {"window": 65, "causal": True, "others": (5, 90, 0, 20)},
+            {},
+            {"others": FEWER, "causal": True},
+            {"heads": 4, "group": 2, "causal": True},
+            {"window": 9, "causal": True, "dropout": 0.1},
+            {"biased": True, "heads": 4, "group": 2, "others": (5, 90, 0, 20)},
+            # three turns of every loop over tiles, and of the search for a sentence
+            {"lengths": (1, 0, 140, 2, 0, 1, 3), "width": 8, "heads": 1, "coded": False},
+            # tiles of keys that a query's window has not reached yet, and those that it has left
+            {"lengths": (1, 200, 3), "heads": 2, "group": 2, "causal": True, "window": 40},
+        ],
+        3,
+    ),
+)
+def test_in_float32_on_cuda(options):
+    compare_both(**{"lengths": LONG} | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    first(
+        [
+            {"coded": False},
+            {"width": 128, "heads": 1},
+            {"others": FEWER, "causal": True},
+            {"heads": 2, "group": 2, "window": 20, "causal": True},
+            {},
+            {"biased": True},
+        ],
+        4,
+    ),
+)
+def test_in_half_precision_on_cuda(options):
+    compare_both(torch.bfloat16, lengths=LONG, dropout=0.1, **options)
+
+
+@pytest.mark.parametrize("width", first([24, 64, 128, 48], 3))
+def test_other_widths_on_cuda(width):
+    compare_both(lengths=(20, 0, 5), width=width, heads=1, dropout=0.1)
+
+
+@pytest.mark.parametrize("to_rounded", [False, True])
+@pytest.mark.parametrize("others", [None, (2, 9, 1)])
+def test_ends_of_gradients_on_cuda(to_rounded, others):
+    compare_both(lengths=(7, 0, 9), others=others, to_rounded=to_rounded)
+
+
+def test_the_context_is_rounded_on_cuda():
+    compare_cuda(attention((7, 0, 40), dropout=0.1, to=to_round(47, 16, 0.8, error=True)))
+
+
+@pytest.mark.parametrize("width", [12, 136])
+def test_heads_that_kernels_do_not_have_are_refused(width):
+    with refused(f"heads of {width} columns.*multiple of 8, up to 128"):
+        attention((3,), width=width).cuda()
+
+
+def test_codes_and_floats_do_not_mix():
+    forward = attention((3,), (5,))
+    forward.heads.q.rows = Rows(floats=torch.zeros(3, 16))
+    with refused("queries, keys and values must all be codes, or all floats: round all"):
+        forward.cuda()
+
+
+# Append
+
+
+def append_of(batch: int, past: int, width: int, *, codes: bool) -> Append:
+    """B sentences of P rows, and one row more of each."""
+    shapes, size = ((batch * past, width), (batch, width)), (batch * (past + 1), width)
+    if codes:
+        before, now = (torch.randint(-127, 128, shape, dtype=torch.int8) for shape in shapes)
+        return Append(before=before, now=now, batch=batch, out=empty(*size, dtype=torch.int8))
+    before, now = map(torch.randn, shapes)
+    return Append(before_floats=before, now_floats=now, batch=batch, out_floats=empty(*size))
+
+
+@pytest.mark.parametrize("batch, past, width", [(0, 0, 16), (1, 0, 16), (3, 7, 33), (7, 41, 48)])
+@pytest.mark.parametrize("codes, dtype", [(True, torch.float32), *((False, one) for one in DTYPES)])
+def test_one_row_more_of_each_sentence(batch, past, width, codes, dtype, compared):
+    operation = append_of(batch, past, width, codes=codes)
+    found = compared(operation, dtype, exact=codes)
+    out = found.out if codes else found.out_floats
+    before = found.before if codes else found.before_floats
+    now = found.now if codes else found.now_floats
+    for own, old, new in zip(out.split(past + 1), before.split(past or 1), now, strict=False):
+        assert torch.equal(own[:-1], old[:past]) and torch.equal(own[-1], new)
+
+
+def test_activations_of_two_dtypes_are_refused():
+    operation = append_of(1, 1, 16, codes=False)
+    operation.now_floats = operation.now_floats.bfloat16()
+    with refused("takes one dtype"):
+        operation.cuda()

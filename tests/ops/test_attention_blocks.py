@@ -7,7 +7,8 @@ import resource
 import pytest
 import torch
 
-from lsq.native import loader, sources, tiles
+from lsq.native import loader, tiles
+from tests.native.levels import LEVELS, library_of
 from tests.ops.attentions import attention, gradient_of
 from tests.ops.compare import compare, on_cpu
 from tests.sampling import in_turn
@@ -35,32 +36,25 @@ CASES = [
 ]
 
 
-def ways() -> list[tuple[str, str]]:
-    """Levels whose library is built and whose instructions the processor has, with each kind that
-    the first can use."""
-    levels = [
-        level
-        for level, needed in loader._REQUIRED.items()
-        if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
-    ]
-    return [(levels[0], kind) for kind in tiles.usable()] + [
-        (level, tiles.PLAIN) for level in levels[1:]
-    ]
+WAYS = [
+    *((LEVELS[0], kind) for kind in tiles.usable()),
+    *((level, tiles.PLAIN) for level in LEVELS[1:]),
+]
+"""Each library that runs here, with each kind of instructions that the first can use."""
 
 
-@pytest.fixture(params=ways(), ids="-".join)
-def level(request, monkeypatch):
+@pytest.fixture(params=WAYS, ids="-".join)
+def level(request):
     """Runs the loops of one library after the other, by one kind of instructions after the
     other."""
     name, kind = request.param
-    library = sources.load(loader._FOLDER / f"libcpu_{name}.so", "cpu")
-    monkeypatch.setattr(loader, "library", lambda: library)
-    loader.call("lsq_limit_attention", tiles.INSTRUCTIONS[kind])
-    yield
-    loader.call("lsq_limit_attention", max(tiles.INSTRUCTIONS.values()))
+    with library_of(name):
+        loader.call("lsq_limit_attention", tiles.INSTRUCTIONS[kind])
+        yield
+        loader.call("lsq_limit_attention", max(tiles.INSTRUCTIONS.values()))
 
 
-@pytest.mark.parametrize("options, level", in_turn(CASES, ways(), 2), indirect=["level"])
+@pytest.mark.parametrize("options, level", in_turn(CASES, WAYS, 2), indirect=["level"])
 def test_long_sentences(options, level):
     forward = attention(**{"lengths": LONG} | options)
     compare(forward)

@@ -1,16 +1,18 @@
-"""The search for the clip of least error on the CPU against lsq.quant's, and the calibration of
-many tensors."""
+"""The search for the clip of least error against lsq.quant's, on CUDA with the CPU's bits, and the
+calibration of many tensors."""
 
 import pytest
 import torch
 
 from lsq import quant
 from lsq.ops.calibration import Calibration, LeastErrorClip, least_error_clip
+from lsq.ops.calibration_cuda import HELD, MOST_WARPS, RUN
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.quant import SMALLEST_CLIP, octav_clip
 from lsq.quant.numbers import scaled_format
 from lsq.run.backends import backend
-from tests.ops.compare import compare, empty, format_of, on_cpu
+from tests.ops.compare import compare, empty, format_of, on_cpu, refused
+from tests.ops.cuda import DTYPES, ORDERS, run
 from tests.quant.fake import fake_quantize
 
 
@@ -168,19 +170,14 @@ def test_the_first_tensor_that_cannot_be_measured_is_named():
     bad[2, 3:5] = float("nan")
     for name, x in {"good": sound, "first": bad, "second": bad / 0.0}.items():
         calibration.measure(name, x, torch.empty(1), "mse", format_of(8))
-    with pytest.raises(
-        ValueError,
-        match="^first: cannot calibrate on a tensor in which 2 of 40 values are NaN or inf",
-    ):
+    with refused("^first: cannot calibrate on a tensor in which 2 of 40 values are NaN or inf"):
         calibration.finish()
     calibration.finish()  # nothing since
 
 
 @pytest.mark.parametrize("method", ["mse", "absmax"])
 def test_an_empty_tensor_is_refused_at_once(method):
-    with pytest.raises(
-        ValueError, match=r"^x: cannot calibrate on an empty tensor \(shape \[0, 8\]\)"
-    ):
+    with refused(r"^x: cannot calibrate on an empty tensor \(shape \[0, 8\]\)"):
         measured(torch.empty(0, 8), method)
 
 
@@ -220,3 +217,72 @@ def test_a_row_of_zeros_gets_the_mean_clip():
         scaled_format("nvfp4"), torch.zeros(2, 4), backend("reference"), per_row=False
     )
     assert nothing == SMALLEST_CLIP
+
+
+def compare_bits(
+    x: torch.Tensor, bits: int = 8, dtype: torch.dtype = torch.float32, **options
+) -> None:
+    """In any order of threads, the clips and counts of the CPU. `options`: see `clip_of`."""
+    narrow = x.to(dtype)
+    wanted = on_cpu(clip_of(narrow.float(), bits, **options))
+    for order in ORDERS:
+        found = run(clip_of(narrow, bits, **options), order=order)
+        assert torch.equal(found.clip, wanted.clip) and torch.equal(found.unusable, wanted.unusable)
+
+
+def turns() -> None:
+    """Three turns of all loops: over runs of a warp, over joined runs, over rows."""
+    compare_bits(torch.randn(1, (2 * MOST_WARPS + 1) * RUN + 5))
+    some = torch.randn(70, 16)
+    some[::3] = 0.0
+    compare_bits(some)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, columns", [(1, 1), (7, 33), (3, 512), (5, 1000), (2, 4104)])
+def test_rows_on_cuda(rows, columns, dtype):
+    compare_bits(torch.randn(rows, columns), dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_few_bits_and_outliers_on_cuda(bits):
+    x = torch.distributions.StudentT(2.0).sample((5, 777))
+    compare_bits(x, bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [33, 1000])
+def test_near_clips_of_before_on_cuda(columns, dtype):
+    """Of which some are far off, and some are none."""
+    x = torch.randn(7, columns)
+    factor = torch.tensor([1.0, 1.1, 0.9, 3.0, 1e-3, 0.0, float("nan")])
+    compare_bits(x, dtype=dtype, before=factor * on_cpu(clip_of(x)).clip)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 8), (9, 40), (16, 1000)])
+def test_columns_on_cuda(rows, columns):
+    x = torch.randn(rows, columns)
+    x[0, 7] = float("inf")
+    compare_bits(x, turned=True)
+    compare_bits(x, turned=True, before=on_cpu(clip_of(x)).clip)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_shared_memory_does_not_hold_on_cuda(dtype):
+    compare_bits(torch.randn(2, HELD + 9), dtype=dtype)
+
+
+def test_a_tensor_of_which_a_sample_is_looked_at_on_cuda():
+    values = 2**18 + 8
+    assert quant.sample_stride(values) == 3
+    x = torch.randn(1, values)
+    x[0, 1] = float("inf")  # between two that are looked at
+    compare_bits(x)
+
+
+def test_rows_of_zeros_and_values_that_are_not_finite_on_cuda():
+    x = torch.randn(70, 40)
+    x[[0, 31, 32, 33, 64, 69]] = 0.0
+    x[5, 6], x[7, 39], x[8] = float("nan"), float("-inf"), float("inf")
+    compare_bits(x)
+    compare_bits(torch.zeros(2, 8))

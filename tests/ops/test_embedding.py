@@ -1,13 +1,12 @@
-"""Embed and its scatter of gradients against autograd, at widths around a strip of 64 columns."""
+"""Embed and its scatter of gradients against autograd, on the CPU and on CUDA."""
 
 import pytest
 import torch
 
 from lsq.ops.embedding import Embed, EmbedGradient
-from lsq.program.tensor import Kind
 from lsq.quant import random
 from tests.ops.compare import KEY, compare, dropout_of, empty, on_cpu
-from tests.ops.programs import builder, run
+from tests.ops.cuda import DTYPES, compare_cuda
 
 PADDING, VOCABULARY, POSITIONS, SCALE = 1, 11, 20, 7.0
 
@@ -70,16 +69,18 @@ def test_against_autograd(rows, columns, dropout, learned):
         assert made.dtable is None
 
 
-def test_padding_and_absent_words_get_nothing():
-    made = compare(embed_gradient(torch.ones(4, 16), torch.tensor([PADDING, 4, 4, PADDING])))
+def test_padding_and_absent_words_get_nothing(compared):
+    gradient, tokens = torch.ones(4, 16), torch.tensor([PADDING, 4, 4, PADDING])
+    gradient[tokens == PADDING] = float("nan")
+    made = compared(embed_gradient(gradient, tokens))
     assert made.dweight.sum(1).tolist() == [0, 0, 0, 0, 2 * 7 * 16, *[0] * 6]
     assert made.dtable.sum(1).tolist() == [0, 0, 0, 0, 2 * 16, *[0] * 15]
 
 
-def test_nan_reaches_its_word_alone():
+def test_nan_reaches_its_word_alone(compared):
     gradient = torch.ones(2, 16)
     gradient[1, 3] = float("nan")
-    made = compare(
+    made = compared(
         embed_gradient(gradient, torch.tensor([4, 6]), torch.tensor([2, 3]), learned=False)
     )
     assert made.dweight.isnan().nonzero().tolist() == [[6, 3]]
@@ -92,45 +93,6 @@ def test_a_word_is_summed_in_the_order_of_rows():
     assert made.dweight[4].item() == 0.0
 
 
-@pytest.mark.parametrize("learned", [False, True])
-def test_gradients_of_a_program_are_those_of_the_operation(learned):
-    made, one = builder("embedding", mode="float"), embed(21, 48, learned=learned)
-    weight, table = (
-        made.parameter(name, (rows, 48), Kind.TABLE)
-        for name, rows in (("weight", VOCABULARY), ("table", POSITIONS))
-    )
-    tokens, positions, x = (
-        made.input("tokens", (21,)),
-        made.input("positions", (21,)),
-        made.tensor("x", (21, 48)),
-    )
-    made.add(
-        Embed(
-            tokens=tokens,
-            positions=positions,
-            weight=weight,
-            table=table,
-            scale=SCALE,
-            padding=PADDING,
-            learned=learned,
-            x=x,
-        )
-    )
-    made.output(x)
-    program, upstream = made.build(), torch.randn(21, 48)
-    given = {tokens: one.tokens, positions: one.positions, weight: one.weight, table: one.table}
-    found = run(program, given | {program.output_gradients[0]: upstream})
-    wanted = on_cpu(embed_gradient(upstream, one.tokens, one.positions, learned=learned))
-    gradients = dict(zip(program.differentiable, program.gradients, strict=True))
-    assert torch.equal(found[x], on_cpu(one).x) and torch.equal(
-        found[gradients[weight]], wanted.dweight
-    )
-    if learned:
-        assert torch.equal(found[gradients[table]], wanted.dtable)
-    else:
-        assert gradients.get(table) is None
-
-
 def test_limits_of_indices():
     forward = embed(21, 48)
     assert forward.limits() == {"tokens": VOCABULARY, "positions": POSITIONS}
@@ -139,3 +101,47 @@ def test_limits_of_indices():
     assert embed_gradient(gradient, forward.tokens, learned=False).limits() == {
         "tokens": VOCABULARY
     }
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 341])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_both_passes_on_cuda(rows, dtype, dropout):
+    forward = embed(rows, 48, dropout)
+    compare_cuda(forward, dtype)
+    for learned in (False, True):
+        compare_cuda(
+            embed_gradient(
+                torch.randn(rows, 48), forward.tokens, forward.positions, dropout, learned
+            ),
+            dtype,
+        )
+
+
+def test_wide_rows_on_cuda():
+    forward = embed(35, 1040, 0.1)
+    compare_cuda(forward)
+    compare_cuda(embed_gradient(torch.randn(35, 1040), forward.tokens, forward.positions, 0.1))
+
+
+def test_rare_words_are_summed_in_the_order_of_the_cpu_on_cuda():
+    """Words that occur in one window of sorted occurrences: the same additions, the same bits."""
+    tokens = torch.arange(64) // 2 % 32
+    operation = embed_gradient(
+        torch.randn(64, 48), tokens, dropout=0.1, learned=False, vocabulary=32
+    )
+    assert torch.equal(compare_cuda(operation).dweight, on_cpu(operation).dweight)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 33, 200])
+@pytest.mark.parametrize("first", [0, 1, 15])
+def test_a_frequent_word_between_rare_ones_on_cuda(length, first):
+    """Runs that begin, end, or fill windows, and those that reach over several."""
+    tokens = torch.tensor([3] * first + [4] * length + [6, 6, 7])
+    compare_cuda(
+        embed_gradient(torch.randn(len(tokens), 48), tokens, torch.zeros_like(tokens), 0.1)
+    )
+
+
+def test_one_word_alone_on_cuda():
+    compare_cuda(embed_gradient(torch.randn(671, 48), torch.full((671,), 4)))

@@ -1,4 +1,4 @@
-"""Gated: values, codes, gradients of every kind, dropout, NaN, and programs against autograd."""
+"""Gated on the CPU and on CUDA: values, codes, gradients of every kind, dropout and NaN."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from lsq.native import geometry
 from lsq.ops.gated import Gated, GatedGradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.sums import SummedGradient
@@ -18,9 +19,11 @@ from tests.ops.compare import (
     empty,
     gradient_to_round,
     on_cpu,
+    refused,
     rounded,
     to_round,
 )
+from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_project import PLAIN
 
 KINDS = list(Activation)[1:]
@@ -35,24 +38,17 @@ def operands(rows, columns, *, coded=True, **options):
 
 def gated(rows, columns=48, kind=Activation.silu, dropout=0.0, *, coded=True, error=False):
     """What a training step computes."""
-    end = (
-        {"rounded": to_round(rows, columns, 0.7, error=error)}
-        if coded
-        else {"out": empty(rows, columns)}
-    )
-    return Gated(
-        **operands(rows, columns, coded=coded), activation=kind, dropout=dropout_of(dropout), **end
-    )
+    to = to_round(rows, columns, 0.7, error=error)
+    end = {"rounded": to} if coded else {"out": empty(rows, columns)}
+    both = operands(rows, columns, coded=coded)
+    return Gated(**both, activation=kind, dropout=dropout_of(dropout), **end)
 
 
-def side(rows, columns, *, to_codes, coded):
-    """Everything that is wanted of one gradient."""
-    end = (
-        {"rounded": gradient_to_round(rows, columns)}
-        if to_codes
-        else {"floats": empty(rows, columns)}
-    )
-    return SummedGradient(**end, sum=empty(columns), clip=empty(1) if coded else None)
+def gated_by_row(*arguments, **options):
+    """The same with a scale for each row; the second row is zero."""
+    made = gated(*arguments, **options)
+    made.up.coded.codes[1:2] = 0
+    return dataclasses.replace(made, rounded=by_row(made.rounded))
 
 
 def gated_gradient(
@@ -64,19 +60,22 @@ def gated_gradient(
     coded=True,
     to_codes=True,
     learned_step=False,
-    bits=8,
 ):
-    """Its gradient."""
-    both = operands(
-        rows, columns, **({"error": learned_step, "bits": bits} if coded else {}), coded=coded
-    )
+    """Its gradient, with all that can be wanted of both sides."""
+
+    def side():
+        to, floats = gradient_to_round(rows, columns), empty(rows, columns)
+        end = {"rounded": to} if to_codes else {"floats": floats}
+        return SummedGradient(**end, sum=empty(columns), clip=empty(1) if coded else None)
+
+    options = {"error": learned_step, "bits": 8 - learned_step} if coded else {}
     return GatedGradient(
         gradient=torch.randn(rows, columns),
-        **both,
+        **operands(rows, columns, **options, coded=coded),
         activation=kind,
         dropout=dropout_of(dropout),
-        dgate=side(rows, columns, to_codes=to_codes, coded=coded),
-        dup=side(rows, columns, to_codes=to_codes, coded=coded),
+        dgate=side(),
+        dup=side(),
     )
 
 
@@ -84,37 +83,31 @@ def values_of(rows):
     return rows.floats if rows.coded is None else rows.coded.codes.float() * rows.coded.scale
 
 
-@pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
 @pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_codes(kind, rows, columns, dropout):
-    found = compare(gated(rows, columns, kind, dropout, error=rows == 7))
+def test_codes(kind, rows, columns, dropout, compared):
+    found = compared(gated(rows, columns, kind, dropout, error=rows == 7), exact=True)
     y = dropped(PLAIN[kind](values_of(found.gate)) * values_of(found.up), dropout_of(dropout))
     codes, scale, clipped, _ = arithmetic.round_activation(
         y, torch.tensor([0.7]), bits=8, error=False
     )
-    assert (found.rounded.codes != codes).sum() <= codes.numel() / 1000 and torch.equal(
-        found.rounded.scale, scale
-    )
+    assert (found.rounded.codes != codes).sum() <= codes.numel() / 1000
+    assert torch.equal(found.rounded.scale, scale)
     assert (found.rounded.clipped != clipped).sum() <= 1 and (rows < 7 or clipped.any())
 
 
-def gated_by_row(*arguments, **options):
-    """The same with a scale for each row; the second row is zero."""
-    found = gated(*arguments, **options)
-    found.up.coded.codes[1:2] = 0
-    return dataclasses.replace(found, rounded=by_row(found.rounded))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88)])
+@every_kind
+@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88), (3, 4104)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_codes_by_row(kind, rows, columns, dropout):
-    found = compare(gated_by_row(rows, columns, kind, dropout)).rounded
+def test_codes_by_row(kind, rows, columns, dropout, compared):
+    found = compared(gated_by_row(rows, columns, kind, dropout), exact=True).rounded
     assert rows or found.seen == 0.25
-    assert all(
-        max(row.abs()) == 127 for row, scale in zip(found.codes, found.scale, strict=True) if scale
-    )
+    each = zip(found.codes, found.scale, strict=True)
+    assert all(max(row.abs()) == 127 for row, scale in each if scale)
     assert not found.scale[1:2].any() and not found.codes[1:2].any()
 
 
@@ -129,7 +122,7 @@ def test_rows_are_rounded_to_the_nearest_of_their_own_codes():
     assert found.rounded.seen.item() == pytest.approx(max(0.25, y.abs().max().item()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("rows, columns", [(0, 5), (1, 1), (41, 33)])
 def test_floats(kind, rows, columns):
     found = compare(gated(rows, columns, kind, 0.2, coded=False))
@@ -137,41 +130,34 @@ def test_floats(kind, rows, columns):
     torch.testing.assert_close(found.out, y, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("coded, to_codes", [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(
     "rows, columns, dropout, learned_step",
-    [(0, 16, 0.0, False), (1, 16, 0.0, False), (41, 48, 0.3, True), (341, 88, 0.1, False)],
+    [
+        (0, 16, 0.0, False),
+        (1, 16, 0.0, False),
+        (41, 48, 0.3, True),
+        (341, 88, 0.1, False),
+        (7, 1040, 0.1, False),
+    ],
 )
-def test_gradients_are_the_references(kind, coded, to_codes, rows, columns, dropout, learned_step):
-    compare(
-        gated_gradient(
-            rows,
-            columns,
-            kind,
-            dropout,
-            coded=coded,
-            to_codes=to_codes,
-            learned_step=learned_step,
-            bits=8 - learned_step,
-        )
-    )
+def test_gradients(kind, coded, to_codes, rows, columns, dropout, learned_step, compared):
+    options = {"coded": coded, "to_codes": to_codes, "learned_step": learned_step}
+    compared(gated_gradient(rows, columns, kind, dropout, **options), exact=to_codes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("coded", [True, False])
 def test_gradients_are_autograds(kind, coded):
-    found = on_cpu(
-        gated_gradient(41, 33 if not coded else 48, kind, 0.2, coded=coded, to_codes=False)
-    )
+    columns = 48 if coded else 33
+    found = on_cpu(gated_gradient(41, columns, kind, 0.2, coded=coded, to_codes=False))
     leaves = [values_of(rows).double().requires_grad_() for rows in (found.gate, found.up)]
     kept = found.dropout.apply(torch.ones(found.gradient.shape)).double()
-    exact = torch.autograd.grad(
-        PLAIN[kind](leaves[0]) * leaves[1] * kept, leaves, found.gradient.double()
-    )
-    for rows, end, expected in zip(
-        (found.gate, found.up), (found.dgate, found.dup), exact, strict=True
-    ):
+    result = PLAIN[kind](leaves[0]) * leaves[1] * kept
+    exact = torch.autograd.grad(result, leaves, found.gradient.double())
+    ends = ((found.gate, found.dgate), (found.up, found.dup))
+    for (rows, end), expected in zip(ends, exact, strict=True):
         if coded:
             sign = rows.coded.codes.double().sign()
             inside, _ = rows.coded.straight_through(torch.ones(expected.shape))
@@ -186,34 +172,15 @@ def test_gradients_are_autograds(kind, coded):
 def test_nan_poisons_the_result(poisoned):
     operation = gated(41)
     getattr(operation, poisoned).coded.scale[0] = math.nan
-    found = compare(operation)
-    assert found.rounded.scale.isnan() and not found.rounded.codes.any()
-    found = compare(dataclasses.replace(operation, rounded=by_row(operation.rounded)))
-    assert found.rounded.scale.isnan().all() and not found.rounded.codes.any()
+    for rounding in (operation.rounded, by_row(operation.rounded)):
+        found = compare(dataclasses.replace(operation, rounded=rounding)).rounded
+        assert found.scale.isnan().all() and not found.codes.any()
 
 
 def test_one_of_two_rounded_is_refused():
     both = operands(7, 16)["gate"], operands(7, 16, coded=False)["up"]
-    with pytest.raises(ValueError, match="one of gate and up is codes and the other floats"):
+    with refused("one of gate and up is codes and the other floats"):
         Gated(gate=both[0], up=both[1], activation=Activation.silu, out=empty(7, 16))
-
-
-def test_results_do_not_depend_on_the_number_of_threads():
-    operations, threads = (
-        (gated(341, 88, dropout=0.3), gated_gradient(341, 88, dropout=0.3)),
-        torch.get_num_threads(),
-    )
-    found = []
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        found.append([on_cpu(one) for one in operations])
-    torch.set_num_threads(threads)
-    (forward, backward), (again, gradient) = found
-    assert torch.equal(forward.rounded.codes, again.rounded.codes)
-    assert torch.equal(backward.dgate.rounded.codes, gradient.dgate.rounded.codes)
-    assert torch.equal(backward.dup.sum, gradient.dup.sum) and torch.equal(
-        backward.dgate.clip, gradient.dgate.clip
-    )
 
 
 @pytest.mark.parametrize(
@@ -224,3 +191,22 @@ def test_a_gradient_in_bfloat16_counts_as_its_values(rows, dropout, learned_step
     narrow = dataclasses.replace(wide, gradient=wide.gradient.bfloat16())
     expected = on_cpu(dataclasses.replace(wide, gradient=narrow.gradient.float()))
     assert all(map(torch.equal, compare(narrow).outputs, expected.outputs))
+
+
+def test_blocks_take_several_rows_on_cuda(monkeypatch):
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(2, turns)))
+    compare_cuda(gated_by_row(9, 2064), exact=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [Activation.silu, Activation.gelu_tanh])
+@pytest.mark.parametrize("rows", [0, 41])
+def test_floats_on_cuda(dtype, kind, rows):
+    compare_cuda(gated(rows, 48, kind, 0.2, coded=False), dtype)
+    compare_cuda(gated_gradient(rows, 48, kind, 0.2, coded=False, to_codes=False), dtype)
+    compare_cuda(gated_gradient(rows, 48, kind, 0.2, to_codes=False), dtype)
+
+
+def test_widths_that_no_kernel_takes_are_refused_on_cuda():
+    with refused("width of a gate is 33.*multiple of 8"):
+        compare_cuda(gated(7, 33, coded=False))

@@ -1,6 +1,5 @@
-"""PackGradients, SumMessages and UnpackGradients: the references against numpy, value by value, and
-the CPU's loops against the references, bit by bit.
-"""
+"""Gradient messages: layouts; the references of operations against numpy, value by value; and loops
+and kernels against the references, bit by bit."""
 
 import math
 
@@ -8,17 +7,21 @@ import numpy
 import pytest
 import torch
 
-from lsq.ops.gradient_layout import BLOCKS, MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
-from tests.ops.compare import empty, on_cpu, on_reference
+from lsq.native.launch import Launch
+from lsq.ops.gradient_messages import (
+    BLOCKS,
+    MessageLayout,
+    Messages,
+    PackGradients,
+    SumMessages,
+    UnpackGradients,
+)
+from tests.ops.compare import empty, on_cpu, on_reference, refused
 from tests.ops.cuda import DTYPES
 from tests.ops.gradient_checks import (
-    WORST,
     add_up,
-    any_scale,
     assert_same_bits,
     assert_same_tensor,
-    every_half,
     gradients,
     pack,
     packed,
@@ -27,11 +30,47 @@ from tests.ops.gradient_checks import (
 )
 
 
-def check(operation):
-    """Compare the CPU implementation with the reference; what the reference made."""
-    expected = on_reference(operation)
-    assert_same_bits(on_cpu(operation), expected)
-    return expected
+@pytest.mark.parametrize(
+    "values, shards, length",
+    [
+        (1, 1, 32),
+        (32, 1, 32),
+        (33, 1, 64),
+        (1, 8, 32),
+        (257, 8, 64),
+        (1000, 3, 352),
+        (25 * 2**18, 8, 819200),
+    ],
+)
+def test_shards_are_the_shortest_that_hold_the_values(values, shards, length):
+    layout = MessageLayout.for_values(values, shards)
+    assert (layout.values, layout.shards, layout.length) == (values, shards, length)
+    assert shards * length >= values
+
+
+@pytest.mark.parametrize(
+    "block, blocks, message_bytes", [(256, 2, 368), (32, 11, 384), (1024, 1, 368)]
+)
+def test_sizes(block, blocks, message_bytes):
+    layout = MessageLayout.for_values(1000, 3, block=block)
+    assert (layout.blocks, layout.message_bytes) == (blocks, message_bytes)
+    assert MessageLayout.for_values(352, 1, block=block).message_bytes == message_bytes
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_views_cover_a_message(block):
+    layout = MessageLayout.for_values(1000, 3, block=block)
+    messages = torch.zeros(2, 3, layout.message_bytes, dtype=torch.uint8)
+    layout.codes(messages).fill_(1)
+    layout.scales(messages).copy_(torch.tensor(0x0202, dtype=torch.int16).view(torch.bfloat16))
+    padding = messages[..., layout.length + 2 * layout.blocks :]
+    padding.fill_(3)
+    parts = [layout.length, 2 * layout.blocks, padding.shape[-1]]
+    expected = torch.cat(
+        [torch.full((count,), 1 + number) for number, count in enumerate(parts)]
+    ).to(torch.uint8)
+    assert torch.equal(messages, expected.expand(2, 3, -1))
+    assert parts[-1] < 16 and layout.scales(messages).shape == (2, 3, layout.blocks)
 
 
 def numpy_block(x: numpy.ndarray):
@@ -90,70 +129,89 @@ def test_a_sum_against_numpy():
     total = numpy_values(messages[0].numpy(), layout)
     for message in messages[1:]:
         total = total + numpy_values(message.numpy(), layout)
-    out_layout = MessageLayout.of_shard(layout.length)
+    out_layout = MessageLayout.for_values(layout.length, 1)
     expected = numpy_message(total * numpy.float32(0.2), out_layout)
     found = on_reference(add_up(messages, layout, factor=0.2)).sum.data
     assert_same_tensor(found, torch.from_numpy(expected))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.fixture
+def check(runs):
+    """Compare loops or kernels with the reference; what that made."""
+
+    def same(operation):
+        expected = on_reference(operation)
+        for found in runs(operation):
+            assert_same_bits(found, expected)
+        return expected
+
+    return same
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values, shards", [(1, 1), (9, 8), (333, 2), (1000, 3), (4097, 2)])
-def test_pack(values, shards, dtype, rows):
+def test_pack(values, shards, dtype, rows, check):
     check(pack(gradients(rows, values, dtype), MessageLayout.for_values(values, shards)))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_blocks(block):
+def test_blocks(block, check):
     layout = MessageLayout.for_values(5000, 2, block=block)
-    made = check(pack(gradients(1, 5000), layout)).messages.data
-    check(add_up(made, layout))
-    check(unpack(made[None], layout))
+    for rows in (1, 3):
+        messages = check(pack(gradients(rows, 5000), layout)).messages.data
+    check(add_up(messages, layout))
+    check(unpack(messages[None], layout))
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_sum(count):
+def test_sum(count, check):
     layout, messages = packed(1000, count)
     check(add_up(messages[:, 0].contiguous(), layout, factor=1 / count))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("values, shards", [(1, 1), (9, 8), (333, 2), (1000, 3)])
-def test_unpack(values, shards, dtype, copies):
+@pytest.mark.parametrize("values, shards", [(1, 1), (9, 8), (333, 2), (1000, 3), (5000, 1)])
+def test_unpack(values, shards, dtype, copies, check):
     layout, messages = packed(values, copies, shards=shards)
     check(unpack(messages, layout, factor=0.7, dtype=dtype))
     check(unpack(messages, layout, factor=1e6, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_every_half_is_widened(dtype):
-    check(pack(every_half(dtype), MessageLayout.for_values(2**16, 1, block=32)))
+def test_every_half_is_widened(check):
+    """All 65,536 values of a bfloat16, neighbours side by side."""
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)[None]
+    check(pack(x, MessageLayout.for_values(2**16, 1, block=32)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_magnitude_is_narrowed(dtype):
-    layout, messages = any_scale(2**16)
+def test_every_magnitude_is_narrowed(dtype, where, check):
+    """Of scales that are any bits."""
+    layout = MessageLayout.for_values(2**16 if where == "cpu" else 2**14, 1, block=32)
+    messages = torch.randint(0, 256, (1, 1, layout.message_bytes), dtype=torch.uint8)
     for copies in (messages, messages.expand(2, -1, -1).contiguous()):
         check(unpack(copies, layout, dtype=dtype))
         check(unpack(copies, layout, dtype=dtype, factor=1e-30))
 
 
+@pytest.mark.parametrize("block", [32, 64, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", WORST)
-def test_what_is_not_finite_poisons_its_block(value, dtype):
-    layout = MessageLayout.for_values(1000, 2, block=64)
-    x = gradients(1, 1000, dtype)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_poisons_its_block(value, dtype, block, check):
+    layout = MessageLayout.for_values(3000, 2, block=block)
+    x, number = gradients(1, 3000, dtype), 700 // block
     x[0, 700] = value
     messages = check(pack(x, layout)).messages.data
-    assert layout.scales(messages).isnan().nonzero().tolist() == [[1, 2]]  # 700 = 512 + 188
-    found = check(unpack(messages[None], layout, dtype=dtype)).x
-    assert found.isnan().nonzero().flatten().tolist() == list(range(640, 704))
+    assert layout.scales(messages).isnan().nonzero().tolist() == [[0, number]]
+    found = check(unpack(messages[None], layout, dtype=dtype)).x.isnan().nonzero().flatten()
+    assert found.tolist() == list(range(number * block, (number + 1) * block))
     total = check(add_up(messages, layout)).sum.data
-    assert MessageLayout.of_shard(512, block=64).scales(total).isnan().nonzero().tolist() == [[2]]
+    scales = MessageLayout.for_values(layout.length, 1, block=block).scales(total)
+    assert scales.isnan().nonzero().tolist() == [[number]]
 
 
-def test_a_sum_that_overflows_is_not_finite():
+def test_a_sum_that_overflows_is_not_finite(check):
     layout = MessageLayout.for_values(64, 1, block=32)
     x = torch.full((1, 64), 3e38)
     x[0, 32:] = 1.0
@@ -164,29 +222,39 @@ def test_a_sum_that_overflows_is_not_finite():
     assert layout.scales(made.messages.data).isnan().tolist() == [[True, False]]
 
 
-@pytest.mark.parametrize("largest", [0.0, -0.0, 1e-40, 9e-36])
-def test_vanishing_blocks_become_zero(largest):
+@pytest.mark.parametrize("largest", [0.0, -0.0, 1e-40, 9e-36, 1.1e-35, 3.4e38])
+def test_the_ends_of_the_range(largest, check):
+    """Blocks that vanish become zero."""
     layout = MessageLayout.for_values(96, 1, block=32)
     x = torch.randn(1, 96)
     x[0, 32:64] = largest * torch.linspace(-1, 1, 32)
     messages = check(pack(x, layout)).messages.data
-    assert not layout.codes(messages)[0, 32:64].any() and layout.scales(messages)[0, 1] == 0
+    codes, scales = layout.codes(messages)[0, 32:64], layout.scales(messages)
+    assert scales.isfinite().all() and bool(codes.any()) == bool(scales[0, 1]) == (largest > 1e-35)
     check(add_up(messages, layout))
+    check(add_up(messages, layout, factor=2.0))
 
 
-@pytest.mark.parametrize("largest", [1.1e-35, 3.4e38])
-def test_the_ends_of_the_range(largest):
-    layout = MessageLayout.for_values(64, 1)
-    messages = check(pack(largest * torch.linspace(-1, 1, 64)[None], layout)).messages.data
-    assert layout.scales(messages).isfinite().all()
-    check(add_up(messages, layout))
-
-
-def test_ties_go_to_even_codes():
+def test_ties_go_to_even_codes(check):
     layout = MessageLayout.for_values(256, 1, block=256)
     x = torch.cat([torch.arange(-126.5, 127.0), torch.tensor([127.0, 0.0])])[None]
     messages = check(pack(x, layout)).messages.data
     assert layout.codes(messages)[0, :5].tolist() == [-126, -126, -124, -124, -122]
+
+
+def on_meta(values: int, layout: MessageLayout) -> PackGradients:
+    messages = torch.empty(layout.shards, layout.message_bytes, dtype=torch.uint8, device="meta")
+    x = torch.empty(1, values, device="meta")
+    return PackGradients(x=x, messages=Messages(layout=layout, data=messages))
+
+
+def test_threads_cover_the_values():
+    """No block of threads is idle, and none is missing."""
+    for block in BLOCKS:
+        layout = MessageLayout.for_values(100_000, 3, block=block)
+        (entry,) = on_meta(100_000, layout).cuda()
+        covered = 256 * 8 * max(1, block // 256)
+        assert isinstance(entry, Launch) and entry.grid == (-(-layout.length // covered), 3, 1)
 
 
 def test_two_hops_are_close_to_the_mean():
@@ -214,43 +282,42 @@ LAYOUT = MessageLayout.for_values(1000, 2)
 MESSAGES = torch.zeros(2, LAYOUT.message_bytes, dtype=torch.uint8)
 
 
+def layout_of(**fields) -> MessageLayout:
+    return MessageLayout(**{"values": 9, "length": 32} | fields)
+
+
+def messages_of(data) -> Messages:
+    return Messages(layout=LAYOUT, data=data)
+
+
 @pytest.mark.parametrize(
     "made, said",
     [
+        (lambda: layout_of(values=0), "1 shards of 32 do not hold 0 values"),
+        (lambda: layout_of(length=40), "length of a shard is 40"),
+        (lambda: layout_of(block=48), "block is 48"),
+        (lambda: layout_of(values=65, shards=2), "2 shards of 32 do not hold 65 values"),
         (
-            lambda: pack(torch.zeros(1000), LAYOUT),
-            r"\[1000\]; the layout wants \[at least one row, 1000\]",
+            lambda: on_meta(2**21, MessageLayout(values=2**21, shards=2**16, length=32)).cuda(),
+            "65536 shards cannot be launched at once on CUDA",
         ),
-        (lambda: pack(torch.zeros(1, 999), LAYOUT), r"pack are torch.float32 \[1, 999\]"),
-        (
-            lambda: pack(torch.zeros(0, 1000), LAYOUT),
-            r"\[0, 1000\]; the layout wants \[at least one",
-        ),
-        (lambda: pack(torch.zeros(1, 1000).double(), LAYOUT), "pack are torch.float64"),
+        (lambda: pack(torch.zeros(1000), LAYOUT), r"\[1000\]; .* wants \[at least one row, 1000\]"),
+        (lambda: pack(torch.zeros(1, 999), LAYOUT), r"pack are \[1, 999\]"),
+        (lambda: pack(torch.zeros(0, 1000), LAYOUT), r"\[0, 1000\]; the layout wants \[at least"),
         (
             lambda: PackGradients(x=torch.zeros(1, 1000), messages=to_write(LAYOUT)),
-            r"messages are torch.uint8 \[528\]",
+            r"messages are \[528\]",
         ),
-        (
-            lambda: add_up(torch.zeros(2, 48, dtype=torch.uint8), LAYOUT),
-            r"\[2, 48\]; the layout wants",
-        ),
-        (lambda: add_up(MESSAGES.float(), LAYOUT), "add up are torch.float32"),
+        (lambda: add_up(MESSAGES[:, :48], LAYOUT), r"\[2, 48\]; the layout wants"),
         (
             lambda: SumMessages(
-                messages=Messages(layout=LAYOUT, data=MESSAGES),
-                sum=to_write(MessageLayout.of_shard(512, block=32)),
+                messages=messages_of(MESSAGES),
+                sum=to_write(MessageLayout.for_values(512, 1, block=32)),
             ),
             "give both the same layout",
         ),
         (lambda: unpack(MESSAGES, LAYOUT), r"\[2, 528\]; the layout wants \[at least one copy, 2"),
-        (
-            lambda: UnpackGradients(
-                messages=Messages(layout=LAYOUT, data=MESSAGES[None]), x=empty(999)
-            ),
-            r"\[999\]",
-        ),
-        (lambda: unpack(MESSAGES[None], LAYOUT, dtype=torch.int32), "values are torch.int32"),
+        (lambda: UnpackGradients(messages=messages_of(MESSAGES[None]), x=empty(999)), r"\[999\]"),
         (
             lambda: on_cpu(pack(torch.zeros(1000, 1).t().expand(2, -1), LAYOUT)),
             "must be a contiguous tensor",
@@ -258,5 +325,5 @@ MESSAGES = torch.zeros(2, LAYOUT.message_bytes, dtype=torch.uint8)
     ],
 )
 def test_what_is_refused(made, said):
-    with pytest.raises(ValueError, match=said):
+    with refused(said):
         made()

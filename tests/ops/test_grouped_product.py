@@ -1,4 +1,5 @@
-"""GroupedProduct: by every instruction, against float64, and bit by bit against each other."""
+"""GroupedProduct by every instruction, against float64 and bit by bit against each
+other; weights that are packed for it."""
 
 import math
 
@@ -6,9 +7,21 @@ import pytest
 import torch
 
 from lsq.native import loader, tiles
-from lsq.ops.grouped_product import GroupedCodes, GroupedProduct, packed_bytes
+from lsq.ops.fake_quantize import FakeQuantize, decode_weight, pack_weight
+from lsq.ops.grouped_product import (
+    GroupedCodes,
+    GroupedProduct,
+    common_group,
+    packed_bytes,
+    unpacked_values,
+)
+from lsq.ops.nonlinearity import Activation, Nonlinearity
+from lsq.ops.project import Project
+from lsq.program.values import Dropout, Rows, Weight
 from lsq.quant.numbers import scaled_format
-from tests.ops.compare import compare, empty
+from lsq.run.backends import backend
+from tests.native.levels import LEVELS, library_of
+from tests.ops.compare import KEY, assert_close, compare, empty, refused
 
 
 def codes_of(rows, inner, group, scale_rows, scale_columns) -> GroupedCodes:
@@ -69,9 +82,10 @@ def test_scales_that_rows_and_groups_share(shape_a, shape_b):
     assert_exact(product, compare(product).out)
 
 
-@pytest.mark.parametrize("rows, columns, inner", [(0, 32, 64), (3, 0, 64), (3, 32, 0)])
-def test_products_of_nothing(rows, columns, inner):
-    assert not compare(product_of(rows, columns, inner, 32)).out.any()
+@pytest.mark.parametrize("rows, inner", [(0, 64), (3, 0)])
+def test_products_of_nothing(rows, inner):
+    assert not compare(product_of(rows, 32, inner, 32)).out.any()
+    assert not compare(product_of(3, 0, 64, 32)).out.any()
 
 
 def test_sums_at_their_ends():
@@ -89,56 +103,135 @@ def test_nan_stays_in_its_row_and_column():
     assert missing[3].all() and missing[:, 7].all() and missing.sum() == 44
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "int8/group32",
-        "mxint8",
-        "int4/group16",
-        "vsquant4",
-        "nvfp4",
-        "mxfp4",
-        "int8/row",
-        "ternary/tensor",
-    ],
-)
-def test_formats_whose_products_are_those_of_their_values(name):
-    form, x, weight = scaled_format(name), torch.randn(7, 100), torch.randn(33, 100)
-    a, b = GroupedCodes.of(x, form), GroupedCodes.of(weight, form, "mse")
-    assert torch.equal(a.decode(), form.decode(form.encode(x)))
-    assert torch.equal(b.decode(), form.decode(form.encode(weight, "mse")))
-    product = GroupedProduct(a=a, b=b, out=empty(7, 33))
-    assert_exact(product, compare(product).out)
-
-
-def test_rows_meet_groups():
-    a = GroupedCodes.of(torch.randn(7, 100), scaled_format("int8/row")).regrouped(32)
-    b = GroupedCodes.of(torch.randn(33, 100), scaled_format("int4/group32"))
-    product = GroupedProduct(a=a, b=b, out=empty(7, 33))
-    assert_exact(product, compare(product).out)
-    with pytest.raises(ValueError, match="groups of 32, which cannot become groups of 64"):
-        b.regrouped(64)
-
-
-@pytest.mark.parametrize(
-    "name", ["fp8-e4m3/row", "log4.3/row", "nf4-64", "int8/channel", "int8/block4x16"]
-)
-def test_formats_that_have_no_int8_product_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} has no product of int8 codes: choose"):
-        GroupedCodes.of(torch.randn(8, 64), scaled_format(name))
-
-
 def test_operands_that_do_not_fit_are_refused():
     def product(a, b):
         return GroupedProduct(a=a, b=b, out=empty(5, 40))
 
-    with pytest.raises(ValueError, match="groups have 24 values; a product takes multiples of 16"):
+    with refused("groups of 32, which cannot become groups of 64"):
+        codes_of(33, 100, 32, 33, 4).regrouped(64)
+    with refused("groups have 24 values; a product takes multiples of 16"):
         product(codes_of(5, 48, 24, 5, 2), codes_of(40, 48, 24, 40, 2))
-    with pytest.raises(
-        ValueError, match="a has rows of 64 values in groups of 32, b of 48 in groups of 32"
-    ):
+    with refused("a has rows of 64 values in groups of 32, b of 48 in groups of 32"):
         product(codes_of(5, 64, 32, 5, 2), codes_of(40, 48, 32, 40, 2))
-    with pytest.raises(
-        ValueError, match=r"of b have the shape \[2, 40\].*take \[40, 2\] or \[40, 1\] or \[1, 1\]"
-    ):
+    with refused(r"of b have the shape \[2, 40\].*take \[40, 2\] or \[40, 1\] or \[1, 1\]"):
         product(codes_of(5, 64, 32, 5, 2), codes_of(40, 64, 32, 2, 40))
+
+
+PAIRS = (
+    ("mxint8", "mxint8"),
+    ("mxfp4", "mxfp4"),
+    ("nvfp4", "nvfp4"),
+    ("vsquant4", "vsquant4"),
+    ("int4/group32", "int8/row"),
+    ("int6/row", "int8/tensor"),
+    ("int4/group48", "int8/group48"),
+)
+"""Formats of weights and of activations."""
+
+
+def weight_of(columns: int, inner: int, name: str, group: int, *, in_out: bool = False) -> Weight:
+    """With its decoded values and packed."""
+    form, values = scaled_format(name), torch.randn(columns, inner)
+    packed = torch.full((tiles.packed_group_bytes(columns, inner, group),), 85, dtype=torch.uint8)
+    weight = Weight(
+        format=form,
+        values=values.t().contiguous() if in_out else values,
+        clip=torch.full((columns,), 2.5),
+        in_out=in_out,
+        decoded=torch.empty(columns, inner),
+        grouped=packed,
+        group=group,
+    )
+    backend("cpu").run(decode_weight(weight))
+    pack_weight(weight, backend("cpu").run)
+    return weight
+
+
+def encoded(x: torch.Tensor, name: str, group: int) -> FakeQuantize:
+    form = scaled_format(name)
+    codes = torch.empty(x.shape, dtype=torch.int8)
+    coded = GroupedCodes(
+        codes=codes, scale=torch.empty(len(x), form.grain.grid(x.shape)[1]), group=group
+    )
+    operation = FakeQuantize(x=x, out=torch.empty_like(x), coded=coded, form=form)
+    backend("cpu").run(operation)
+    return operation
+
+
+def check_projection(rows, columns, inner, names, *, bias=True, end=None, in_out=False) -> None:
+    """That of codes is the reference's, and that of decoded values, but for how floats are
+    summed."""
+    torch.manual_seed(rows)
+    group = common_group(*map(scaled_format, names))
+    weight = weight_of(columns, inner, names[0], group, in_out=in_out)
+    x, bias = (
+        encoded(torch.randn(rows, inner), names[1], group),
+        torch.randn(columns) if bias else None,
+    )
+    given = {"x": Rows(floats=x.out), "weight": weight, "bias": bias, "nonlinearity": end}
+    found = compare(Project(**given, groups=x.coded, out=empty(rows, columns)))
+    assert_close(
+        found.out, compare(Project(**given, out=empty(rows, columns))).out, None, "decoded"
+    )
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+@pytest.mark.parametrize("columns, inner", [(1, 1), (33, 100), (64, 256), (5, 515)])
+def test_packed_values_are_the_decoded_ones(names, columns, inner):
+    torch.manual_seed(inner)
+    weight = weight_of(columns, inner, names[0], common_group(*map(scaled_format, names)))
+    assert torch.equal(unpacked_values(weight), weight.decoded)
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+@pytest.mark.parametrize(
+    "rows, columns, inner", [(1, 40, 64), (7, 33, 100), (41, 64, 130), (9, 16, 515)]
+)
+def test_products_are_those_of_decoded_values(names, rows, columns, inner):
+    check_projection(rows, columns, inner, names)
+
+
+@pytest.mark.parametrize("activation", [Activation.relu, Activation.gelu])
+def test_ends_of_packed_weights(activation):
+    dropout = Dropout(key=KEY, subsequence=3, probability=0.2)
+    check_projection(
+        7, 40, 100, PAIRS[2], bias=False, end=Nonlinearity(activation=activation, dropout=dropout)
+    )
+
+
+def test_weights_in_out():
+    check_projection(3, 40, 96, PAIRS[0], in_out=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_library_multiplies_packed_weights(level):
+    with library_of(level):
+        for rows in (2, 40):
+            check_projection(rows, 33, 100, PAIRS[3])
+
+
+def test_nan_in_a_weight_poisons_its_output_alone():
+    weight = weight_of(40, 64, "int6/row", 128)
+    weight.values[3, 2] = torch.nan
+    pack_weight(weight, backend("cpu").run)
+    assert torch.equal(unpacked_values(weight).isnan().any(1), torch.arange(40) == 3)
+
+
+@pytest.mark.parametrize(
+    "a, b, group",
+    [
+        ("mxint8", "mxfp4", 32),
+        ("nvfp4", "int8/tensor", 16),
+        ("int8/row", "int6/row", 128),
+        ("mxint8", "nvfp4", None),
+        ("int8/group24", "int8/group24", None),
+        ("fp8-e4m3/row", "int8/row", None),
+        ("int8/channel", "int8/row", None),
+    ],
+)
+def test_formats_that_have_a_product_together(a, b, group):
+    assert (
+        common_group(scaled_format(a), scaled_format(b))
+        == group
+        == common_group(scaled_format(b), scaled_format(a))
+    )

@@ -1,10 +1,13 @@
-"""ProjectInputGradient against autograd through a straight-through composite in float64."""
+"""ProjectInputGradient against autograd through a straight-through composite in float64, on the
+CPU and on CUDA."""
 
 import math
 
 import pytest
 import torch
 
+from lsq import gemm
+from lsq.native import geometry
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -18,15 +21,21 @@ from tests.ops.compare import (
     gradient_to_round,
     on_cpu,
     on_reference,
+    refused,
     weight_format_of,
 )
+from tests.ops.cuda import compare_cuda, run
 from tests.ops.products import WAYS, assert_same_bits
 from tests.ops.test_project import PLAIN, SMOOTH, slope_by_autograd
+from tests.ops.tiles import SMALL, in_one
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = 512
 COLUMNS, OUTPUTS, PADDED = 48, 29, 32
 MODES = ("int8", "float", "float mode")
+
+
+by_themselves = pytest.mark.usefixtures("products_by_themselves")
 
 
 def weight_of(outputs=OUTPUTS, columns=COLUMNS, *, clips=None, bits=8, padded=PADDED):
@@ -100,7 +109,6 @@ def case(
     rounded=False,
     clips=None,
     columns=COLUMNS,
-    dtype="float32",
     rest=True,
     padded=PADDED,
 ):
@@ -125,7 +133,6 @@ def case(
         rounded=gradient_to_round(rows, columns) if rounded else None,
         sum=empty(columns) if rest else None,
         dclip=empty(1) if rest else None,
-        dtype=dtype,
     )
     return operation, y
 
@@ -236,20 +243,14 @@ def test_neither_products_nor_threads_change_a_bit(way, threads):
     assert_same_bits(operation, way, threads)
 
 
-def test_narrow_products():
-    operation, y = case(41, "float", dtype="bfloat16")
-    narrow, exact = compare(operation).dx, by_autograd(operation, y)[0]
-    assert narrow.dtype == torch.float32
-    assert 1e-5 < (narrow - exact).norm() / exact.norm() < 0.01
-
-
+@by_themselves
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rounded", [False, True])
-def test_an_empty_batch(mode, rounded):
+def test_an_empty_batch(mode, rounded, compared):
     operation, _ = case(
         0, mode, kind=Activation.relu, dropout=0.1, learned_step=True, added=True, rounded=rounded
     )
-    found = compare(operation)
+    found = compared(operation)
     assert not found.sum.any() and not found.dclip.any()
 
 
@@ -282,7 +283,7 @@ def test_padded_rows_of_the_weight_give_nothing():
 
 
 def test_floats_or_codes():
-    with pytest.raises(ValueError, match="has dx and rounded; give it one of them"):
+    with refused("has dx and rounded; give it one of them"):
         ProjectInputGradient(weight=None, dx=torch.zeros(3, 16), rounded=torch.zeros(3, 16))
 
 
@@ -297,3 +298,101 @@ def check_accumulated_in_place(run, learned_step: bool) -> None:
 @pytest.mark.parametrize("learned_step", [False, True])
 def test_accumulated_in_place(learned_step):
     check_accumulated_in_place(on_cpu, learned_step)
+
+
+HALF = torch.bfloat16
+ENDS = [
+    {"kind": Activation.none, "learned_step": True},
+    {"kind": Activation.relu, "dropout": 0.3, "added": True},
+    {"kind": Activation.gelu, "dropout": 0.1, "clips": 1},
+    {"kind": Activation.gelu_tanh},
+    {"kind": Activation.silu},
+    {"kind": Activation.squared_relu, "dropout": 0.1},
+    {"dropout": 0.3, "accumulated": True, "added": True},
+]
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("end", ENDS)
+def test_every_end_on_cuda(mode, end):
+    operation, _ = case(41, mode, **end)
+    found = compare_cuda(operation)
+    if mode == "int8":
+        assert torch.equal(found.dx, on_cpu(operation).dx)
+
+
+@by_themselves
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("rows", [1, 341])
+def test_int8_products_on_cuda(end, rounded, rows):
+    operation, _ = case(rows, rounded=rounded, **end)
+    compare_cuda(operation, exact=True)
+
+
+@by_themselves
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_gradients_in_half_precision_on_cuda(mode, end):
+    """The product is one of float32 or of codes all the same."""
+    operation, _ = case(41, mode, **end)
+    compare_cuda(operation, HALF)
+
+
+@by_themselves
+def test_a_weight_that_comes_transposed_on_cuda():
+    """It is not transposed again."""
+    operation, _ = case(41, kind=Activation.relu, rounded=True)
+    expected = run(operation).rounded
+    operation.weight.transposed = operation.weight.codes.t().contiguous()
+    found = run(operation).rounded
+    assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
+    assert all(shape != operation.weight.transposed.shape for shape, _ in operation.cuda_scratch())
+
+
+@by_themselves
+def test_rounded_rows_of_a_product_of_floats_on_cuda():
+    """No activation is read or written but the gradient."""
+    operation, _ = case(41, "float", kind=Activation.relu, rounded=True)
+    compare_cuda(operation)
+
+
+@by_themselves
+@pytest.mark.parametrize("rounded", [False, True])
+def test_wide_rows_on_cuda(rounded):
+    """More columns than a warp and a tile hold."""
+    operation, _ = case(11, kind=Activation.relu, dropout=0.2, rounded=rounded, columns=1040)
+    compare_cuda(operation, exact=True)
+
+
+def few_blocks(monkeypatch):
+    """Two blocks stride over 41 rows in three turns."""
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(2, turns)))
+
+
+@by_themselves
+@pytest.mark.parametrize("rows, columns", [(41, 48), (11, 1040)])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_three_turns_on_cuda(rows, columns, rounded, monkeypatch):
+    few_blocks(monkeypatch)
+    turns(rows, columns, rounded)
+
+
+def turns(rows, columns, rounded):
+    operation, _ = case(
+        rows, kind=Activation.relu, dropout=0.1, learned_step=True, rounded=rounded, columns=columns
+    )
+    in_one(operation, None)
+
+
+def test_widths_that_kernels_cannot_take_on_cuda():
+    operation, _ = case(7, columns=40)
+    with refused("multiple of 16"):
+        run(operation)
+
+
+@pytest.mark.parametrize("tile", [None, SMALL])
+def test_accumulated_in_place_on_cuda(tile):
+    with gemm.ended_by(tile):
+        check_accumulated_in_place(run, learned_step=False)

@@ -1,5 +1,5 @@
-"""What kept words add to both gradients of a vocabulary's loss, and what rounding then leaves of
-these gradients."""
+"""What kept words add to both gradients of a loss, and what rounding then leaves of these
+gradients, on the CPU and on CUDA."""
 
 import dataclasses
 
@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from lsq.ops.input_gradient import ProjectInputGradient
-from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
-from lsq.ops.prediction import KeptWords
+from lsq.ops.vocabulary_loss import KeptInputGradient, KeptWeightGradient, KeptWords
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Weight
 from tests.ops.compare import KEY, compare, empty, on_cpu
+from tests.ops.cuda import DTYPES, compare_cuda, run
 from tests.ops.test_vocabulary_loss import PADDING, by_fairseq, of_codes, rounded_of
+from tests.ops.tiles import launches, names
 
 DLOSS = torch.tensor([0.5])
 
@@ -81,13 +82,6 @@ def test_bfloat16_weights_are_rounded_once():
     compare(weight_gradient(found, dtype=torch.bfloat16))
 
 
-def test_sums_are_added_to_what_is_there():
-    operation = weight_gradient(on_cpu(losses(41, 33, 48)))
-    apart = on_cpu(operation).dweight
-    on_cpu(dataclasses.replace(operation, dweight=operation.others))
-    assert torch.equal(operation.others, apart)
-
-
 @pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (1003, 1008)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_two_words_of_a_row_are_no_codes(vocabulary, padded, smoothing):
@@ -117,13 +111,23 @@ def test_two_words_of_a_row_are_no_codes(vocabulary, padded, smoothing):
     assert codes.any(dim=1).sum() > 200 or vocabulary == 2
 
 
-def test_padding_has_no_gradient():
+def test_sums_are_added_to_what_is_there(runs):
+    operation = weight_gradient(on_cpu(losses(41, 33, 48)))
+    apart = [one.dweight for one in runs(operation)]
+    operation.dweight = operation.others
+    given = operation.others.clone()
+    for wanted in apart:
+        operation.others.copy_(given)
+        assert torch.equal(runs(operation)[0].dweight, wanted)
+
+
+def test_padding_has_no_gradient(compared):
     loss = losses(7, 33, 48)
     loss.prediction.target[:] = PADDING
-    found = compare(loss)
+    found = compared(loss)
     assert not found.kept.gradient.any() and not found.bound.any()
     operation = weight_gradient(found)
-    assert torch.equal(compare(operation).dweight, operation.others)
+    assert torch.equal(compared(operation).dweight, operation.others)
 
 
 def gradients(loss, split: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,6 +213,60 @@ def test_noise(vocabulary, model, smoothing):
     wanted = 0.5 * (exact @ weight), 0.5 * (exact.t() @ x)
     kept = [decibels(*pair) for pair in zip(gradients(loss, True), wanted, strict=True)]
     row = [decibels(*pair) for pair in zip(gradients(loss, False), wanted, strict=True)]
-    print(kept, row)
     assert min(kept) > 38, kept
     assert min(mine - other for mine, other in zip(kept, row, strict=True)) > 5, (kept, row)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 41])
+@pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (290, 304)])
+def test_losses_and_codes_on_cuda(rows, vocabulary, padded):
+    found = compare_cuda(losses(rows, vocabulary, padded))
+    rounded = compare_cuda(rounded_rest(found)).rounded
+    words = found.prediction.target, found.kept.likeliest
+    assert not any(rounded.codes[torch.arange(rows), word].any() for word in words)
+
+
+@pytest.mark.parametrize("rows, inner", [(0, 48), (1, 48), (41, 48), (35, 1040)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_gradients_on_cuda(rows, inner, dtype):
+    found = on_cpu(losses(rows, 33, 48, inner=inner))
+    compare_cuda(input_gradient(found), dtype)
+    compare_cuda(weight_gradient(found), dtype)
+    compare_cuda(weight_gradient(found, clips=1), dtype)
+
+
+@pytest.mark.parametrize("rows", [15, 16, 17, 200])
+def test_a_frequent_word_on_cuda(rows):
+    """Its occurrences fill several windows."""
+    loss = losses(rows, 33, 48)
+    loss.prediction.target[:] = 7
+    loss.prediction.target[rows // 2 :: 5] = 9
+    compare_cuda(weight_gradient(on_cpu(loss)))
+
+
+def test_launches_on_cuda():
+    """In a program the sums are added where the others' gradient is."""
+    operation = weight_gradient(on_cpu(losses(41, 33, 48)))
+    kernels = [
+        "lsq_rank_occurrences",
+        "lsq_sort_occurrences",
+        "lsq_sum_occurrences",
+        "lsq_join_occurrences",
+    ]
+    assert names(launches(operation, None)) == ["lsq_float_operand", *kernels]
+    assert (
+        names(launches(dataclasses.replace(operation, dweight=operation.others), None)) == kernels
+    )
+
+
+@pytest.mark.parametrize("word", [-7, 33, 10**12])
+def test_a_target_outside_the_vocabulary_makes_its_row_nan_on_cuda(word):
+    loss = losses(7, 33, 48)
+    loss.prediction.target[:] = 5
+    loss.prediction.target[2] = word
+    found = run(loss)
+    assert found.bound.isnan().tolist() == [row == 2 for row in range(7)]
+    assert run(input_gradient(found)).dx.isnan().any(dim=1).tolist() == [
+        row == 2 for row in range(7)
+    ]
+    assert run(weight_gradient(found)).dweight.isfinite().all()

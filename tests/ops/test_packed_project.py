@@ -1,28 +1,35 @@
-"""PackedProject and PackedWeight: the integers of Project, for every instruction, few rows and
-many, 8 bits and 4."""
+"""PackedWeight, and the operations that read one: the integers of Project, for every instruction,
+few rows and many, 8 bits and 4; best words, wanted ones, and all."""
 
 import ctypes
 from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from lsq import gemm
 from lsq.models.sparsity import choose
-from lsq.native import loader, sources, tiles
+from lsq.native import loader, tiles
+from lsq.ops.next_words import NextWords
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.packed_project import PackedProject, PackedWeight
 from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
 from lsq.quant import Grain
 from lsq.quant.formats import GROUP, Int4
-from tests.ops.compare import by_row, compare, empty, on_cpu, rounded, to_round, weight_format_of
-
-LEVELS = [
-    level
-    for level, needed in loader._REQUIRED.items()
-    if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
-]
+from tests.native.levels import LEVELS, library_of
+from tests.ops.compare import (
+    by_row,
+    compare,
+    empty,
+    on_cpu,
+    on_reference,
+    refused,
+    rounded,
+    to_round,
+    weight_format_of,
+)
 
 
 def sparse_codes(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,25 +45,20 @@ def codes_of(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("instructions", tiles.usable())
-@pytest.mark.parametrize("columns, inner", [(16, 16), (48, 80), (97, 64), (272, 208)])
-def test_packed_codes_are_the_codes(instructions, columns, inner):
-    codes, scale = codes_of(columns, inner)
-    assert torch.equal(PackedWeight.of(codes, scale, instructions).codes(), codes)
-
-
-@pytest.mark.parametrize("instructions", tiles.usable())
 @pytest.mark.parametrize("columns, inner", [(16, 16), (48, 80), (97, 64), (272, 208), (130, 4)])
 def test_sparse_codes_take_less_room(instructions, columns, inner):
     codes, scale = sparse_codes(columns, inner)
-    packed = PackedWeight.of_sparse(codes, scale, instructions)
-    assert torch.equal(packed.codes(), codes)
-    assert packed.tiles.numel() < PackedWeight.of(codes, scale, instructions).tiles.numel() * 0.65
+    packed, dense = (
+        pack(codes, scale, instructions) for pack in (PackedWeight.of_sparse, PackedWeight.of)
+    )
+    assert torch.equal(packed.codes(), codes) and torch.equal(dense.codes(), codes)
+    assert packed.tiles.numel() < dense.tiles.numel() * 0.65
 
 
 def test_three_of_four_are_refused():
     codes, scale = sparse_codes(70, 64)
     codes[69, 60:63] = 1
-    with pytest.raises(ValueError, match="not 2:4 sparse"):
+    with refused("not 2:4 sparse"):
         PackedWeight.of_sparse(codes, scale)
 
 
@@ -72,17 +74,16 @@ def test_products_and_their_ends(instructions, rows, columns, inner, sparse):
         weight = PackedWeight.of_sparse(*sparse_codes(columns, inner), instructions)
     else:
         weight = PackedWeight.of(*codes_of(columns, inner), instructions)
+    out, to = empty(rows, columns), to_round(rows, columns, 2.0, clipped=False)
+    few, bias = to_round(rows, columns, 2.0, bits=5, clipped=False), torch.randn(columns)
     for options in (
-        {"out": empty(rows, columns)},
-        {"out": empty(rows, columns), "bias": torch.randn(columns)},
-        {"rounded": to_round(rows, columns, 2.0, clipped=False), "bias": torch.randn(columns)},
-        {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.relu},
-        {
-            "rounded": to_round(rows, columns, 2.0, bits=5, clipped=False),
-            "activation": Activation.gelu,
-        },
-        {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.silu},
-        {"out": empty(rows, columns), "activation": Activation.squared_relu},
+        {"out": out},
+        {"out": out, "bias": bias},
+        {"rounded": to, "bias": bias},
+        {"rounded": to, "activation": Activation.relu},
+        {"rounded": few, "activation": Activation.gelu},
+        {"rounded": to, "activation": Activation.silu},
+        {"out": out, "activation": Activation.squared_relu},
     ):
         compare(PackedProject(x=rounded(rows, inner).bare(), weight=weight, **options))
 
@@ -112,21 +113,9 @@ def test_int4_is_packed_as_it_is(instructions, columns, inner):
 @pytest.mark.parametrize(
     "rows, columns, inner",
     [
-        (0, 32, 64),
-        (1, 16, 16),
-        (1, 100, 4160),
-        (2, 32, 64),
-        (3, 48, 80),
-        (4, 33, 640),
-        (5, 64, 100),
-        (6, 16, 160),
-        (7, 97, 64),
-        (8, 96, 64),
-        (9, 33, 640),
-        (13, 33, 40),
-        (17, 544, 208),
-        (32, 64, 640),
-        (161, 96, 576),
+        *((0, 32, 64), (1, 16, 16), (1, 100, 4160), (2, 32, 64), (3, 48, 80)),
+        *((4, 33, 640), (5, 64, 100), (6, 16, 160), (7, 97, 64), (8, 96, 64)),
+        *((9, 33, 640), (13, 33, 40), (17, 544, 208), (32, 64, 640), (161, 96, 576)),
     ],
 )
 def test_products_with_int4(instructions, rows, columns, inner):
@@ -171,9 +160,9 @@ def test_int4_of_the_largest_sums(instructions):
 
 def test_instructions_that_are_not_there():
     form, stored, scale = int4_of(16, 16)
-    with pytest.raises(ValueError, match="'none' cannot run here; there are "):
+    with refused("'none' cannot run here; there are "):
         PackedWeight.of_int4(stored, scale, 16, "none")
-    with pytest.raises(ValueError, match="'none' cannot run here; there are "):
+    with refused("'none' cannot run here; there are "):
         PackedWeight.of(form.unpack(stored, 16), scale, "none")
 
 
@@ -215,16 +204,95 @@ def test_nan_poisons_the_scale():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_library_expands_sparse_weights(level, monkeypatch):
-    library = sources.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
-    monkeypatch.setattr(loader, "library", lambda: library)
-    tiles.usable.cache_clear()
-    try:
+def test_every_library_expands_sparse_weights(level):
+    with library_of(level):
         for instructions in tiles.usable():
             weight = PackedWeight.of_sparse(*sparse_codes(80, 144), instructions)
             for rows in (2, 40):
                 compare(
                     PackedProject(x=rounded(rows, 144).bare(), weight=weight, out=empty(rows, 80))
                 )
-    finally:
-        tiles.usable.cache_clear()
+
+
+def next_words(rows, words, best, asked, *, every=False, instructions=None, inner=64):
+    torch.manual_seed(rows + words)
+    padded = -(-words // 16) * 16
+    codes, scale = (
+        torch.randint(-127, 128, (padded, inner), dtype=torch.int8),
+        0.001 + 0.001 * torch.rand(padded),
+    )
+    return NextWords(
+        x=rounded(rows, inner).bare(),
+        packed_weight=PackedWeight.of(codes, scale, instructions),
+        vocabulary=words,
+        wanted=torch.randint(0, words, (rows, asked)) if asked else None,
+        wanted_scores=empty(rows, asked) if asked else None,
+        words=empty(rows, best, dtype=torch.int64) if best else None,
+        scores=empty(rows, best) if best else None,
+        every=empty(rows, words) if every else None,
+    )
+
+
+def same(operation):
+    found, expected = on_cpu(operation), on_reference(operation)
+    if operation.words is not None:
+        assert torch.equal(found.words, expected.words)
+    for name in ("scores", "wanted_scores", "every"):
+        if getattr(operation, name) is not None:
+            assert_close(getattr(found, name), getattr(expected, name), rtol=1e-6, atol=2e-6)
+    return found
+
+
+@pytest.mark.parametrize(
+    "rows, words, best, asked",
+    [
+        (1, 2, 2, 1),
+        (3, 255, 7, 2),
+        (2, 1000, 1000, 0),
+        (65, 700, 8, 1),
+        (5, 4099, 20, 3),
+        (7, 37, 0, 2),
+    ],
+)
+@pytest.mark.parametrize("every", [False, True])
+def test_words_against_the_reference(rows, words, best, asked, every):
+    same(next_words(rows, words, best, asked, every=every))
+
+
+@pytest.mark.parametrize("instructions", tiles.usable())
+def test_words_by_every_instruction(instructions):
+    same(next_words(9, 601, 5, 1, instructions=instructions, inner=80))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_weights_of_4_bits(rows):
+    operation, form = (
+        next_words(rows, 601, 5, 1, inner=80),
+        Int4(name="int4", bits=8, grain=Grain.ROW),
+    )
+    stored, scale = form.encode(torch.randn(608, 80), torch.tensor([3.0]))
+    found = []
+    for packed in (
+        PackedWeight.of_int4(stored, scale, 80),
+        PackedWeight.of(form.unpack(stored, 80), scale),
+    ):
+        operation.packed_weight = packed
+        found.append(same(operation))
+    assert torch.equal(found[0].words, found[1].words) and torch.equal(
+        found[0].scores, found[1].scores
+    )
+
+
+def test_of_equal_words_the_lower_number_comes_first():
+    operation = next_words(2, 800, 12, 0)
+    operation.packed_weight = PackedWeight.of(
+        torch.ones(800, 64, dtype=torch.int8), torch.full((800,), 0.01)
+    )
+    assert same(operation).words.tolist() == [list(range(12))] * 2
+
+
+def test_nan_reaches_the_scores():
+    operation = next_words(2, 300, 4, 1)
+    operation.x.scale.fill_(float("nan"))
+    found = on_cpu(operation)
+    assert found.scores.isnan().all() and found.words.ge(0).all() and found.words.lt(300).all()

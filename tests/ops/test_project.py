@@ -1,5 +1,5 @@
-"""Project: exact integers, every end, blocks of rows, accuracy of activations, NaN, and what its
-gradient asks for."""
+"""Project on the CPU and on CUDA: exact integers, every end, blocks of rows, accuracy of
+activations, NaN."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lsq import quant
+from lsq import gemm, quant
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Rows, Weight, dropped
@@ -22,10 +22,14 @@ from tests.ops.compare import (
     empty,
     format_of,
     on_cpu,
+    refused,
     to_round,
     weight_format_of,
 )
+from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.products import WAYS, assert_same_bits
+from tests.ops.tiles import SMALL, names
+from tests.program.tiny import builder
 
 BLOCK_ROWS = 512
 PLAIN = {
@@ -250,6 +254,19 @@ def test_nan_in_any_block_of_rows_poisons_the_scale(row, error):
     )
 
 
+def test_an_end_that_nothing_undoes_is_refused():
+    b = builder()
+    end = Nonlinearity(
+        activation=Activation.relu, positive=b.tensor("positive", (14,), torch.uint8)
+    )
+    x, weight = b.input("x", (7, 16)), b.weight("weight", (16, 16))
+    out = b.tensor("y", (7, 16))
+    b.add(Project(x=Rows(floats=x), weight=weight, out=out, nonlinearity=end))
+    b.output(out)
+    with refused("the gradient of y comes from outside"):
+        b.build()
+
+
 def test_largest_sums_are_exact():
     given = operands(41, inner=2048)
     given["x"].tensor.fill_(127)
@@ -260,20 +277,91 @@ def test_largest_sums_are_exact():
     )
 
 
-def test_results_do_not_depend_on_the_number_of_threads():
-    operation, threads = rounded_project(341, 48, Activation.gelu, 0.3), torch.get_num_threads()
-    found = []
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        found.append(on_cpu(operation))
-    torch.set_num_threads(threads)
-    assert torch.equal(found[0].rounded.codes, found[1].rounded.codes)
-    assert torch.equal(found[0].nonlinearity.slope, found[1].nonlinearity.slope)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("activation", list(Activation))
 def test_no_way_to_multiply_changes_a_bit(way, activation):
     assert_same_bits(
         rounded_project(141, activation=activation, dropout=0.2, bias=torch.randn(32)), way
     )
+
+
+@pytest.fixture(params=["one launch", "cuBLASLt and a kernel"])
+def way(request):
+    """Both ways to a product of codes and its end."""
+    with gemm.ended_by(SMALL if request.param == "one launch" else None):
+        yield
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    "rows, outputs, bits", [*((rows, 32, 8) for rows in (0, *ROWS)), (41, 272, 3)]
+)
+def test_codes_are_exact_on_cuda(rows, outputs, bits):
+    found = compare_cuda(rounded_project(rows, outputs, bits=bits), exact=True)
+    assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
+    assert rows < 7 or found.rounded.clipped.any()
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_end_of_codes_on_cuda(activation, dropout, bias):
+    compare_cuda(
+        rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})), exact=True
+    )
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("activation", [Activation.none, Activation.gelu])
+@pytest.mark.parametrize("rows", [0, *ROWS])
+def test_a_scale_for_each_row_is_exact_on_cuda(activation, rows):
+    compare_cuda(rounded_project(rows, 32, activation, **operands_by_row(rows)), exact=True)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 41])
+@pytest.mark.parametrize("given", [operands, operands_by_row])
+def test_floats_of_codes_on_cuda(dtype, rows, given):
+    compare_cuda(Project(**given(rows), out=empty(rows, 32)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("rows", [0, 1, 41])
+def test_products_of_floats_on_cuda(dtype, activation, rows):
+    compare_cuda(float_project(rows, 48, activation, 0.3 if rows > 1 else 0.0), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_without_an_end_on_cuda(dtype):
+    compare_cuda(float_project(41, 33, bias=None), dtype)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("poisoned", ["input", "weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_poisons_the_result_on_cuda(poisoned, value):
+    """An infinite scale makes NaN of a sum of 0."""
+    operation = rounded_project(41)
+    operation.x.tensor[3] = 0
+    (operation.x.scale if poisoned == "input" else operation.weight.scale)[0] = value
+    assert compare_cuda(operation, exact=True).rounded.scale.isnan()
+
+
+def test_widths_that_no_product_takes_are_refused_on_cuda():
+    with refused("inner width of an int8 product is 40.*multiple of 16"):
+        compare_cuda(Project(**operands(7, inner=40), out=empty(7, 32)))
+    with refused("width of a product with an end is 33.*multiple of 8"):
+        compare_cuda(float_project(7, 33))
+
+
+def test_one_launch_without_scratch_or_a_product_and_its_end_on_cuda():
+    operation = Project(**operands(41), out=empty(41, 32))
+    assert names(operation.cuda()) == ["lsq_project_product"] and not operation.cuda_scratch()
+    with gemm.ended_by(None):
+        ((shape, dtype),) = operation.cuda_scratch()
+        multiplied, end = operation.cuda(torch.empty(shape, dtype=dtype))
+    assert (shape, dtype) == ((41, 32), torch.int32)
+    assert multiplied.op == "project" and end.kernel.name == "lsq_end"

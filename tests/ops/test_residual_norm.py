@@ -1,14 +1,14 @@
-"""ResidualNorm against torch's layer_norm and rms_norm in float64, every part left out in turn."""
+"""ResidualNorm against torch's layer_norm and rms_norm in float64, every part left out in turn, on
+the CPU and on CUDA."""
 
+import copy
 import functools
 import math
 
 import pytest
 import torch
 
-from lsq.config import QuantConfig
-from lsq.layers.programs import Mode
-from lsq.ops.project import Project
+from lsq.native.geometry import sums_in_shared_memory
 from lsq.ops.residual_norm import (
     NormalisedRows,
     ResidualNorm,
@@ -16,11 +16,8 @@ from lsq.ops.residual_norm import (
     ResidualSum,
     ResidualSumGradient,
 )
-from lsq.program.tensor import Kind
-from lsq.program.values import Rows
 from lsq.quant import NORMALISED, random
-from lsq.run.backends import backend, run
-from lsq.run.executor import Execution
+from lsq.run import backends
 from tests.ops.compare import (
     KEY,
     ROWS,
@@ -31,8 +28,10 @@ from tests.ops.compare import (
     empty,
     gradient_to_round,
     on_cpu,
+    refused,
     to_round,
 )
+from tests.ops.cuda import DTYPES, compare_cuda, in_dtype, run
 
 SHAPE = (7, 48)
 
@@ -59,46 +58,6 @@ def sum_gradient(
         rounded=gradient_to_round(rows, columns) if updated and rounds else None,
         dupdate_sum=empty(columns) if updated else None,
     )
-
-
-def test_without_an_update_z_is_the_residual():
-    made = sum_of(torch.randn(SHAPE))
-    assert made.compute() is made.kept is made.residual
-
-
-def test_what_is_added_is_dropped_first():
-    made = sum_of(torch.randn(SHAPE), torch.randn(SHAPE), 0.3)
-    assert torch.equal(made.compute(), made.residual + random.dropout(made.update, 0.3, KEY, 2))
-    assert made.kept is made.z
-
-
-@pytest.mark.parametrize("normed, direct", [(True, True), (True, False), (False, True)])
-def test_gradients_are_those_of_autograd(normed, direct):
-    residual, update = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
-    forward = sum_of(residual, update, 0.3)
-    down = sum_gradient(forward, normed=normed, direct=direct)
-    through = torch.randn(SHAPE) if normed else None
-    upstream = sum(one for one in (through, down.dz) if one is not None)
-    wanted = torch.autograd.grad(forward.compute(), (residual, update), upstream)
-    results = down.compute(through)
-    assert torch.equal(results["dresidual"], wanted[0])
-    assert torch.equal(results["dupdate"], wanted[1]) and results["rounded"] is None
-    assert torch.equal(results["dupdate_sum"], wanted[1].sum(0))
-
-
-def test_a_rounded_gradient_is_that_of_the_update():
-    down = sum_gradient(sum_of(torch.randn(SHAPE), torch.randn(SHAPE), 0.3), rounds=True)
-    results = down.compute(torch.randn(SHAPE))
-    wanted = down.rounded.encode(results["dupdate"])
-    assert all(torch.equal(results["rounded"][name], wanted[name]) for name in ("codes", "scale"))
-
-
-def test_nothing_goes_where_nothing_was_added():
-    down = sum_gradient(sum_of(torch.randn(SHAPE)))
-    through = torch.randn(SHAPE)
-    results = down.compute(through)
-    assert list(results) == ["dresidual"] and not down.updated
-    assert torch.equal(results["dresidual"], through + down.dz)
 
 
 COLUMNS, CLIP = 48, 1.6
@@ -251,16 +210,6 @@ def test_gradients_from_codes_have_little_noise(norm, outlier, of_row, of_weight
     assert found.dbias is None or torch.equal(found.dbias, exact.dbias)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stays_visible_in_kept_codes(value):
-    x = torch.randn(7, COLUMNS)
-    x[3, 5] = value
-    found = compare(norm(x, keeps=True)).normalised
-    assert found.scale.isnan().nonzero().flatten().tolist() == [3] and not found.codes[3].any()
-    constant = compare(norm(torch.full((2, COLUMNS), 7.0), keeps=True)).normalised
-    assert not constant.decode().any()
-
-
 @BOTH
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("bits, error", [(8, False), (4, True)])
@@ -270,7 +219,7 @@ def test_what_is_added_and_what_is_rounded(norm, rows, bits, error):
     found = compare(operation)
     assert torch.equal(found.sum.z, residual + random.dropout(update, 0.3, KEY, 2))
     assert_holds(found.rounded, found.rounded.encode(found.out))
-    torch.testing.assert_close(found.unrounded(run), found.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.unrounded(backends.run), found.out, atol=1e-5, rtol=1e-5)
 
 
 def test_a_sum_without_norm():
@@ -302,67 +251,24 @@ def test_gradients_with_an_update(kind, rounds, rows):
         assert torch.equal(found.dupdate, dupdate)
 
 
-def test_programs_differentiate_it():
-    """A norm of a sum, whose float and rounded results are both read, as is the sum."""
-    mode = Mode(training=True, backward=True, backend=backend("cpu"))
-    b = mode.builder("norm", QuantConfig(mode="float"))
-    size = (16, 16)
-    x = b.input("x", size)
-    project = b.add(
-        Project(x=Rows(floats=x), weight=b.weight("projection", size), out=b.tensor("update", size))
-    )
-    first = b.add(
-        ResidualNorm(
-            sum=ResidualSum(residual=x, update=project.out, z=b.like("z", x)),
-            rstd=b.tensor("rstd", size[:1]),
-            weight=b.parameter("weight", (16,), Kind.NORM_WEIGHT),
-            out=b.like("first", x),
-        )
-    )
-    second = b.add(
-        ResidualNorm(
-            sum=ResidualSum(residual=first.sum.z),
-            rstd=b.tensor("rstd", size[:1]),
-            out=b.like("second", x),
-            weight=b.parameter("other", (16,), Kind.NORM_WEIGHT),
-        )
-    )
-    b.output(first.out)
-    b.output(second.out)
-    program = b.build()
-    drawn = {"x": torch.randn(size), "projection": torch.randn(size)}
-    drawn |= {name: torch.randn(16) for name in ("weight", "other")}
-    leaves = {name: tensor.double().requires_grad_() for name, tensor in drawn.items()}
-    z = leaves["x"] + leaves["x"] @ leaves["projection"].t()
-    exact = rms_by_torch(z, leaves["weight"]), rms_by_torch(z, leaves["other"])
-    given = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
-    results = Execution(program, mode.backend)({**given, "random_key": KEY})
-    upstream = [torch.randn(size) for _ in exact]
-    found = torch.autograd.grad(results, list(given.values()), upstream)
-    wanted = torch.autograd.grad(exact, list(leaves.values()), [one.double() for one in upstream])
-    for one, other in zip((*results, *found), (*exact, *wanted), strict=True):
-        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
-
-
 @BOTH
-@pytest.mark.parametrize("row", [0, 3, 6])
-def test_nan_stays_in_its_row_and_poisons_the_scale(norm, row):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("row", [0, 6])
+def test_what_is_not_finite_stays_in_its_row(norm, value, row, compared):
     x = torch.randn(7, COLUMNS)
-    x[row, 5] = math.nan
-    found = compare(norm(x, rounds=True))
+    x[row, 5] = value
+    found = compared(norm(x, rounds=True, keeps=True))
+    codes, kept = found.rounded.codes, found.normalised
     assert found.out.isnan().any(1).nonzero().flatten().tolist() == [row]
-    codes = found.rounded.codes
+    assert kept.scale.isnan().nonzero().flatten().tolist() == [row] and not kept.codes[row].any()
     assert found.rounded.scale.isnan() and not codes[row].any() and codes.any(1).sum() == 6
 
 
-def test_a_constant_row():
-    """Its variance is 0: epsilon keeps the result finite."""
-    found = on_cpu(norm(torch.full((3, COLUMNS), 7.0)))
-    torch.testing.assert_close(found.out, found.bias.expand(3, -1))
-
-
-def test_a_row_of_zeros():
+def test_rows_without_variance():
     """Epsilon keeps the result finite."""
+    found = compare(norm(torch.full((3, COLUMNS), 7.0), keeps=True))
+    torch.testing.assert_close(found.out, found.bias.expand(3, -1))
+    assert not found.normalised.decode().any()
     found = on_cpu(rms(torch.zeros(3, COLUMNS)))
     assert not found.out.any() and found.rstd.isfinite().all()
 
@@ -376,11 +282,129 @@ def test_epsilon(norm):
 
 
 @BOTH
-def test_an_empty_batch(norm):
-    forward = compare(
+def test_an_empty_batch(norm, compared):
+    forward = compared(
         norm(torch.empty(0, COLUMNS), torch.empty(0, COLUMNS), rounds=True, dropout=0.1)
     )
     assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
-    found = compare(norm_gradient(forward))
+    found = compared(norm_gradient(forward))
     assert not found.dweight.any() and not found.sum.dupdate_sum.any()
     assert found.dbias is None or not found.dbias.any()
+
+
+SHAPES = [(1, 48), (7, 48), (41, 48), (341, 48), (7, 1040)]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout, bits", [(0.0, 8), (0.3, 4)])
+def test_a_sum_and_its_norm_on_cuda(norm, dtype, dropout, bits):
+    """z alone, then the norm of z as it was stored."""
+    update, residual = torch.randn(41, 48), torch.randn(41, 48)
+    z = compare_cuda(norm(residual, update, kind=None, dropout=dropout), dtype).sum.z
+    alone = norm(z.float(), rounds=True, error=True, bits=bits)
+    together = copy.copy(alone)
+    together.sum = sum_of(residual, update, dropout)
+    # The reference does not round z, so that its codes may differ where z is stored in half
+    # precision.
+    found = compare_cuda(together) if dtype == torch.float32 else run(in_dtype(together, dtype))
+    wanted = compare_cuda(alone, dtype)
+    for one, other in zip(found.outputs, wanted.outputs, strict=True):
+        assert torch.equal(one, other)
+
+
+@BOTH
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_a_norm_alone_on_cuda(norm, rows, columns):
+    operation = norm(torch.randn(rows, columns), rounds=True, error=True)
+    compare_cuda(operation)
+    operation.sum.z = operation.out = operation.rounded.error = None
+    compare_cuda(operation)
+
+
+@BOTH
+@pytest.mark.parametrize("rows, columns", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_normalised_rows_as_codes_on_cuda(norm, dtype, rows, columns):
+    operation = norm(torch.randn(rows, columns).to(dtype).float(), keeps=True)
+    compare_cuda(operation, dtype)
+    compare_cuda(norm_gradient(on_cpu(operation)), dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("rows, columns", SHAPES)
+@pytest.mark.parametrize("direct", [False, True])
+def test_gradients_of_a_norm_on_cuda(norm, rows, columns, direct):
+    compare_cuda(norm_gradient(on_cpu(norm(torch.randn(rows, columns))), direct=direct))
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("rows, columns", SHAPES)
+@pytest.mark.parametrize("rounds", [False, True])
+def test_gradients_of_every_shape_on_cuda(kind, rows, columns, rounds):
+    compare_gradients(torch.float32, rows, columns, rounds=rounds, kind=kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [None, "layer", "rms"])
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_with_an_update_on_cuda(dtype, kind, rounds, dropout):
+    compare_gradients(dtype, 41, 48, rounds=rounds, kind=kind, dropout=dropout)
+
+
+def compare_gradients(dtype, rows, columns, *, rounds, kind="layer", dropout=0.1):
+    """Gradients of a norm of a sum, or of the sum alone."""
+    z, update = torch.randn(rows, columns).to(dtype).float(), torch.zeros(rows, columns)
+    forward = on_cpu(norm(z, update, kind=kind, dropout=dropout))
+    whole = norm_gradient(forward, rounds=rounds)
+    if dtype == torch.float32 or kind is None:
+        compare_cuda(whole, dtype)
+    else:
+        compare_in_parts(whole, dtype)
+
+
+def compare_in_parts(whole, dtype):
+    """Gradients of a norm of a sum, in half precision."""
+    # What is handed to the product is the gradient as it was stored: compared with the reference on
+    # that alone.
+    found = run(in_dtype(whole, dtype))
+    above, below = copy.copy(whole), copy.copy(whole.sum)
+    above.sum = ResidualSumGradient(dz=whole.sum.dz, dresidual=whole.sum.dresidual)
+    above = compare_cuda(above, dtype)
+    below.dz, below.dresidual = above.sum.dresidual.float(), None
+    below = compare_cuda(ResidualNormGradient(sum=below), dtype)
+    for one, other in zip(found.outputs, above.outputs + below.outputs, strict=True):
+        assert torch.equal(one, other)
+
+
+@BOTH
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_on_cuda(norm, value):
+    forward = on_cpu(norm(torch.randn(7, 48), torch.randn(7, 48)))
+    operation = norm_gradient(forward, rounds=True, direct=False)
+    operation.dout[3, 5] = value
+    found = compare_cuda(operation)
+    assert not found.sum.dresidual[3].isfinite().any()
+    assert found.sum.rounded.scale.isnan().nonzero().tolist() == [[3]]
+
+
+def test_nothing_to_do_on_cuda():
+    """Without a norm and without an update, the gradient of z is the residual's."""
+    assert not run(ResidualNormGradient(sum=ResidualSumGradient(dz=torch.randn(7, 48)))).outputs
+
+
+def test_activations_of_two_dtypes_are_refused_on_cuda():
+    with refused("takes one dtype"):
+        run(norm(torch.randn(7, 48), torch.randn(7, 48).bfloat16(), kind=None))
+
+
+def test_a_width_that_kernels_do_not_have_is_refused_on_cuda():
+    with refused("rows of 47 values cannot run on CUDA: the width must be a multiple of 8"):
+        run(norm(torch.randn(7, 47)))
+
+
+@pytest.mark.parametrize("columns", [4104, 6144])
+def test_sums_of_48_kib_beside_what_a_kernel_has_of_its_own_on_cuda(columns):
+    assert sums_in_shared_memory(columns, 2) == 48 * 1024
+    compare_gradients(torch.float32, 3, columns, rounds=False)

@@ -1,4 +1,4 @@
-"""Rotary embeddings and norms of heads, against plain PyTorch in float64."""
+"""Rotary embeddings and norms of heads against plain PyTorch in float64, on the CPU and on CUDA."""
 
 import math
 
@@ -16,9 +16,11 @@ from tests.ops.compare import (
     empty,
     on_cpu,
     on_reference,
+    refused,
     to_round,
 )
 from tests.ops.compare import gradient_to_round as to_round_by_row
+from tests.ops.cuda import DTYPES, compare_cuda
 
 PLACES = 50
 EPSILON = 1e-6
@@ -133,13 +135,30 @@ def test_as_accurate_as_torch(options, normed):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rows", ROWS)
-def test_ends(rows, normed):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rows": 7, "width": 64},
+        {"width": 24, "rotated": 16},
+        {"rows": 3, "width": 128, "queries": 3, "keys": 1},
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_passes_on_cuda(options, normed, dtype):
+    """One vector of a thread, with columns that stay; two."""
+    forward = rotate(**options, normed=normed)
+    compare_cuda(forward, dtype)
+    compare_cuda(gradient_of(forward), dtype)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows", [0, *ROWS])
+def test_ends(rows, normed, compared):
     """Rounding to codes; rounding of the gradient by rows."""
-    forward = rotate(rows, normed=normed, to=0.9)
-    found = compare(forward)
+    forward = rotate(rows, width=32, normed=normed, to=0.9)
+    found = compared(forward, exact=not normed)
     assert_holds(found.rounded, found.rounded.encode(found.unrounded(run)))
-    compare(gradient_of(forward, to_rounded=True))
+    compared(gradient_of(forward, to_rounded=True))
 
 
 def test_codes_are_the_references():
@@ -189,10 +208,10 @@ def test_what_is_not_finite_stays_in_its_head_and_poisons_the_scale(normed, valu
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_an_empty_batch(normed):
+def test_an_empty_batch(normed, compared):
     forward = rotate(0, normed=normed, to=1.0)
-    assert compare(forward).rounded.scale.item() == pytest.approx(1 / 127)
-    found = compare(gradient_of(forward))
+    assert compared(forward).rounded.scale.item() == pytest.approx(1 / 127)
+    found = compared(gradient_of(forward))
     assert not found.dx.sum.any() and not (normed and found.dquery.any())
 
 
@@ -201,12 +220,7 @@ def test_limits_of_places():
     assert forward.limits() == gradient_of(forward).limits() == {"rotation.positions": PLACES}
 
 
-def test_results_do_not_depend_on_threads():
-    backward, threads, results = gradient_of(rotate(341, normed=True)), torch.get_num_threads(), []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        results.append(on_cpu(backward))
-    torch.set_num_threads(threads)
-    assert all(
-        torch.equal(a, b) for a, b in zip(results[0].outputs, results[1].outputs, strict=True)
-    )
+def test_heads_that_kernels_do_not_have_are_refused_on_cuda():
+    for options in ({"width": 12, "rotated": 8}, {"width": 24, "rotated": 24}):
+        with refused("columns of which .* are rotated cannot run on CUDA.*multiple of 8.* of 16"):
+            rotate(**options).cuda()

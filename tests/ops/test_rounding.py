@@ -1,4 +1,5 @@
-"""Round, RoundWeight, RoundGradient and Add: codes, packed bits, NaN, and every odd length."""
+"""Round, RoundWeight, RoundGradient and Add on the CPU and on CUDA: codes, packed bits, NaN, and
+every odd length."""
 
 import math
 
@@ -6,10 +7,12 @@ import pytest
 import torch
 
 from lsq import quant
+from lsq.native import geometry
 from lsq.ops.rounding import Add, Round, RoundGradient, RoundWeight
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain, arithmetic
-from tests.ops.compare import KEY, compare, empty, gradient_to_round, to_round
+from tests.ops.compare import KEY, compare, empty, gradient_to_round, refused, to_round
+from tests.ops.cuda import DTYPES, compare_cuda, run
 
 CLIP = 1.5
 
@@ -165,17 +168,6 @@ def test_a_nan_is_seen():
     assert compare(round_of(x)).rounded.seen.isnan()
 
 
-@pytest.mark.parametrize("clips", [1, 7])
-def test_nan_in_a_weight_poisons_what_shares_its_clip(clips):
-    values = torch.randn(7, 16)
-    values[3, 2] = math.nan
-    found = compare(weight_of(values, torch.ones(clips), 16)).weight
-    assert found.codes[3, 2] == 0
-    assert found.scale.isnan().nonzero().flatten().tolist() == (
-        [3] if clips == 7 else list(range(7))
-    )
-
-
 @pytest.mark.parametrize("rows, columns", [(0, 3), (1, 1), (7, 3), (41, 17), (341, 48)])
 def test_gradients_are_rounded_and_summed(rows, columns):
     gradient = torch.randn(rows, columns)
@@ -192,13 +184,148 @@ def test_gradients_are_rounded_and_summed(rows, columns):
     assert scale.isnan().sum() == (rows > 1)
 
 
-def test_gradients_that_are_rounded_alone_or_summed_alone():
-    gradient = torch.randn(41, 17)
-    assert compare(RoundGradient(gradient=gradient, rounded=gradient_to_round(41, 17))).sum is None
-    found = compare(RoundGradient(gradient=gradient, sum=empty(17)))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows, columns", [(0, 48), (1, 48), (7, 48), (41, 48), (7, 1040), (11, 2992)]
+)
+def test_codes_scale_and_bits_on_cuda(rows, columns, dtype):
+    compare_cuda(round_of(torch.randn(rows, columns), error=True), dtype, exact=True)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_ties_round_to_even_at_every_width_on_cuda(bits):
+    largest = 2 ** (bits - 1) - 1
+    steps = torch.arange(-2 * largest - 24, 2 * largest + 24) / 2
+    x = steps[: steps.numel() // 8 * 8].reshape(1, -1).contiguous()
+    compare_cuda(round_of(x, float(largest), bits=bits), exact=True)
+
+
+@pytest.mark.parametrize("clip", [1e-27, 1e-24, 0.1, 3.3, 1e36, math.inf])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_those_of_quotients_beside_every_tie_on_cuda(clip, bits):
+    largest = 2 ** (bits - 1) - 1
+    steps = torch.arange(-2 * largest - 3, 2 * largest + 4, dtype=torch.float64) / 2
+    x = (steps * min(clip, 1e36) / largest).float()
+    infinity = torch.tensor(math.inf)
+    x = torch.cat([x, x.nextafter(infinity), x.nextafter(-infinity)])
+    x = x[: x.numel() // 8 * 8].reshape(1, -1).contiguous()
+    compare_cuda(round_of(x, clip, bits=bits), exact=True)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 400, 341 * 48 - 1])
+def test_nan_poisons_the_scale_on_cuda(value, place):
+    x = torch.randn(341, 48)
+    x.view(-1)[place] = value
+    found = compare_cuda(round_of(x), exact=True).rounded
+    assert found.scale.isnan().item() == math.isnan(value)
+
+
+def test_a_width_that_no_vector_fits_is_refused_on_cuda():
+    with refused("what is rounded is 41.*multiple of 8"):
+        compare_cuda(round_of(torch.randn(7, 41)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("clips", [1, 33])
+@pytest.mark.parametrize("rows", [33, 48])
+@pytest.mark.parametrize("columns", [48, 1040])
+def test_weights_on_cuda(bits, clips, rows, columns):
+    compare_cuda(
+        weight_of(torch.randn(33, columns), 0.5 + torch.rand(clips), rows, bits), exact=True
+    )
+
+
+@pytest.mark.parametrize("columns", [48, 1040])
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_weights_under_their_largest_magnitudes_on_cuda(columns, value):
+    operation = weight_of(torch.randn(33, columns), 0.5 + torch.rand(33), 48)
+    operation.weight.values[[2, 7]] = torch.tensor([[0.0], [value]])
+    operation.new_clip = empty(33)
+    compare_cuda(operation, exact=True)
+
+
+def test_codes_of_a_weight_in_both_layouts_on_cuda():
+    found = compare_cuda(
+        weight_of(torch.randn(141, 272), 0.5 + torch.rand(141), 144, transposed=True)
+    ).weight
+    assert torch.equal(found.transposed, found.codes.t())
+    with refused("width of transposed codes is 33.*multiple of 16"):
+        run(weight_of(torch.randn(33, 48), torch.ones(33), 33, transposed=True))
+
+
+def test_a_weight_whose_codes_no_product_takes_is_refused_on_cuda():
+    with refused("width of a weight is 40.*multiple of 16"):
+        compare_cuda(weight_of(torch.randn(7, 40), torch.ones(1), 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 7, 341])
+def test_gradients_are_rounded_and_summed_on_cuda(rows, dtype):
+    gradient = torch.randn(rows, 48)
+    if rows > 1:
+        gradient[1, 0] = math.inf
+    operation = RoundGradient(gradient=gradient, rounded=gradient_to_round(rows, 48), sum=empty(48))
+    found = compare_cuda(operation, dtype, exact=True)
+    assert found.rounded.scale.isnan().sum() == (rows > 1)
+
+
+def test_wide_gradients_are_rounded_and_summed_apart_on_cuda():
+    operation = RoundGradient(
+        gradient=torch.randn(3, 8208), rounded=gradient_to_round(3, 8208), sum=empty(8208)
+    )
+    compare_cuda(operation)
+    assert len(operation.cuda(torch.empty(3, 8212, device="meta"))) == 3
+
+
+def test_gradients_that_are_rounded_alone_or_summed_alone(compared):
+    gradient = torch.randn(41, 48)
+    rounded = gradient_to_round(41, 48)
+    assert compared(RoundGradient(gradient=gradient, rounded=rounded), exact=True).sum is None
+    found = compared(RoundGradient(gradient=gradient, sum=empty(48)))
     torch.testing.assert_close(found.sum, gradient.sum(dim=0))
 
 
-def test_add():
-    a, b = torch.randn(7, 5), torch.randn(7, 5)
-    assert torch.equal(compare(Add(a=a, b=b, out=empty(7, 5))).out, a + b)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (7, 13), (41, 48)])
+def test_add(shape, dtype, compared):
+    compared(Add(a=torch.randn(shape), b=torch.randn(shape), out=empty(*shape)), dtype)
+
+
+@pytest.mark.parametrize("clips", [1, 41])
+def test_nan_in_a_weight_poisons_what_shares_its_clip(clips, compared):
+    values = torch.randn(41, 48)
+    values[3, 2], values[29, 47], values[30, 0] = math.nan, math.nan, math.inf
+    found = compared(weight_of(values, torch.ones(clips), 48), exact=True).weight
+    lost = [3, 29] if clips > 1 else list(range(41))
+    assert found.scale.isnan().nonzero().flatten().tolist() == lost
+    assert found.codes[3, 2] == found.codes[29, 47] == 0
+
+
+def turns(columns):
+    """Three turns of each loop where two blocks stride: rows of a weight, its padding, and rows of
+    a gradient."""
+    for rows, padded in ((41, 48), (1, 41)):
+        values = torch.randn(rows, columns)
+        values[-1, 5] = math.nan
+        compare_cuda(weight_of(values, torch.ones(1), padded), exact=True)
+    gradient = torch.randn(41, columns)
+    compare_cuda(
+        RoundGradient(gradient=gradient, rounded=gradient_to_round(41, columns), sum=empty(columns))
+    )
+    compare_cuda(Add(a=torch.randn(7, 13), b=torch.randn(7, 13), out=empty(7, 13)))
+
+
+@pytest.mark.parametrize("columns, rows", [(48, 8), (1040, 2)])
+def test_more_rows_than_a_warp_draws_words_for_at_a_time_on_cuda(columns, rows, monkeypatch):
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: 1)
+    gradient = torch.randn(rows * 33 + 1, columns)
+    compare_cuda(
+        RoundGradient(gradient=gradient, rounded=gradient_to_round(*gradient.shape)), exact=True
+    )
+
+
+@pytest.mark.parametrize("columns", [48, 1040])
+def test_three_turns_on_cuda(columns, monkeypatch):
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(2, turns)))
+    turns(columns)

@@ -17,50 +17,40 @@ from lsq.ops import embedding_cuda, weight_gradient_cuda
 from lsq.ops.launches import add_sums, zero
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
-from lsq.ops.scales import TOGETHER
 from lsq.ops.sums import FinishSums, PartialSums
 from tests.ops import (
     cuda,
-    test_cached_attention_cuda,
-    test_calibration_cuda,
-    test_fake_quantize_cuda,
-    test_grouped_product_cuda,
-    test_input_gradient_cuda,
-    test_input_gradient_product_cuda,
-    test_next_words_cuda,
-    test_project_product_cuda,
-    test_rounding_cuda,
+    test_borders,
+    test_cached_attention,
+    test_calibration,
+    test_fake_quantize,
+    test_input_gradient,
+    test_rounding,
     test_sparse_project_cuda,
-    test_vocabulary_loss_product_cuda,
     test_weight_gradient,
-    test_weight_gradient_cuda,
-    test_weight_gradient_product_cuda,
-    test_weight_in_out_cuda,
 )
-from tests.ops.adam_checks import codes_of, numbers, state, step, with_new_clip
-from tests.ops.compare import empty, on_cpu, to_round
+from tests.ops import test_product_kernels_cuda as products
+from tests.ops.compare import empty, on_cpu, on_reference, to_round
 from tests.ops.cuda import compare_cuda
-from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
+from tests.ops.gradient_checks import add_up, assert_same_bits, gradients, pack, packed, unpack
+from tests.ops.test_adam import codes_of, numbers, state, step
 from tests.ops.test_adapter import adapt_with_end, adapter_input, adapter_input_gradient
-from tests.ops.test_append import append_of
-from tests.ops.test_attention_cuda import compare_both
+from tests.ops.test_attention import append_of, compare_both
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_gated import gated, gated_by_row, gated_gradient
-from tests.ops.test_gradient_messages_cuda import check
 from tests.ops.test_kept_gradient import input_gradient
 from tests.ops.test_kept_gradient import losses as losses_of_others
 from tests.ops.test_kept_gradient import weight_gradient as kept_weight_gradient
 from tests.ops.test_project import rounded_project
-from tests.ops.test_residual_norm import norm, norm_gradient, rms
-from tests.ops.test_residual_norm_cuda import compare_gradients
+from tests.ops.test_residual_norm import compare_gradients, norm, norm_gradient, rms
 from tests.ops.test_rotation import gradient_of as gradient_of_rotation
 from tests.ops.test_rotation import rotate
 from tests.ops.test_rounding import weight_of
-from tests.ops.test_scales import scales
+from tests.ops.test_sums import scales
 from tests.ops.test_vocabulary_loss import gradient_of, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates_cuda
-from tests.quant import test_int4_cuda
+from tests.quant import test_int4
 
 BLOCKS, TURNS = 2, 3
 FEW, WIDE = (41, 48), (11, 1040)
@@ -77,15 +67,20 @@ def adam_steps():
             step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True)
         )
     codes = codes_of(torch.ones(528), (528, 272))
-    compare_cuda(with_new_clip(step(state(528, 272), numbers(), codes, transposed=True)))
+    compare_cuda(step(state(528, 272), numbers(), codes, transposed=True, largest=True))
     test_updates_cuda.turns()
 
 
 def messages():
     layout, copies = packed(600, 17)
-    check(pack(gradients(9, 600), layout))
-    check(add_up(copies[:, 0].contiguous(), layout, factor=1 / 17))
-    check(unpack(copies, layout, factor=0.7))
+    one = copies[:, 0].contiguous()
+    for operation in (
+        pack(gradients(9, 600), layout),
+        add_up(one, layout, factor=1 / 17),
+        unpack(copies, layout, factor=0.7),
+    ):
+        for order in cuda.ORDERS:
+            assert_same_bits(cuda.run(operation, order=order), on_reference(operation))
 
 
 def nan_in_each_turn(x):
@@ -157,7 +152,7 @@ def transposition():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weight_gradient_cuda, "TILE", tile)
             compare_cuda(test_weight_gradient.case(341))
-    test_input_gradient_cuda.turns(*FEW, True)
+    test_input_gradient.turns(*FEW, True)
 
 
 def sums():
@@ -194,6 +189,11 @@ def projects():
         compare_cuda(rounded_project(341, 272, Activation.gelu, 0.1))
 
 
+def projects_in_one():
+    products.project_turns()
+    products.int4_turns()
+
+
 def adapters():
     compare_cuda(adapter_input(41, 48, "codes", 0.3))
     compare_cuda(adapter_input_gradient(41, 48, 0.3))
@@ -202,7 +202,7 @@ def adapters():
 
 def elementwise():
     """Sums of what is left over of eights."""
-    test_rounding_cuda.turns(48)
+    test_rounding.turns(48)
     compare_cuda(append_of(3, 7, 33, codes=True), exact=True)
 
 
@@ -212,7 +212,7 @@ def roundings():
 
 def rounded_gradients():
     for columns in (48, 1040):
-        test_rounding_cuda.turns(columns)
+        test_rounding.turns(columns)
 
 
 def rounded_weights():
@@ -230,36 +230,17 @@ def rounded_weights():
 def input_gradients():
     for rows, columns in (FEW, WIDE):
         for rounded in (False, True):
-            test_input_gradient_cuda.turns(rows, columns, rounded)
+            test_input_gradient.turns(rows, columns, rounded)
 
 
 def weight_gradients():
     for columns, outputs in ((48, 41), (1040, 11)):
-        test_weight_gradient_cuda.turns(columns, outputs)
-
-
-def weights_in_out():
-    """With a NaN under one clip, which poisons all scales."""
-    for inputs, outputs, clips in ((272, 144, 144), (272, 48, 1)):
-        values = torch.randn(inputs, outputs)
-        values[200, 5] = math.nan if clips == 1 else 0.0
-        compare_cuda(
-            test_weight_in_out_cuda.rounding(values, torch.ones(clips), transposed=clips > 1)
-        )
-
-
-def weight_gradients_in_out():
-    for columns, outputs, learned_step in ((272, 144, False), (144, 272, True)):
-        compare_cuda(
-            test_weight_in_out_cuda.gradient(
-                41, learned_step=learned_step, clips=1, columns=columns, outputs=outputs
-            )
-        )
+        test_weight_gradient.turns(columns, outputs)
 
 
 def started_scales():
     """All that one launch writes."""
-    compare_cuda(scales([0.5 + number for number in range(TOGETHER)]))
+    compare_cuda(scales([0.5 + number for number in range(16)]))
 
 
 def gates():
@@ -287,31 +268,28 @@ CASES = {
     "attention.cu": attentions,
     "attention_gradient.cu": attentions,
     "attention_rows.cu": attentions,
-    "cached_attention.cu": test_cached_attention_cuda.turns,
-    "calibration.cu": test_calibration_cuda.turns,
+    "cached_attention.cu": test_cached_attention.turns,
+    "calibration.cu": test_calibration.turns,
     "elementwise.cu": elementwise,
-    "fake_quantize.cu": test_fake_quantize_cuda.turns,
-    "fake_quantize_gradient.cu": test_fake_quantize_cuda.gradient_turns,
+    "fake_quantize.cu": test_fake_quantize.turns,
+    "fake_quantize_gradient.cu": test_fake_quantize.gradient_turns,
     "embedding.cu": embeddings,
     "gradient_messages.cu": messages,
     "input_gradient.cu": input_gradients,
-    "grouped_product.cu": test_grouped_product_cuda.turns,
     "gated.cu": gates,
     "gated_gradient.cu": gate_gradients,
-    "input_gradient_product.cu": test_input_gradient_product_cuda.turns,
-    **dict.fromkeys(("next_words.cu", "next_words_product.cu"), test_next_words_cuda.turns),
-    "int4.cu": test_int4_cuda.turns,
+    "input_gradient_product.cu": products.input_turns,
+    **dict.fromkeys(("next_words.cu", "next_words_product.cu"), products.words_turns),
+    "int4.cu": test_int4.turns,
     "operands.cu": float_operands,
     "project.cu": projects,
-    "project_product.cu": test_project_product_cuda.turns,
+    "project_product.cu": projects_in_one,
     "residual_norm.cu": norms,
     "rounding.cu": roundings,
     "rounding_gradient.cu": rounded_gradients,
     "rounding_weight.cu": rounded_weights,
     "rotation.cu": rotations,
     "sparse_project.cu": test_sparse_project_cuda.turns,
-    "rounding_weight_in_out.cu": weights_in_out,
-    "weight_gradient_in_out.cu": weight_gradients_in_out,
     "scales.cu": started_scales,
     "sums.cu": sums,
     "kept_gradient.cu": targets,
@@ -319,13 +297,11 @@ CASES = {
     "vocabulary_loss.cu": losses,
     **dict.fromkeys(
         ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),
-        test_vocabulary_loss_product_cuda.turns,
+        products.loss_turns,
     ),
-    **dict.fromkeys(
-        ("rounding_weight_in_out.cu", "weight_gradient_in_out.cu"), test_weight_in_out_cuda.turns
-    ),
+    **dict.fromkeys(("rounding_weight_in_out.cu", "weight_gradient_in_out.cu"), test_borders.turns),
     "weight_gradient.cu": weight_gradients,
-    "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,
+    "weight_gradient_product.cu": products.weight_turns,
 }
 """What runs all kernels of a source."""
 SOURCES = defaultdict(list)

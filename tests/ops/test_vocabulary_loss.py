@@ -1,5 +1,5 @@
 """VocabularyLoss against fairseq's loss in float64, with its gradient, padded words and blocks of
-rows."""
+rows, on the CPU, on CUDA and in a program."""
 
 import dataclasses
 import math
@@ -9,11 +9,22 @@ import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
 from lsq.native import tiles
-from lsq.ops.prediction import BLOCK_ROWS, Prediction
-from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
+from lsq.ops import vocabulary_loss_cuda
+from lsq.ops.vocabulary_loss import BLOCK_ROWS, Prediction, VocabularyLoss, VocabularyLossGradient
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT, Format, Grain, quantize
-from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu, written
+from tests.ops.compare import (
+    KEY,
+    ROWS,
+    assert_accurate,
+    compare,
+    empty,
+    format_of,
+    on_cpu,
+    refused,
+    written,
+)
+from tests.ops.cuda import DTYPES, compare_cuda, run
 from tests.ops.products import multiplied
 
 INNER, PADDING = 48, 1
@@ -128,10 +139,10 @@ def test_as_accurate_as_fairseqs(rows, smoothing):
 @pytest.mark.parametrize("rows", [1, 41, 341])
 @pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (96, 96)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
+def test_codes_with_padded_words(rows, vocabulary, padded, smoothing, compared):
     operation = of_codes(rows, vocabulary, padded, smoothing)
-    found = compare(operation)
-    gradient = compare(gradient_of(found)).dlogits
+    found = compared(operation)
+    gradient = compared(gradient_of(found)).dlogits
     given = operation.prediction
     x, scale = given.x.coded.decode().double(), given.weight.scale
     weight = (given.weight.codes * scale[:, None].double())[:vocabulary]
@@ -139,7 +150,7 @@ def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
     torch.testing.assert_close(found.loss[0].double(), loss, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(found.nll[0].double(), nll, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(gradient[:, :vocabulary].double(), 2 * exact, rtol=1e-5, atol=1e-6)
-    rounded = compare(rounded_of(found)).rounded
+    rounded = compared(rounded_of(found)).rounded
     codes = rounded.codes
     assert not gradient[:, vocabulary:].any() and not codes[:, vocabulary:].any()
     assert not codes[given.target == PADDING].any()
@@ -149,14 +160,14 @@ def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
 
 @pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 30.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
-def test_the_bound_is_one_and_close(sharpness, smoothing):
+def test_the_bound_is_one_and_close(sharpness, smoothing, runs):
     """Where the largest gradient is the target's and where not: even and peaked, little and much
     smoothing."""
     operation = of_codes(341, 300, 304, smoothing)
     given = operation.prediction
     given.weight.scale[:300] *= 10 ** torch.linspace(-3, 1, 300)[torch.randperm(300)]
     given.x.coded.scale *= sharpness
-    found = on_cpu(operation)
+    found = runs(operation)[0]
     gradient = on_cpu(gradient_of(found, 1.0)).dlogits * given.weight.scale
     largest = gradient.abs().amax(dim=1)
     error = 1 + 1e-5 + found.normaliser.abs() * 2**-22  # of exp(logit - normaliser)
@@ -180,17 +191,17 @@ def test_a_certain_target_does_not_coarsen_the_others():
 
 def test_a_gradient_goes_one_way():
     found = on_cpu(of_codes(7, 33, 48))
-    with pytest.raises(ValueError, match="give it one of these"):
+    with refused("give it one of these"):
         dataclasses.replace(rounded_of(found), bound=None)
-    with pytest.raises(ValueError, match="give it one of these"):
+    with refused("give it one of these"):
         dataclasses.replace(gradient_of(found), rounded=rounded_of(found).rounded)
 
 
-def test_only_what_is_wanted_is_written():
+def test_only_what_is_wanted_is_written(compared):
     operation = of_codes(41, 33, 48)
-    whole = on_cpu(operation)
+    whole = compared(operation)
     for unwanted in ({"bound": None}, {"bound": None, "normaliser": None}):
-        found = compare(dataclasses.replace(operation, **unwanted))
+        found = compared(dataclasses.replace(operation, **unwanted))
         assert torch.equal(found.loss, whole.loss) and torch.equal(found.nll, whole.nll)
 
 
@@ -201,11 +212,11 @@ def test_words_that_fairseq_smooths():
     assert given.each == pytest.approx(0.1 / 32)
 
 
-def test_padding_counts_for_nothing():
+def test_padding_counts_for_nothing(runs):
     x, weight, _ = operands(7, 33)
     x[2, 3] = math.nan
-    found = on_cpu(of_floats(x, weight, torch.full((7,), PADDING)))
-    assert found.loss == 0 and found.nll == 0
+    for found in runs(of_floats(x, weight, torch.full((7,), PADDING))):
+        assert found.loss == 0 and found.nll == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -219,32 +230,35 @@ def test_what_is_not_finite_reaches_loss_and_gradient(value):
 
 
 @pytest.mark.parametrize("value", ["x", "weight"])
-def test_a_poisoned_scale_reaches_loss_and_row_scales(value):
+def test_a_poisoned_scale_reaches_loss_and_row_scales(value, compared):
     operation = of_codes(7, 33, 48)
     target = operation.prediction.target
     target[target == PADDING] = 5
     getattr(operation.prediction, value).scale[0] = math.nan
-    found = compare(operation)
-    rounded = compare(rounded_of(found)).rounded
+    found = compared(operation)
+    rounded = compared(rounded_of(found)).rounded
     assert found.loss.isnan() and rounded.scale.isnan().all() and not rounded.codes.any()
 
 
-def test_a_word_that_cannot_be():
-    """Logits of -infinity: probability and gradient 0, the loss of the others untouched."""
-    x, weight, target = operands(7, 33)
+def test_a_word_that_cannot_be(runs):
+    """Logits of -infinity, in a vector of their own as well: probability and gradient 0, the loss
+    of the others untouched."""
+    x, weight, target = operands(7, 96)
+    words = [9, *range(16, 24)]
     target[:] = 4
     x[:, 0] = x[:, 0].abs() + 0.1
-    weight[9] = 0.0
-    weight[9, 0] = -math.inf
+    weight[words] = 0.0
+    weight[words, 0] = -math.inf
     expected = torch.nn.functional.cross_entropy(x @ weight.t(), target, reduction="sum")
-    found = on_cpu(of_floats(x, weight, target, 0.0))
-    torch.testing.assert_close(found.nll[0], expected)
-    assert not on_cpu(gradient_of(found)).dlogits[:, 9].any()
+    for found in runs(of_floats(x, weight, target, 0.0)):
+        torch.testing.assert_close(found.nll[0], expected)
+        for gradient in runs(gradient_of(found)):
+            assert not gradient.dlogits[:, words].any()
 
 
-def test_huge_logits():
+def test_huge_logits(compared):
     x, weight, target = operands(41, 33)
-    found = compare(of_floats(1e4 * x, weight, target))
+    found = compared(of_floats(1e4 * x, weight, target))
     exact, single = (
         by_fairseq(1e4 * x, weight, target, 0.1, dtype) for dtype in (torch.float64, torch.float32)
     )
@@ -252,11 +266,11 @@ def test_huge_logits():
     assert_accurate(found.nll[0], exact[1], single[1])
 
 
-def test_no_rows():
+def test_no_rows(compared):
     for operation in (of_codes(0, 33, 48), of_floats(*operands(0, 33))):
-        found = compare(operation)
+        found = compared(operation)
         assert found.loss == 0 and found.nll == 0
-        compare(gradient_of(found) if found.bound is None else rounded_of(found))
+        compared(gradient_of(found) if found.bound is None else rounded_of(found))
 
 
 @pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
@@ -280,3 +294,66 @@ def test_limits_of_targets():
     forward = on_cpu(of_codes(7, 33, 48))
     for operation in (forward, gradient_of(forward), rounded_of(forward)):
         assert operation.limits() == {"prediction.target": 33}
+
+
+def compare_both(operation, dtype=torch.float32):
+    """The losses, then their gradient: what the CUDA implementations made."""
+    found = compare_cuda(operation, dtype)
+    return found, compare_cuda(gradient_of(found), dtype)
+
+
+@pytest.mark.thorough
+def test_many_words_on_cuda():
+    found, _ = compare_both(of_codes(3, 4500, 4512))
+    compare_cuda(rounded_of(found))
+    compare_both(of_floats(*operands(3, 4500)))
+
+
+def test_blocks_of_rows_of_floats_on_cuda(monkeypatch):
+    monkeypatch.setattr(vocabulary_loss_cuda, "CUDA_BLOCK_ROWS", 16)
+    compare_both(of_floats(*operands(41, 33)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [33, 96])
+def test_floats_on_cuda(dtype, vocabulary):
+    """The weight, a float32 parameter, is brought to the dtype of what it is multiplied with."""
+    x, weight, target = operands(41, vocabulary)
+    compare_both(of_floats(x, weight.to(dtype).float(), target), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_gradients_of_codes_in_half_precision_on_cuda(dtype):
+    compare_cuda(gradient_of(compare_cuda(of_codes(41, 33, 48))), dtype)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_reaches_loss_and_gradient_on_cuda(value):
+    x, weight, target = operands(7, 33)
+    target[2] = 5
+    x[2, 3] = value
+    operation = of_floats(x, weight, target)
+    found = run(operation)
+    assert found.loss.isnan() and found.nll.isnan()
+    # The CPU's are the places that count: where a logit is infinite, the reference's normaliser is
+    # too, not NaN.
+    assert torch.equal(found.normaliser.isnan(), on_cpu(operation).normaliser.isnan())
+    assert compare_cuda(gradient_of(found)).dlogits[2].isnan().all()
+
+
+@pytest.mark.parametrize("word", [-7, 33, 40, 10**12])
+def test_a_target_outside_the_vocabulary_makes_the_losses_nan_on_cuda(word):
+    operation = of_floats(*operands(7, 33))
+    normaliser = on_cpu(operation).normaliser
+    operation.prediction.target[2] = word
+    found = run(operation)
+    assert found.loss.isnan() and found.nll.isnan()
+    torch.testing.assert_close(found.normaliser, normaliser)
+
+
+def test_what_kernels_cannot_take_is_refused_on_cuda():
+    with refused("outer width is 33; on CUDA it must be a multiple of 16"):
+        run(of_codes(7, 33, 33))
+    floats, bound = of_floats(*operands(7, 48)), of_codes(7, 48, 48).bound
+    with refused("the gradient of float logits is not rounded"):
+        run(dataclasses.replace(floats, bound=bound))

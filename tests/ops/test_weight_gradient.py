@@ -1,4 +1,5 @@
-"""ProjectWeightGradient against autograd through a straight-through composite in float64."""
+"""ProjectWeightGradient against autograd through a straight-through composite in float64, on the
+CPU and on CUDA."""
 
 import math
 
@@ -8,17 +9,31 @@ import torch
 from lsq.native import loader, tiles
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
-from tests.ops.compare import KEY, by_row, compare, empty, on_cpu, on_reference, weight_format_of
+from tests.ops.compare import (
+    KEY,
+    by_row,
+    compare,
+    empty,
+    on_cpu,
+    on_reference,
+    refused,
+    weight_format_of,
+)
+from tests.ops.cuda import compare_cuda, run
 from tests.ops.products import WAYS, assert_same_bits, multiplied
 from tests.ops.test_input_gradient import (
     COLUMNS,
+    HALF,
     MODES,
     OUTPUTS,
     PADDED,
+    by_themselves,
     coded,
+    few_blocks,
     upstream,
     weight_of,
 )
+from tests.ops.tiles import in_one, launches, names
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = 4096
@@ -32,7 +47,6 @@ def case(
     clips=None,
     columns=COLUMNS,
     outputs=OUTPUTS,
-    dtype="float32",
     padded=PADDED,
     form=lambda x: x,
 ):
@@ -49,7 +63,6 @@ def case(
         learned_step=learned_step,
         dweight=empty(outputs, columns),
         dclip=None if float_mode else empty(*weight.clip.shape),
-        dtype=dtype,
     )
 
 
@@ -79,8 +92,9 @@ def by_autograd(operation):
 @pytest.mark.parametrize(
     "rows, learned_step, clips", [(1, False, None), (7, True, 1), (41, True, None), (341, False, 1)]
 )
-def test_products_of_floats_are_autograds(mode, rows, learned_step, clips):
-    operation = case(rows, mode, learned_step=learned_step, clips=clips)
+@pytest.mark.parametrize("form", [lambda x: x, by_row])
+def test_products_of_floats_are_autograds(mode, rows, learned_step, clips, form):
+    operation = case(rows, mode, learned_step=learned_step, clips=clips, form=form)
     found = compare(operation)
     exact, exact_clip = by_autograd(operation)
     assert (found.dweight - exact).abs().max() <= 2e-6 * exact.abs().max() + 1e-5
@@ -111,12 +125,6 @@ def test_a_scale_for_each_row(rows, way):
     assert (found.dweight - exact).norm() < 0.02 * exact.norm()
 
 
-def test_floats_of_a_scale_for_each_row():
-    operation = case(41, "float", form=by_row)
-    exact, _ = by_autograd(operation)
-    assert (compare(operation).dweight - exact).abs().max() <= 2e-6 * exact.abs().max() + 1e-5
-
-
 def test_more_outputs_than_a_block():
     """The last block of sums holds rows of the weight, and rows that are only in its codes."""
     operation = case(3, columns=16, outputs=BLOCK_ROWS + 5, padded=BLOCK_ROWS + 16)
@@ -133,18 +141,11 @@ def test_the_rounding_has_no_bias():
     assert (total / 64 - exact).norm() < 0.004 * exact.norm()
 
 
-def test_narrow_products():
-    operation = case(41, "float", dtype="bfloat16")
-    exact, _ = by_autograd(operation)
-    narrow = compare(operation).dweight
-    assert narrow.dtype == torch.float32
-    assert 1e-5 < (narrow - exact).norm() / exact.norm() < 0.01
-
-
+@by_themselves
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("clips", [None, 1])
-def test_an_empty_batch(mode, clips):
-    found = compare(case(0, mode, learned_step=True, clips=clips))
+def test_an_empty_batch(mode, clips, compared):
+    found = compared(case(0, mode, learned_step=True, clips=clips))
     assert not found.dweight.any() and (mode == "float mode" or not found.dclip.any())
 
 
@@ -161,11 +162,12 @@ def test_a_poisoned_row_poisons_the_whole_gradient(value):
         )
 
 
+@by_themselves
 @pytest.mark.parametrize("mode", ["int8", "float"])
-def test_a_weight_that_is_nan(mode):
+def test_a_weight_that_is_nan(mode, compared):
     operation = case(7, mode, learned_step=True)
     operation.weight.values[3, 5] = math.nan
-    assert compare(operation).dclip.isnan().nonzero().tolist() == [[3]]
+    assert compared(operation).dclip.isnan().nonzero().tolist() == [[3]]
 
 
 def test_rows_beyond_the_weight_do_not_count():
@@ -211,3 +213,74 @@ def test_tiles_do_not_pass_codes_of_rows(kernel, monkeypatch):
     with multiplied(kernel):
         on_cpu(case(41))
     assert called and "lsq_round_columns" not in called
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "rows, learned_step, clips", [(1, False, None), (41, True, 1), (341, True, None)]
+)
+def test_every_mode_on_cuda(mode, rows, learned_step, clips):
+    operation = case(rows, mode, learned_step=learned_step, clips=clips)
+    found = compare_cuda(operation)
+    if mode == "int8":
+        assert torch.equal(found.dweight, on_cpu(operation).dweight)
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", ["int8", "float"])
+@pytest.mark.parametrize("rows", [1, 41, 341])
+def test_a_scale_for_each_row_on_cuda(mode, rows):
+    operation = case(rows, mode, form=by_row)
+    found = compare_cuda(operation)
+    assert mode == "float" or torch.equal(found.dweight, on_cpu(operation).dweight)
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_in_half_precision_on_cuda(mode):
+    compare_cuda(case(41, mode), HALF)
+
+
+@by_themselves
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_wide_rows_on_cuda(mode):
+    """More rows and columns than a warp and a tile hold."""
+    compare_cuda(case(141, mode, learned_step=True, columns=1040, outputs=139, padded=144))
+
+
+def test_launches():
+    """Both operands of the int8 product, codes of one, the product, its end: nothing else."""
+    assert names(launches(case(341), None)) == [
+        "lsq_begin_weight_gradient",
+        "lsq_round_transposed",
+        "product",
+        "lsq_project_weight_gradient",
+    ]
+
+
+@by_themselves
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_poisoned_row_poisons_the_whole_gradient_on_cuda(value):
+    operation = case(41)
+    operation.gradient.scale[40] = value
+    found = compare_cuda(operation)
+    assert (
+        found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+    )
+
+
+@by_themselves
+@pytest.mark.parametrize("columns, outputs", [(48, 41), (1040, 11)])
+def test_three_turns_on_cuda(columns, outputs, monkeypatch):
+    few_blocks(monkeypatch)
+    turns(columns, outputs)
+
+
+def turns(columns, outputs):
+    in_one(case(41, learned_step=True, columns=columns, outputs=outputs, padded=48), None)
+
+
+def test_widths_that_kernels_cannot_take_on_cuda():
+    with refused("multiple of 16"):
+        run(case(7, columns=40))

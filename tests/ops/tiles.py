@@ -137,3 +137,8 @@ def multiplications(found: profile.Profile, tile: TileConfiguration) -> int:
 def largest_tile(target: str) -> TileConfiguration:
     """The one of 128 x 128 of which a multiprocessor has shared memory for two."""
     return TILES[0] if target in ("sm_80", "sm_90a", "sm_100") else TILES[1]
+
+
+def assert_whole_sectors(moved, count: int) -> None:
+    """So many bytes, in sectors of 32 that are moved whole."""
+    assert moved.bytes == count == moved.sectors * 32

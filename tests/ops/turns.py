@@ -70,19 +70,19 @@ class CountedKernels:
             folder.joinpath(name).write_text(text.replace(include, counter))
 
     def _counting(self, source: Path) -> str:
-        lines = source.read_text().splitlines()
-        for number, line in enumerate(lines):
-            found = LOOP.search(line)
-            if not found or UNROLLED.match(lines[number - 1]):
+        text, copy, end = source.read_text(), "", 0
+        for found in LOOP.finditer(text):
+            above = text[: found.start()].rpartition("\n")[0].rpartition("\n")[2]
+            if UNROLLED.match(above):
                 continue
-            loop, head = len(self.loops), _head(line[found.start() :])
-            self.loops.append(f"{source.name}: {head}")
+            loop, head = len(self.loops), _head(text[found.start() :])
+            self.loops.append(f"{source.name}: {' '.join(head.split())}")
             begin, condition, step = head.removeprefix("for (").removesuffix(")").split(";")
             more = f"turns{loop}.next({condition.strip() or 'true'})"
-            lines[number] = line.replace(
-                head, f"if (Turns turns{loop}({loop}); true) for ({begin}; {more};{step})"
-            )
-        return "\n".join(lines) + "\n"
+            copy += text[end : found.start()]
+            copy += f"if (Turns turns{loop}({loop}); true) for ({begin}; {more};{step})"
+            end = found.start() + len(head)
+        return copy + text[end:]
 
     def device(self) -> "CountingDevice":
         """A new device in the emulator."""
@@ -141,4 +141,4 @@ def _head(text: str) -> str:
         depth += (character == "(") - (character == ")")
         if character == ")" and not depth:
             return text[: place + 1]
-    raise ValueError(f"a loop over several lines: {text}")
+    raise ValueError(f"a loop without an end: {text}")

@@ -14,7 +14,7 @@ from lsq.run.cuda import CUDA
 from lsq.run.parameter_state import WeightCodes, state_of, withdraw
 from tests.constants import quant_with
 from tests.ops import cuda
-from tests.ops.adam_checks import codes_of
+from tests.ops.test_adam import codes_of
 
 SHAPES = [(1,), (3,), (1023,), (1025,), (7, 5), (33, 48), (9001,), (0,)]
 

@@ -13,9 +13,8 @@ import torch
 
 import lsq.ops
 from lsq.native.sources import LibraryError
-from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
-from lsq.ops.vocabulary_loss import VocabularyLoss
+from lsq.ops.vocabulary_loss import Prediction, VocabularyLoss
 from lsq.program.declare import Floats, In, Out
 from lsq.program.operation import Operation
 from lsq.program.values import Rows, Weight

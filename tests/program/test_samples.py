@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import Messages, UnpackGradients
+from lsq.ops.gradient_messages import MessageLayout, Messages, UnpackGradients
 from lsq.program.declare import Activations, Bits, Codes, Floats, In, Indices, Offsets, Out
 from lsq.program.operation import Operation
 from lsq.program.samples import KEY, Sampler, placed

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lsq.quant import maximum_code, scale_of
-from lsq.quant.rounding import _over_rows
+from lsq.quant.arithmetic import _over_rows
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
@@ -18,9 +18,8 @@ def fake_quantize(x: Tensor, clip: Tensor, bits: int = 8, clip_gradient: str = "
     against.
 
     With upstream gradient g, x gets g where |x| <= clip and 0 elsewhere. The clip gets sum(g *
-    sign(x)) over
-    |x| > clip under "pact"; "lsq" adds sum(g * (x_hat - x) / clip) over |x| <= clip and multiplies
-    the whole by 1/sqrt(n * Q), n being the elements under one clip.
+    sign(x)) over |x| > clip under "pact"; "lsq" adds sum(g * (x_hat - x) / clip) over |x| <= clip
+    and multiplies the whole by 1/sqrt(n * Q), n being the elements under one clip.
 
     Args:
         x: any shape and float dtype.

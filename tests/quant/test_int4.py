@@ -1,8 +1,9 @@
-"""Weights of 4 bits in groups: the search for multipliers, the C++ loops, and layers that train
-with them."""
+"""Weights of 4 bits in groups: the search for multipliers, loops and kernels, and layers that
+train with them."""
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,33 +17,34 @@ from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from lsq.run.backends import backend
 from tests.layers.shapes import config_of
-from tests.ops.compare import compare, empty
+from tests.ops.compare import compare, empty, refused
+from tests.ops.cuda import compare_cuda
 from tests.quant.fake import dequantize
 
 INT4 = WEIGHT_FORMATS["int4"](8, Grain.ROW)
 
 
-def rounded(values, clip, rows=None):
-    """The weight after both loops, each of which agrees with its reference exactly: (decoded [N,
-    K], weight)."""
+def rounded(values, clip, rows=None, compare=compare):
+    """The weight after both loops or kernels, each of which agrees with its reference exactly:
+    (decoded [N, K], weight)."""
     form = WEIGHT_FORMATS["int4"](8, Grain.ROW if len(clip) == len(values) else Grain.TENSOR)
     (count, columns), rows = values.shape, rows or len(values)
     stored = empty(rows, form.stored_columns(columns), dtype=torch.int8)
-    found = compare(
-        RoundWeight(
-            weight=Weight(format=form, codes=stored, scale=empty(rows), values=values, clip=clip)
-        )
-    )
-    weight = found.weight
+    weight = Weight(format=form, codes=stored, scale=empty(rows), values=values, clip=clip)
+    weight = compare(RoundWeight(weight=weight)).weight
     reference, scale = form.encode(values, clip)
     assert torch.equal(weight.codes[:count], reference)
     assert torch.equal(weight.scale[:count].nan_to_num(-1.0), scale.nan_to_num(-1.0))
-    unpacking = compare(
-        UnpackWeight(weight=weight.bare(), codes=empty(rows, columns, dtype=torch.int8))
-    )
-    assert torch.equal(unpacking.codes, form.unpack(weight.codes, columns))
-    assert not unpacking.codes[count:].any() and (weight.scale[count:] == 1).all()
-    return unpacking.codes[:count].float() * weight.scale[:count, None], weight
+    codes = empty(rows, columns, dtype=torch.int8)
+    codes = compare(UnpackWeight(weight=weight.bare(), codes=codes)).codes
+    assert torch.equal(codes, form.unpack(weight.codes, columns))
+    assert not codes[count:].any() and (weight.scale[count:] == 1).all()
+    return codes[:count].float() * weight.scale[:count, None], weight
+
+
+def on_cuda(values, clip, rows):
+    """The weight by kernels, which make the CPU's bytes."""
+    return rounded(values, clip, rows, partial(compare_cuda, exact=True))[1]
 
 
 def snr(values, decoded):
@@ -166,22 +168,35 @@ def test_gradients_are_straight_through(options, granularity):
     assert (layer.weight_clip.grad - of_clip).norm() <= 2 * loose * of_clip.norm()
 
 
-@pytest.mark.parametrize("backward", ["int8", "float"])
-def test_a_layer_is_the_same_on_both_backends(backward):
+def same_on(backends, sentences, tolerance, backward) -> None:
+    """A layer computes and learns the same."""
     torch.manual_seed(0)
     config = config_of(weight_format="int4", backward=backward, clip_gradient="lsq")
     layers = [TransformerEncoderLayer(config)]
     layers.append(copy.deepcopy(layers[0]))
-    x = torch.randn(9, 3, config.hidden)
-    results = []
-    for layer, name in zip(layers, ("cpu", "reference"), strict=True):
-        layer.backend = backend(name)
-        torch.manual_seed(1)
-        y = layer(x)
-        y.square().sum().backward()
-        results.append([y, *(parameter.grad for parameter in layer.parameters())])
-    for found, wanted in zip(*results, strict=True):
-        assert (found - wanted).norm() <= 0.02 * wanted.norm() + 1e-4
+    for count in sentences:
+        x, results = torch.randn(9, count, config.hidden), []
+        for layer, name in zip(layers, backends, strict=True):
+            layer.backend = backend(name)
+            layer.zero_grad()
+            torch.manual_seed(1)
+            y = layer(x)
+            y.square().sum().backward()
+            results.append([y, *(parameter.grad for parameter in layer.parameters())])
+        for found, wanted in zip(*results, strict=True):
+            assert (found - wanted).norm() <= tolerance * wanted.norm() + tolerance / 50
+
+
+@pytest.mark.parametrize("backward", ["int8", "float"])
+def test_a_layer_is_the_same_on_both_backends(backward):
+    same_on(("cpu", "reference"), (3,), 0.02, backward)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backward", ["int8", "float"])
+def test_a_layer_trains_as_on_the_cpu_on_cuda(backward):
+    """27 rows, whose products read weights as they are stored, and 81."""
+    same_on(("emulated", "cpu"), (3, 9), 0.05, backward)
 
 
 def test_planned_memory_changes_nothing():
@@ -237,3 +252,42 @@ def test_training_learns_and_goes_on_from_a_checkpoint():
     assert losses[0] == losses[1] < 0.3 * before
     first.eval(), second.eval()
     assert torch.equal(first[0](x), second[0](x))
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 80, 272])
+@pytest.mark.parametrize("clips", [1, 33])
+def test_kernels_make_the_bytes_of_the_cpu_on_cuda(columns, clips):
+    on_cuda(torch.randn(33, columns) * torch.rand(33, 1) * 3, 0.5 + torch.rand(clips), 48)
+
+
+def test_every_code_under_every_multiplier_on_cuda():
+    q = torch.arange(-8, 8.0).repeat(2)
+    multipliers = [*range(-15, 0), *range(1, 16)]
+    ends = torch.tensor([math.inf, -math.inf]).repeat(16)
+    weight = on_cuda(
+        torch.stack([*(m * q / 2 for m in multipliers), 0 * q, ends]), torch.tensor([60.0]), 32
+    )
+    assert weight.codes[:30, 0].tolist() == multipliers
+
+
+@pytest.mark.parametrize("clips", [1, 41])
+def test_nan_poisons_what_shares_its_clip_on_cuda(clips):
+    values = torch.randn(41, 48)
+    values[3, 2], values[29, 47], values[30, 0] = math.nan, math.nan, math.inf
+    assert on_cuda(values, torch.ones(clips), 48).scale.isnan().sum() == (2 if clips > 1 else 41)
+
+
+def turns():
+    """Three turns of each loop where two blocks stride: rows and their groups, padding, and scales
+    that NaN poisons."""
+    for rows, columns, padded in ((41, 144, 48), (3, 208, 64), (800, 16, 800)):
+        values = torch.randn(rows, columns)
+        values[-1, 5] = math.nan
+        on_cuda(values, torch.ones(1), padded)
+
+
+def test_sizes_that_no_product_takes_are_refused_on_cuda():
+    with refused("width of a weight is 40.*multiple of 16"):
+        on_cuda(torch.randn(16, 40), torch.ones(1), 16)
+    with refused("padded number of rows is 33.*multiple of 16"):
+        on_cuda(torch.randn(33, 48), torch.ones(1), 33)

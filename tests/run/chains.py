@@ -4,9 +4,8 @@ loss over words."""
 import torch
 
 from lsq.ops.embedding import Embed
-from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
-from lsq.ops.vocabulary_loss import VocabularyLoss
+from lsq.ops.vocabulary_loss import Prediction, VocabularyLoss
 from lsq.program.operation import Operation
 from lsq.program.values import Rows, Weight
 from lsq.quant import Format, Grain

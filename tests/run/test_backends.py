@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lsq.native import loader
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import Messages, PackGradients
+from lsq.ops.gradient_messages import MessageLayout, Messages, PackGradients
 from lsq.run import backends, cuda
 from lsq.run.backends import backend
 from tests.ops.compare import allocated, on_reference, rubbish

@@ -18,8 +18,7 @@ from lsq.native import compiler
 from lsq.native.launch import launch
 from lsq.native.launch_list import LaunchList
 from lsq.ops import vocabulary_loss_cuda
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.gradient_messages import Messages, UnpackGradients
+from lsq.ops.gradient_messages import MessageLayout, Messages, UnpackGradients
 from lsq.ops.rounding import Add
 from lsq.run import cuda as run_cuda
 from lsq.run.backends import backend

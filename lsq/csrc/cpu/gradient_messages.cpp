@@ -25,7 +25,7 @@ void load_ahead(const T* x, int64_t n) {
         __builtin_prefetch(from + byte);
 }
 
-// How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_layout.py.
+// How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_messages.py.
 struct Shard {
     int64_t length, block;
 

@@ -1,4 +1,4 @@
-// What the kept words add to both gradients of a vocabulary's loss; lsq/ops/kept_gradient.py has
+// What the kept words add to both gradients of a vocabulary's loss; lsq/ops/vocabulary_loss.py has
 // the formulas.
 #include <numeric>
 

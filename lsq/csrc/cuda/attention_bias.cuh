@@ -1,5 +1,5 @@
 // Biases of scores by the distance of key and query, and their gradient; see PositionBias in
-// lsq/ops/heads.py.
+// lsq/ops/attention.py.
 //
 // -DDISTANCES, if there are biases: how many distances have one of their own, from -DBUCKETS rows
 // of a table.

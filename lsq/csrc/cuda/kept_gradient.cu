@@ -1,4 +1,4 @@
-// What the kept words add to the gradient of x; lsq/ops/kept_gradient.py has the formula. The part
+// What the kept words add to the gradient of x; lsq/ops/vocabulary_loss.py has the formula. The part
 // of the weight is in embedding.cu.
 #include "rows.cuh"
 

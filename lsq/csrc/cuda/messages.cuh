@@ -1,5 +1,5 @@
 // How gradients lie in messages: int8 codes, a bfloat16 scale for each block of BLOCK values, zeros
-// up to a multiple of 16 bytes; lsq/ops/gradient_layout.py says more.
+// up to a multiple of 16 bytes; lsq/ops/gradient_messages.py says more.
 #pragma once
 
 #include "vectors.cuh"

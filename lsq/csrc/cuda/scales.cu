@@ -1,4 +1,4 @@
-// The scales of a pass from its clips; lsq/ops/scales.py is the reference.
+// The scales of a pass from its clips; lsq/ops/sums.py is the reference.
 #include "device.cuh"
 
 LSQ_KERNEL lsq_start_scales(const __grid_constant__ StartScales op) {

@@ -272,7 +272,7 @@ constexpr uint32_t kWordStep = 0x9E3779B9u;
 // That a sentence may have, for the elements of probabilities.
 constexpr int64_t kKeys = int64_t{1} << 31;
 
-// The element of the probability of key 0; see lsq/ops/heads.py.
+// The element of the probability of key 0; see lsq/ops/attention.py.
 LSQ_INLINE int64_t probability_element(int64_t row, int64_t heads, int64_t head) {
     return (row * heads + head) * kKeys;
 }

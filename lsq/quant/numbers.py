@@ -1,40 +1,49 @@
-"""A number format with scales: which values share one, how scales themselves are stored, and how
-the clip of each block is measured.
+"""Number formats with scales, by name: what a code is worth, which values share a scale, how scales
+are stored and clips are measured.
+
+    <number>/<grain>/<scales>, as in int4/group16/uint4, or a preset, as mxint8
 
 A scale is stored as a plain float or a power of two, or in a scaled format again: the scales of a
 matrix form a matrix, too. So come VS-Quant's two levels (Dai et al. 2021, arXiv:2102.04503) and
-NVFP4's.
-
-Clips by "mse" are OCTAV's (Sakr et al. 2022, arXiv:2206.06501) for integers and a search for all
-others; those by "kl" lose least information (Migacz 2017, "8-bit inference with TensorRT").
+NVFP4's. Clips by "mse" are OCTAV's (Sakr et al. 2022, arXiv:2206.06501) for integers and a search
+for all others.
 
 Shapes: B blocks of N values, in [-1, 1] once they are divided by their largest magnitude.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from lsq.quant.calibration import octav_clip, sample_stride
-from lsq.quant.numbers.grains import Grain, as_matrix
-from lsq.quant.numbers.number import NumberFormat
-from lsq.quant.numbers.tables import integer
+from lsq.quant.formats import Grain, as_matrix, grain
+from lsq.quant.tables import (
+    SOURCES,
+    NumberFormat,
+    fp4_e2m1,
+    fp8_e4m3,
+    fp8_e5m2,
+    integer,
+    lloyd_max,
+    logarithmic,
+    multiplier,
+    nf4,
+    ternary,
+)
 
-METHODS = ("absmax", "percentile", "mse", "kl")
-"""absmax: the largest magnitude; percentile: all but a share of the magnitudes; mse and kl: see
-above."""
+METHODS = ("absmax", "percentile", "mse")
+"""absmax: the largest magnitude; percentile: all but a share of the magnitudes; mse: see above."""
 PERCENTILE = 99.99
 INTEGERS = {integer(bits): bits for bits in range(2, 9)}
-"""What OCTAV knows."""
-BINS = 1024
-"""Of a histogram from the lowest to the highest value, under "kl"."""
-POOLED = 4096
-"""Blocks of fewer values share a histogram."""
+"""Numbers whose clips OCTAV finds, and their bits."""
 MOST = 2.0**127
 """Codes times scales stay finite under it, also where scales are rounded up to powers of two."""
 TOGETHER = 2**16
@@ -47,11 +56,10 @@ class FloatScales:
 
     dtype: torch.dtype
     fine = True
-    """Whether scales become about what they were, so that clips may be measured as if they stayed
-    what they were."""
+    """Stored scales are nearly exact, so that clips may be measured as if they were."""
 
     def encode(self, scales: Tensor) -> Tensor:
-        """What is stored of scales float32 of any shape."""
+        """Encode scales, float32 of any shape."""
         return scales.to(self.dtype)
 
     def decode(self, stored: Tensor) -> Tensor:
@@ -59,7 +67,7 @@ class FloatScales:
         return stored.float()
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """What scales of this shape take."""
+        """Bits of scales of this shape."""
         return math.prod(shape) * torch.finfo(self.dtype).bits
 
 
@@ -93,7 +101,7 @@ class PowerScales:
         return torch.tensor(powers, dtype=torch.float32, device=stored.device)[stored.int()]
 
     def total_bits(self, shape: tuple[int, int]) -> float:
-        """What scales of this shape take."""
+        """Bits of scales of this shape."""
         return math.prod(shape) * 8
 
 
@@ -115,9 +123,8 @@ class ScaledFormat:
     Values beyond the clip, infinities among them, become the clip. A block of zeros has scale 0, or
     the smallest there is. NaN stays visible: it makes the clip that is measured NaN, as an infinity
     does, and with it all that shares the scale; under a clip that was given it is coded where the
-    number format can do so, and otherwise makes the scale NaN.
-    Where scales are in a scaled format, what shares theirs becomes NaN with it: a row for VS-Quant,
-        all of NVFP4.
+    number format can do so, and otherwise makes the scale NaN. Where scales are in a scaled format,
+    what shares theirs becomes NaN with it: a row for VS-Quant, all of NVFP4.
     """
 
     name: str
@@ -132,12 +139,8 @@ class ScaledFormat:
     ) -> Encoded:
         """Codes and scales of float x, any shape; all is computed in float32.
 
-        Args:
-            x: its matrix is cut into blocks along all but the last dimension, and along the last.
-            clip: how clips are measured (METHODS), or clips float of the shape of the blocks,
-                or one for all.
-            percentile: for clip="percentile", the share of |x| in percent that the clip of a block
-                leaves inside.
+        `clip`: how clips are measured (METHODS; `percentile`: percent of |x| that the clip of a
+        block leaves inside), or clips of the shape of the blocks, or one for all.
 
         Raises:
             ValueError: the method or the percentile is not allowed, or the shape of the clips does
@@ -150,8 +153,7 @@ class ScaledFormat:
             if clip.shape != grid and clip.numel() != 1:
                 raise ValueError(
                     f"clips of shape {list(clip.shape)} do not fit x of shape {list(x.shape)} in"
-                    f" {self.name}; give "
-                    f"shape {list(grid)} or one clip"
+                    f" {self.name}; give shape {list(grid)} or one clip"
                 )
             if bool((clip < 0).any()):
                 raise ValueError(
@@ -174,8 +176,7 @@ class ScaledFormat:
         return (self.number.decode(encoded.codes).view(shape) * scale).view(encoded.codes.shape)
 
     def total_bits(self, shape: torch.Size | tuple[int, ...]) -> float:
-        """What codes and scales of a tensor of this shape take; codes of different tensors share no
-        byte."""
+        """Bits of the codes and scales of a tensor of this shape; tensors share no byte."""
         codes, stored = self.number.word
         words = -(-math.prod(shape) // codes)
         return 8 * stored * words + self.scales.total_bits(self.grain.grid(as_matrix(shape)))
@@ -198,7 +199,7 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
     """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all is
     finite.
 
-    Of long blocks, mse and kl look at a sample (calibration.sample_stride). No clip is above MOST.
+    Of long blocks, mse looks at a sample (calibration.sample_stride). No clip is above MOST.
 
     Raises:
         ValueError: `method` or `percentile` is not allowed.
@@ -211,38 +212,23 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
         raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
     if not matrix.numel():
         return matrix.new_zeros(0)
-    return _measured(form, matrix, method, percentile).clamp(max=MOST)
-
-
-def _measured(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) -> Tensor:
     blocks, inside = form.grain.split(matrix)
     largest = blocks.abs().amax(1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, math.nan)
-    if method == "absmax":
-        return largest.squeeze(1)
     # also where there is a NaN, as its clip is known
     blocks = torch.where(largest > 0, blocks / largest, 0.0)
-    if method == "percentile":
-        return (largest * _percentile(blocks, inside, percentile)).squeeze(1)
-    stride = sample_stride(blocks.shape[1])
-    blocks, inside = blocks[:, ::stride], None if inside is None else inside[:, ::stride]
-    if method == "kl":
-        return (largest * _least_information_lost(form, blocks, inside)).squeeze(1)
-    several = max(1, TOGETHER // blocks.shape[1])
-    insides = repeat(None) if inside is None else inside.split(several)
-    parts = zip(blocks.split(several), insides, largest.split(several), strict=False)
-    return torch.cat([_least_error(form, *part) for part in parts])
-
-
-def _least_error(
-    form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor
-) -> Tensor:
-    """[B], in units of the values."""
-    if form.scales.fine and form.number in INTEGERS:
-        clip = octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
+    if method == "absmax":
+        clip = largest
+    elif method == "percentile":
+        clip = largest * _percentile(blocks, inside, percentile)
     else:
-        clip = _least_squares(form, blocks, inside, largest)
-    return (largest * clip).squeeze(1)
+        stride = sample_stride(blocks.shape[1])
+        blocks, inside = blocks[:, ::stride], None if inside is None else inside[:, ::stride]
+        several = max(1, TOGETHER // blocks.shape[1])
+        insides = repeat(None) if inside is None else inside.split(several)
+        parts = zip(blocks.split(several), insides, largest.split(several), strict=False)
+        clip = torch.cat([_least_squares(form, *part) for part in parts])
+    return clip.squeeze(1).clamp(max=MOST)
 
 
 def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Tensor:
@@ -264,12 +250,14 @@ def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Ten
 def _least_squares(
     form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor
 ) -> Tensor:
-    """[B, 1] of least squared error: of 42 clips from 2 down to 2^-10 in equal ratios, then of 17
-    around the best.
+    """[B, 1] of least squared error, in units of the values: of integers OCTAV's, else of 42 clips
+    from 2 down to 2^-10 in equal ratios, then of 17 around the best.
 
     Clips above 1 pay for formats that are coarse at their upper end. Errors are those under the
     scale that is stored, unless that depends on other blocks.
     """
+    if form.scales.fine and form.number in INTEGERS:
+        return largest * octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
 
     def error(clip: Tensor) -> Tensor:
         scale = clip / form.number.largest
@@ -288,53 +276,146 @@ def _least_squares(
 
     ratios = 2 ** torch.linspace(1, -10, 42, dtype=torch.float32, device=blocks.device)
     clip = best(ratios.expand(len(blocks), -1).contiguous())
-    return best(clip * torch.linspace(0.84, 1.16, 17, dtype=torch.float32, device=blocks.device))
+    around = torch.linspace(0.84, 1.16, 17, dtype=torch.float32, device=blocks.device)
+    return largest * best(clip * around)
 
 
-def _least_information_lost(form: ScaledFormat, blocks: Tensor, inside: Tensor | None) -> Tensor:
-    """[B, 1]: the clip under which the histogram of codes says most about that of values, of 33
-    down to 1/64.
+NUMBERS: dict[str, Callable[[], NumberFormat]] = {
+    **{f"int{bits}": partial(integer, bits) for bits in range(2, 9)},
+    "fp8-e4m3": fp8_e4m3,
+    "fp8-e5m2": fp8_e5m2,
+    "fp4-e2m1": fp4_e2m1,
+    **{
+        f"log{whole}.{fraction}": partial(logarithmic, whole, fraction)
+        for whole, fraction in ((2, 1), (3, 0), (3, 2), (4, 1), (4, 3), (5, 2))
+    },
+    "nf4": nf4,
+    **{
+        f"lloyd{bits}-{source}": partial(lloyd_max, source, bits)
+        for source in SOURCES
+        for bits in range(1, 7)
+    },
+    "ternary": ternary,
+}
+"""Name -> what makes the number format."""
+FLOAT32 = FloatScales(torch.float32)
+SCALES: dict[str, FloatScales | PowerScales | ScaledFormat] = {
+    "float32": FLOAT32,
+    "bfloat16": FloatScales(torch.bfloat16),
+    "e8m0": PowerScales(),
+    "e4m3": ScaledFormat(name="e4m3", number=fp8_e4m3(), grain=Grain.TENSOR, scales=FLOAT32),
+    "uint4": ScaledFormat(name="uint4", number=multiplier(4), grain=Grain.ROW, scales=FLOAT32),
+    "uint6": ScaledFormat(name="uint6", number=multiplier(6), grain=Grain.ROW, scales=FLOAT32),
+}
+"""Name -> how scales are stored: e4m3 under one float32 of the tensor, uint4 and uint6 under one of
+each row."""
+PRESETS = {
+    "int8-tensor": "int8/tensor/float32",
+    "int8-row": "int8/row/float32",
+    "mxint8": "int8/group32/e8m0",
+    "mxfp8-e4m3": "fp8-e4m3/group32/e8m0",
+    "mxfp8-e5m2": "fp8-e5m2/group32/e8m0",
+    "mxfp4": "fp4-e2m1/group32/e8m0",
+    "nvfp4": "fp4-e2m1/group16/e4m3",
+    "vsquant4": "int4/group16/uint4",
+    "vsquant4-6": "int4/group16/uint6",
+    "vsquant6": "int6/group16/uint6",
+    "nf4-64": "nf4/group64/float32",
+}
+"""Name -> what it stands for.
 
-    P is the histogram with all that is clipped in its outermost bins; Q spreads what has the same
-    code, without what is clipped, evenly over those bins of it that hold anything. The divergence
-    sum P log(P / Q) is least, with a bin that only clipped values fill counted as 1e-6 in Q. Blocks
-    of fewer than 4,096 values are too short for a histogram of
-    their own: all share one, and the same clip over their largest. Rounding of scales is not looked
-        at.
+MX: OCP Microscaling Formats 1.0; vsquant4-6: 4 bits with scales of 6.
+"""
+
+
+@cache
+def scaled_format(name: str) -> ScaledFormat:
+    """The format called so: a preset, or <number>/<grain> with float32 scales, or
+    <number>/<grain>/<scales>.
+
+    Raises:
+        ValueError: a part is unknown; the nearest names are offered.
     """
-    together = blocks.shape[1] < POOLED
-    centres = (torch.arange(BINS, dtype=torch.float32, device=blocks.device) + 0.5) * (2 / BINS) - 1
-    ratios = 2 ** torch.linspace(0, -6, 33, dtype=torch.float32, device=blocks.device)
-    place = ((blocks + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
-    weight = torch.ones_like(blocks) if inside is None else inside.float()
-    weight = weight * blocks.any(1, keepdim=True)  # blocks of zeros say nothing to the others
-    if together:
-        place, weight = place.reshape(1, -1), weight.reshape(1, -1)
-    histogram = weight.new_zeros(len(place), BINS).scatter_add_(1, place, weight)
-    divergences = [_divergence(form, histogram, centres, float(ratio)) for ratio in ratios]
-    return ratios[torch.stack(divergences).argmin(0)].unsqueeze(1)
-
-
-def _divergence(form: ScaledFormat, histogram: Tensor, centres: Tensor, clip: float) -> Tensor:
-    """[B] for histograms [B, bins]; infinite where the clip leaves no bin or no value inside."""
-    kept = (centres.abs() <= clip).nonzero().flatten()
-    if not kept.numel():
-        return histogram.new_full((len(histogram),), math.inf)
-    first, last = int(kept[0]), int(kept[-1])
-    plain = histogram[:, first : last + 1]
-    clipped = plain.clone()
-    clipped[:, 0] += histogram[:, :first].sum(1)
-    clipped[:, -1] += histogram[:, last + 1 :].sum(1)
-    codes = form.number.encode(centres[first : last + 1] / (clip / form.number.largest)).long()
-    same = torch.nn.functional.one_hot(
-        codes.unique(return_inverse=True)[1]
-    ).float()  # [bins, codes]
-    evenly = (plain @ same / ((clipped > 0).float() @ same).clamp(min=1)) @ same.T
-    total = plain.sum(1, keepdim=True)
-    p = clipped / clipped.sum(1, keepdim=True).clamp(min=1)
-    q = (evenly / total.clamp(min=1)).clamp(min=1e-6)
-    return (
-        torch.where(p > 0, p * (p / q).log(), 0.0)
-        .sum(1)
-        .masked_fill(total.squeeze(1) == 0, math.inf)
+    if not isinstance(name, str):
+        raise ValueError(
+            f"a number format is called {name!r}; its name is a string, as {next(iter(PRESETS))!r}"
+        )
+    if name in NUMBERS:
+        raise ValueError(
+            f"{name!r} does not say which values share a scale; give {name}/row, {name}/group32 or"
+            " such"
+        )
+    preset, *more = name.split("/")
+    if more and preset in PRESETS:
+        raise ValueError(
+            f"{name!r}: {preset} has its own grain and scales, it is {PRESETS[preset]}; leave"
+            f" /{'/'.join(more)} out, "
+            f"or give <number>/<grain>/<scales>, as {PRESETS[preset].partition('/')[0]}/row"
+        )
+    parts = all_parts(name).split("/")
+    if len(parts) != 3:
+        raise ValueError(
+            f"no number format is called {name!r}{_meant(name)}; give one of {', '.join(PRESETS)},"
+            " or <number>/<grain> or <number>/<grain>/<scales>, as int4/group16/uint4"
+        )
+    stored = parts[2]
+    if stored not in SCALES:
+        raise ValueError(
+            f"{name!r}: no scales are called {stored!r}{_nearest(stored, SCALES)}; allowed:"
+            f" {', '.join(SCALES)}"
+        )
+    return ScaledFormat(
+        name=name, number=number_format(parts[0]), grain=grain(parts[1]), scales=SCALES[stored]
     )
+
+
+def all_parts(name: str) -> str:
+    """A format's name with its grain and scales: int8-row and int8/row are both int8/row/float32.
+
+    Others stay.
+    """
+    written = PRESETS.get(name, name)
+    return f"{written}/float32" if written.count("/") == 1 else written
+
+
+@cache
+def number_format(name: str) -> NumberFormat:
+    """The number format called so in NUMBERS.
+
+    Raises:
+        ValueError: there is none; the nearest names are offered.
+    """
+    if name not in NUMBERS:
+        raise ValueError(
+            f"no number is called {name!r}{_nearest(name, NUMBERS)}; allowed: {', '.join(NUMBERS)}"
+        )
+    return NUMBERS[name]()
+
+
+def _meant(name: str) -> str:
+    """Suggest a format for an unknown name, which may have a dash in place of the slash."""
+    number, _, grained = name.rpartition("-")
+    try:
+        grain(grained)
+    except ValueError:
+        number = ""
+    if number in NUMBERS:
+        return f" (did you mean {number}/{grained}?)"
+    return _nearest(name, (*PRESETS, *NUMBERS))
+
+
+def _nearest(name: str, allowed: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name.lower(), allowed, n=2)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def signal_to_noise(x: Tensor, found: Tensor) -> float:
+    """10 log10 of the squares of x over those of x - found, in decibels; of the same shape.
+
+    Infinite where nothing differs, NaN where there is neither signal nor noise, or a NaN.
+    """
+    signal = float(x.double().square().sum())
+    noise = float((x.double() - found.double()).square().sum())
+    if noise == 0 or signal == 0:
+        return math.inf if signal > 0 else math.nan if noise == 0 else -math.inf
+    return 10 * math.log10(signal / noise)

@@ -1,0 +1,734 @@
+"""Kernels that multiply codes and apply the epilogue of an operation in one: exact against the CPU
+by every tile, and what they take of a GPU's memory, banks and registers."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from lsq import gemm
+from lsq.native.launch import TICKETS, Launch
+from lsq.ops.input_gradient_cuda import input_gradient_product
+from lsq.ops.next_words import NextWords
+from lsq.ops.nonlinearity import Activation
+from lsq.ops.packed_project import PackedWeight
+from lsq.ops.project import Project
+from lsq.ops.project_cuda import packed_tile, project_product
+from lsq.ops.sums import FinishSums
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Weight
+from lsq.quant import WEIGHT_FORMATS, Grain
+from tests.ops.compare import (
+    by_row,
+    empty,
+    on_cpu,
+    on_reference,
+    refused,
+    weight_format_of,
+)
+from tests.ops.compare import rounded as rounded_codes
+from tests.ops.cuda import DTYPES, ORDERS, current_device, in_dtype, run
+from tests.ops.test_input_gradient import ENDS
+from tests.ops.test_input_gradient import case as input_case
+from tests.ops.test_project import operands, operands_by_row, rounded_project
+from tests.ops.test_vocabulary_loss import gradient_of, of_codes, rounded_of
+from tests.ops.test_weight_gradient import case as weight_case
+from tests.ops.tiles import (
+    SMALL,
+    TARGETS,
+    TILES,
+    WARPGROUPS,
+    assert_nothing_spills,
+    assert_two_blocks_fit,
+    assert_whole_sectors,
+    in_one,
+    in_parts,
+    largest_tile,
+    launches,
+    multiplications,
+    names,
+    traffic,
+    with_tiles,
+)
+from tests.sampling import first, in_turn
+
+ALL = (*TILES, *WARPGROUPS)
+objdump = pytest.mark.skipif(
+    shutil.which("objdump") is None, reason="instructions are counted by objdump"
+)
+
+
+def kernel_of(operation, tile, name: str) -> Launch:
+    """The launch of that kernel."""
+    entries = launches(operation, tile)
+    return next(one for one in entries if isinstance(one, Launch) and one.kernel.name == name)
+
+
+# Project; every end by one launch: test_project.py
+
+
+def rounded(rows, inner, outputs, *end, **given):
+    return rounded_project(rows, outputs, *end, **operands(rows, inner, outputs) | given)
+
+
+def project_turns():
+    """Three steps along K and more, and all rows of a tile's quarter."""
+    for tile in ALL:
+        in_one(rounded(150, 272, 144, Activation.gelu, 0.1), tile)
+
+
+@pytest.mark.parametrize(
+    "tile, rows, inner, outputs",
+    with_tiles([(0, 64, 32), (1, 16, 16), (41, 80, 48), (130, 336, 144)]),
+)
+def test_codes_of_a_project_are_exact(tile, rows, inner, outputs):
+    found = in_one(rounded(rows, inner, outputs), tile)
+    assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
+    assert rows < 7 or found.rounded.clipped.any()
+
+
+@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1]], ids=str)
+def test_a_project_with_a_scale_for_each_row(tile):
+    in_one(rounded_project(41, 80, **operands_by_row(41, 48, 80)), tile)
+
+
+@pytest.mark.parametrize("steps", range(7))
+@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1], WARPGROUPS[-2]], ids=str)
+def test_fewer_steps_than_stages_and_more(tile, steps):
+    in_one(rounded(3, 64 * steps + 16, 16), tile)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_nan_poisons_the_scale(started):
+    operation = rounded(70, 48, 144)
+    operation.rounded.started = started
+    operation.bias[100] = math.nan
+    assert in_one(operation, SMALL).rounded.scale.isnan()
+
+
+INT4 = WEIGHT_FORMATS["int4"](8, Grain.ROW)
+
+
+def int4_and_int8(inner, outputs) -> tuple[Weight, Weight]:
+    """A weight as int4 stores it, and its codes."""
+    stored, scale = INT4.encode(torch.randn(outputs, inner), 1.0 + torch.rand(outputs))
+    codes = INT4.unpack(stored, inner).contiguous()
+    return (
+        Weight(format=INT4, codes=stored, scale=0.05 * scale),
+        Weight(format=weight_format_of(), codes=codes, scale=0.05 * scale),
+    )
+
+
+@pytest.mark.parametrize(
+    "rows, inner, outputs",
+    [(1, 16, 16), (3, 32, 80), (41, 48, 32), (64, 272, 144), (5, 208, 64), (130, 528, 48)],
+)
+@pytest.mark.parametrize("activation", [Activation.none, Activation.gelu])
+def test_codes_of_stored_int4_are_those_of_int8(rows, inner, outputs, activation):
+    given, (stored, plain) = operands(rows, inner, outputs), int4_and_int8(inner, outputs)
+    wanted, operation = (
+        rounded_project(rows, outputs, activation, **given | {"weight": weight})
+        for weight in (plain, stored)
+    )
+    wanted = on_cpu(wanted).rounded
+    for order in ORDERS:
+        found = run(operation, order=order).rounded
+        for name in ("codes", "scale", "clipped"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name))
+
+
+def int4_turns():
+    """Three steps along K and more, by both tiles."""
+    for rows in (41, 150):
+        test_codes_of_stored_int4_are_those_of_int8(rows, 272, 144, Activation.gelu)
+
+
+def test_every_code_of_int4_under_every_multiplier():
+    q, x = torch.arange(-8, 8.0).repeat(2), torch.eye(32, dtype=torch.int8)
+    values = torch.stack([m * q / 2 for m in (*range(-15, 0), *range(1, 16))] + [0 * q, q])
+    codes, scale = INT4.encode(values, torch.tensor([60.0]).expand(32))
+    weight = Weight(format=INT4, codes=codes, scale=torch.ones(32))
+    given = operands(32, 32, 32) | {"weight": weight, "bias": None}
+    given["x"].coded.codes, given["x"].coded.scale = x, scale[:1]
+    assert torch.equal(run(Project(**given, out=empty(32, 32))).out.t()[:30], values[:30])
+
+
+def test_int4_is_read_as_it_is_stored():
+    """16 bytes and a multiplier for 32 values, and what of a row's last word belongs to the next
+    step."""
+    rows, inner, outputs = 16, 512, 128
+    stored, _ = int4_and_int8(inner, outputs)
+    operation = rounded(rows, inner, outputs, weight=stored)
+    (entry,) = launches(operation, None)
+    read = traffic(entry)[1][id(stored.codes)].reads.bytes
+    assert read <= 1.2 * stored.codes.numel() < 0.64 * inner * outputs
+
+
+# ProjectInputGradient
+
+
+def compare_input(rows, tile, **given):
+    operation, _ = input_case(rows, **given)
+    found = in_one(operation, tile)
+    assert torch.equal(found.dx, on_cpu(operation).dx)
+    return found
+
+
+def input_turns():
+    """Three steps along K and more, and all rows of a tile's quarter."""
+    options = {"kind": Activation.relu, "dropout": 0.1, "learned_step": True}
+    for tile in ALL:
+        compare_input(150, tile, **options, columns=144, padded=272)
+
+
+@pytest.mark.parametrize(
+    "tile, rows, columns, padded", with_tiles([(1, 16, 16), (41, 80, 48), (130, 144, 336)])
+)
+def test_gradients_of_inputs_are_exact(tile, rows, columns, padded):
+    options = {"kind": Activation.relu, "added": True, "columns": columns, "padded": padded}
+    found = compare_input(rows, tile, **options)
+    assert rows == 1 or (found.sum.any() and found.dclip.any())
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_end_of_an_input_gradient(end, dtype):
+    in_one(input_case(41, **end)[0], SMALL, dtype)
+
+
+@pytest.mark.parametrize("row", [0, 69])
+def test_a_row_that_is_not_finite_stays_alone(row):
+    operation, _ = input_case(70, kind=Activation.relu, dropout=0.2)
+    operation.gradient.scale[row] = math.nan
+    assert in_one(operation, SMALL).dx.isnan().any(1).nonzero().tolist() == [[row]]
+
+
+# ProjectWeightGradient
+
+
+def compare_weight(rows, tile, **given):
+    operation = weight_case(rows, **given)
+    found = in_one(operation, tile)
+    assert torch.equal(found.dweight, on_cpu(operation).dweight)
+    return found
+
+
+def weight_turns():
+    """Three steps along K and more, all rows of a tile's quarter, and three blocks for a tile."""
+    for tile in (*ALL, *(in_parts(tile, 4) for tile in ALL)):
+        compare_weight(272, tile, learned_step=True, columns=144, outputs=139, padded=144)
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(
+    "tile, rows, columns, outputs", with_tiles([(1, 16, 13), (41, 48, 70), (341, 144, 139)])
+)
+def test_gradients_of_weights_are_exact(tile, split, rows, columns, outputs):
+    sizes = {"columns": columns, "outputs": outputs, "padded": -(-outputs // 16) * 16}
+    compare_weight(rows, in_parts(tile, split), learned_step=True, **sizes)
+
+
+@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1]], ids=str)
+def test_a_weight_gradient_of_a_scale_for_each_row(tile):
+    compare_weight(41, tile, columns=144, outputs=70, padded=80, form=by_row)
+
+
+@pytest.mark.parametrize("split", range(1, 7))
+@pytest.mark.parametrize("rows", [7, 130, 300])
+def test_more_parts_than_steps_and_fewer(split, rows):
+    compare_weight(rows, in_parts(SMALL, split))
+
+
+@pytest.mark.parametrize("learned_step", [False, True])
+@pytest.mark.parametrize("clips", [None, 1])
+@pytest.mark.parametrize("split", [1, 2])
+def test_every_end_of_a_weight_gradient(learned_step, clips, split):
+    sizes = {"columns": 80, "outputs": 93, "padded": 96}
+    options = {"learned_step": learned_step, "clips": clips}
+    assert compare_weight(341, in_parts(SMALL, split), **options, **sizes).dclip.all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_poisoned_row_poisons_the_whole_gradient(value, split):
+    operation = weight_case(141)
+    operation.gradient.scale[40] = value
+    found = in_one(operation, in_parts(SMALL, split))
+    inside = operation.weight.values.abs() <= operation.weight.clip[:, None]
+    assert found.dweight[inside].isnan().all()
+
+
+def test_a_weight_that_is_nan():
+    operation = weight_case(7, learned_step=True)
+    operation.weight.values[3, 5] = math.nan
+    assert in_one(operation, SMALL).dclip.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("clips", [None, 1])
+def test_a_weight_gradient_of_an_empty_batch(clips):
+    """There is nothing to multiply, and the kernel on rows writes zeros."""
+    found = in_one(weight_case(0, learned_step=True, clips=clips), SMALL)
+    assert not found.dweight.any() and not found.dclip.any()
+
+
+def test_tickets_are_left_at_zero():
+    target = current_device()
+    in_one(weight_case(341), in_parts(SMALL, 3))
+    assert not target.memory(target.stream(), 0, False).ticket.any()
+
+
+# Sums of both gradients
+
+
+def test_results_that_nobody_wants():
+    compare_input(41, SMALL, rest=False)
+    operation = weight_case(41)
+    operation.dclip = None
+    in_one(operation, SMALL)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: input_case(150, columns=144)[0],
+        lambda: weight_case(150, columns=144, outputs=70, padded=80),
+        lambda: weight_case(150, columns=144, outputs=70, padded=80, clips=1),
+    ],
+)
+def test_sums_that_are_left_are_finished_alike(made):
+    operation = made()
+    with gemm.ended_by(SMALL):
+        expected = run(operation)
+        (left,) = operation.leave_sums(lambda name, shape, dtype: empty(*shape))
+        left.parts = run(operation).parts
+    finished = run(FinishSums(sums=[left])).sums[0]
+    wanted = [getattr(expected, name, None) for name in ("sum", "dclip")]
+    found = [one for one in (finished.first, finished.clip) if one is not None]
+    assert all(map(torch.equal, found, [one for one in wanted if one is not None]))
+
+
+@pytest.mark.parametrize(
+    "made, planned, now",
+    [
+        (lambda: input_case(41)[0], "6, 52", "2, 52"),
+        (lambda: weight_case(41, clips=1), "29, 1", "4, 1"),
+    ],
+)
+def test_parts_of_another_way(made, planned, now):
+    operation = made()
+    with gemm.ended_by(None):
+        operation.leave_sums(lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
+    with refused(rf"are \[{planned}\], and products as they are tuned now leave \[{now}\]"):
+        launches(operation, SMALL)
+
+
+# VocabularyLoss
+
+
+def loss_by(tile, operation):
+    return in_one(operation, tile, exact=False)
+
+
+def loss_turns():
+    """Three steps along K and more, all rows of a tile's quarter, and many tiles of a row."""
+    for tile in ALL:
+        operation = of_codes(150, 290, 304, inner=272)
+        operation.prediction.target[::2] = 289  # in the last tile
+        found = loss_by(tile, operation)
+        loss_by(tile, gradient_of(found))
+        loss_by(tile, rounded_of(found))
+    loss_by(SMALL, of_codes(3, 2040, 2048))  # 32 tiles, which 8 threads of a row take
+    loss_by(SMALL, of_codes(1030, 33, 48))
+
+
+@pytest.mark.parametrize(
+    "tile, rows, vocabulary, padded", with_tiles([(1, 2, 16), (41, 270, 272), (130, 129, 144)])
+)
+def test_every_tile_of_logits(tile, rows, vocabulary, padded):
+    """What the gradient is does not depend on the tile; sums of a row are added up in the order of
+    its tiles."""
+    operation = of_codes(rows, vocabulary, padded)
+    operation.prediction.target[-1] = vocabulary - 1
+    found, host = loss_by(tile, operation), on_cpu(operation)
+    for name in ("loss", "nll", "normaliser", "bound"):
+        torch.testing.assert_close(getattr(found, name), getattr(host, name), rtol=2e-6, atol=1e-6)
+    floats, codes = (
+        [loss_by(one, gradient) for one in (tile, SMALL)]
+        for gradient in (gradient_of(host), rounded_of(host))
+    )
+    assert torch.equal(*(one.dlogits for one in floats))
+    assert torch.equal(*(one.rounded.codes for one in codes))
+
+
+@pytest.mark.parametrize("inner", [16, 64, 336])
+def test_steps_along_the_inner_dimension_of_logits(inner):
+    loss_by(SMALL, rounded_of(loss_by(SMALL, of_codes(7, 33, 48, inner=inner))))
+
+
+@pytest.mark.parametrize("word", first([0, 127, 128, 255, 269, 63, 64, 256], 5))
+def test_targets_at_the_edges_of_tiles(word):
+    operation = of_codes(5, 270, 272)
+    operation.prediction.target[:] = word
+    loss_by(TILES[0], gradient_of(loss_by(TILES[0], operation)))
+
+
+@pytest.mark.parametrize("word", [-7, 33, 47, 48, 10**12])
+def test_a_target_outside_the_vocabulary_makes_the_losses_and_its_row_nan(word):
+    operation = of_codes(7, 33, 48)
+    normaliser = on_cpu(operation).normaliser
+    operation.prediction.target[:] = 5
+    operation.prediction.target[2] = word
+    found = run(operation)
+    assert found.loss.isnan() and found.nll.isnan()
+    assert found.bound.isnan().tolist() == [row == 2 for row in range(7)]
+    torch.testing.assert_close(found.normaliser, normaliser)
+    gradient = run(rounded_of(found)).rounded
+    assert gradient.scale[2].isnan() and not gradient.codes[2].any() and gradient.codes[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_logits_as_floats(dtype):
+    in_one(gradient_of(on_cpu(of_codes(70, 270, 272))), SMALL, dtype, exact=False)
+
+
+def test_a_row_of_logits_that_is_not_finite_has_no_codes():
+    found = on_cpu(of_codes(7, 33, 48))
+    found.prediction.target[:] = 5
+    found.bound[:] = 1.0
+    found.bound[2], found.normaliser[2] = math.inf, math.nan
+    made = loss_by(SMALL, rounded_of(found)).rounded
+    assert made.scale[2].isnan() and not made.codes[2].any() and made.codes[3].any()
+
+
+# NextWords
+
+
+def next_words(rows, words, best, asked, *, every=False, inner=64, spread=127):
+    """With few different codes, and scales that are all the same, where `spread` is small: many
+    logits are equal."""
+    torch.manual_seed(rows + words)
+    padded = -(-words // 16) * 16
+    codes = torch.randint(-spread, spread + 1, (padded, inner), dtype=torch.int8)
+    codes[words:] = 127  # what lies beyond the vocabulary counts for nothing
+    scale = 0.001 + 0.001 * torch.rand(padded) if spread > 9 else torch.full((padded,), 0.01)
+    x = rounded_codes(rows, inner).bare()
+    x.codes.clamp_(-spread, spread)
+    return NextWords(
+        x=x,
+        weight=Weight(format=weight_format_of(), codes=codes, scale=scale),
+        vocabulary=words,
+        wanted=torch.randint(0, words, (rows, asked)) if asked else None,
+        wanted_scores=empty(rows, asked) if asked else None,
+        words=empty(rows, best, dtype=torch.int64) if best else None,
+        scores=empty(rows, best) if best else None,
+        every=empty(rows, words) if every else None,
+    )
+
+
+def words_turns():
+    """Three steps along the inner dimension and more, all rows of a tile's quarter, many parts,
+    groups and words."""
+    for tile in ALL:
+        in_one(next_words(150, 290, 3, 1, inner=272), tile, exact=False)
+    in_one(next_words(3, 16440, 100, 20, every=True, inner=16), SMALL, exact=False)
+    in_one(next_words(3, 300, 3, 1, inner=1552), SMALL, exact=False)
+
+
+def words_by(tile, operation):
+    """By a tile; the words are exactly those of the reference."""
+    found = in_one(operation, tile, exact=False)
+    if operation.words is not None:
+        assert torch.equal(found.words, on_reference(operation).words)
+    return found
+
+
+@pytest.mark.parametrize(
+    "tile, rows, words, best, asked, every",
+    with_tiles(
+        [
+            (1, 60, 8, 1, False),
+            (41, 271, 5, 0, True),
+            (130, 1100, 16, 2, False),
+            (3, 2064, 0, 3, True),
+        ]
+    ),
+)
+def test_every_tile_of_next_words(tile, rows, words, best, asked, every):
+    words_by(tile, next_words(rows, words, best, asked, every=every))
+
+
+@pytest.mark.parametrize(
+    "words, best", [(60, 60), (61, 61), (700, 64), (700, 65), (1003, 500), (9, 1), (2, 2)]
+)
+def test_any_number_of_best_words(words, best):
+    words_by(SMALL, next_words(3, words, best, 1))
+
+
+@pytest.mark.parametrize("best, spread", in_turn([1, 7, 30, 150], [0, 1], 1))
+def test_of_equal_words_the_lower_number_comes_first(best, spread):
+    found = words_by(SMALL, next_words(5, 901, best, 0, spread=spread, inner=16))
+    assert spread or found.words.tolist() == [list(range(best))] * 5
+
+
+@pytest.mark.parametrize("inner", first([16, 80, 512, 1040], 2))
+def test_any_inner_width(inner):
+    words_by(SMALL, next_words(7, 333, 6, 2, every=True, inner=inner))
+
+
+@pytest.mark.parametrize("words", [335, 336])
+def test_the_log_probabilities_are_those_of_the_cpu(words):
+    operation = next_words(9, words, 12, 3, every=True)
+    found = run(operation)
+    weight, operation.weight = operation.weight, None
+    operation.packed_weight = PackedWeight.of(weight.codes, weight.scale)
+    host = on_cpu(operation)
+    assert torch.equal(found.words, host.words)
+    for name in ("scores", "wanted_scores", "every"):
+        torch.testing.assert_close(getattr(found, name), getattr(host, name), rtol=1e-6, atol=2e-6)
+    assert torch.equal(found.every.gather(1, found.words), found.scores)
+    assert torch.equal(found.every.gather(1, found.wanted), found.wanted_scores)
+
+
+def test_logits_far_from_zero():
+    operation = next_words(4, 300, 4, 1, every=True)
+    operation.x.scale.fill_(300.0)
+    words_by(SMALL, operation)
+
+
+def test_nan_reaches_the_scores():
+    operation = next_words(2, 300, 4, 1, every=True)
+    operation.x.scale.fill_(math.nan)
+    found = run(operation)
+    assert all(one.isnan().all() for one in (found.scores, found.wanted_scores, found.every))
+    assert found.words.ge(0).all() and found.words.lt(300).all()
+
+
+@pytest.mark.parametrize("word", [-1, 300, 303, 304, 10**12])
+def test_a_wanted_word_outside_the_vocabulary_is_nan(word):
+    operation = next_words(2, 300, 0, 2)
+    operation.wanted[1, 0] = word
+    assert run(operation).wanted_scores.isnan().tolist() == [[False, False], [True, False]]
+
+
+def test_one_word_of_nan():
+    """All scores of a row are NaN then, and its words those of the others."""
+    operation = next_words(2, 300, 300, 0)
+    operation.weight.scale[17] = math.nan
+    found = run(operation)
+    assert found.scores.isnan().all() and found.words[:, -1].eq(17).all()
+    assert torch.equal(found.words.sort(dim=1).values, torch.arange(300).expand(2, 300))
+
+
+# All of them
+
+
+def test_launches():
+    """A weight that does not come transposed, products, sums; all rows and words at once; codes of
+    rows have a product by itself."""
+    back, _ = input_case(41)
+    product = "lsq_input_gradient_product"
+    assert names(launches(back, SMALL)) == ["lsq_transpose_codes", product, "lsq_finish_own_sums"]
+    back.weight.transposed = back.weight.codes.t().contiguous()
+    back.sum = back.dclip = None
+    assert names(launches(back, SMALL)) == [product]
+    back, _ = input_case(41, rounded=True, rest=False)
+    assert names(launches(back, SMALL))[1:] == ["product", "lsq_project_input_gradient"]
+    of_weight, operands = weight_case(341), ["lsq_begin_weight_gradient", "lsq_round_transposed"]
+    product = "lsq_weight_gradient_product"
+    assert names(launches(of_weight, SMALL)) == [*operands, product, "lsq_finish_own_sums"]
+    of_weight.dclip = None
+    assert names(launches(of_weight, in_parts(SMALL, 3))) == [*operands, product]
+    loss, none = of_codes(300, 33, 48), of_codes(0, 33, 48)
+    kernels = ["lsq_vocabulary_loss_product", "lsq_vocabulary_losses", "lsq_sum_losses"]
+    assert names(launches(loss, None)) == kernels and names(launches(none, None)) == kernels[2:]
+    product = "lsq_vocabulary_loss_gradient_product"
+    assert names(launches(rounded_of(on_cpu(loss)), None)) == [product]
+    assert not launches(gradient_of(none), None)
+    for best, asked, every in ((8, 1, False), (0, 0, True), (0, 2, False)):
+        found = launches(next_words(5, 300, best, asked, every=every), None)
+        assert names(found) == ["lsq_next_words_product", "lsq_next_words"]
+    assert not launches(next_words(0, 300, 8, 0), None)
+
+
+def test_what_the_kernels_do_not_take():
+    inner, outer = (
+        "inner width of an int8 product is 40.*multiple of 16",
+        "outer width is {}.*of 16",
+    )
+    for operation, message in (
+        (rounded(7, 40, 32), inner),
+        (rounded(7, 48, 40), outer.format(40)),
+        (of_codes(7, 33, 48, inner=40), inner),
+        (of_codes(7, 33, 33), outer.format(33)),
+        (next_words(2, 300, 4, 0, inner=40), inner),
+        (weight_case(7, columns=40), "width of a weight is 40.*multiple of 16"),
+    ):
+        with refused(message):
+            launches(operation, SMALL)
+    many = VirtualTensor(name="x", shape=(2**23, 16), dtype=torch.int8)
+    operation = rounded(7, 16, 16).bind(lambda tensor: many if tensor.shape == (7, 16) else tensor)
+    with refused("8388608 rows are more than 4194240: take smaller batches"):
+        project_product(operation, SMALL)
+    operation, _ = input_case(41, rounded=True)
+    weight = operation.weight.codes.t().contiguous()
+    with refused("ends by tiles has floats"):
+        input_gradient_product(operation, SMALL, weight, torch.empty(2, 52))
+    operation, _ = input_case(7, columns=40)
+    operation.weight.transposed = operation.weight.codes.t().contiguous()
+    with refused(outer.format(40)):
+        launches(operation, SMALL)
+    wide = weight_case(7, columns=64 * 65, outputs=64 * 65, padded=64 * 65)
+    with refused(f"4160 x 4160 has more than {TICKETS} of them"):
+        launches(wide, in_parts(SMALL, 2))
+
+
+def test_weights_that_next_words_does_not_take():
+    operation = next_words(2, 300, 4, 0)
+    weight, operation.weight = operation.weight, None
+    with refused("no packed weights on CUDA"):
+        launches(operation, None)
+    operation.weight = weight
+    with refused("packed weights on the CPU"):
+        on_cpu(operation)
+    with refused("reads one weight"):
+        NextWords(x=operation.x, vocabulary=300)
+
+
+def project_traffic(tile):
+    operation = rounded(128, 128, 128)
+    (entry,) = launches(operation, tile)
+    found, of = traffic(entry)
+    given = entry.arguments[0]
+    assert_whole_sectors(of[id(given.rounded.codes)].writes, 128**2)
+    return found, of[id(given.x.tensor)], of[id(given.weight.codes)]
+
+
+def input_traffic(tile):
+    operation, _ = input_case(128, rest=False, columns=128, padded=128)
+    entry = kernel_of(in_dtype(operation, torch.bfloat16), tile, "lsq_input_gradient_product")
+    found, of = traffic(entry)
+    given, weight, *_ = entry.arguments
+    assert_whole_sectors(of[id(given.dx)].writes, 2 * 128**2)
+    return found, of[id(given.gradient.codes)], of[id(weight)]
+
+
+def weight_traffic(tile):
+    operation = weight_case(128, columns=128, outputs=128, padded=128)
+    entry = kernel_of(operation, tile, "lsq_weight_gradient_product")
+    found, of = traffic(entry)
+    given, gradient, x, *_, parts, _ = entry.arguments
+    assert of[id(given.dweight)].writes.bytes == 4 * 128**2
+    if parts is not None:  # the last block of a tile has its own
+        assert_whole_sectors(of[id(parts)].writes, tile.split * 4 * 128**2)
+        assert_whole_sectors(of[id(parts)].reads, (tile.split - 1) * 4 * 128**2)
+    return found, of[id(gradient)], of[id(x)]
+
+
+@objdump
+@pytest.mark.parametrize(
+    "counted, tile",
+    [
+        *(
+            (counted, tile)
+            for counted in (project_traffic, input_traffic)
+            for tile in (SMALL, WARPGROUPS[1])
+        ),
+        *((weight_traffic, tile) for tile in (SMALL, in_parts(SMALL, 2), WARPGROUPS[1])),
+        *(
+            pytest.param(counted, tile, marks=pytest.mark.thorough)
+            for counted in (project_traffic, input_traffic, weight_traffic)
+            for tile in (TILES[0], WARPGROUPS[-1])
+        ),
+    ],
+)
+def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(counted, tile):
+    found, a, b = counted(tile)
+    assert found.shared_passes == found.shared_least
+    assert multiplications(found, tile) == 128**3
+    assert_whole_sectors(a.reads, 128**3 // tile.columns)
+    assert_whole_sectors(b.reads, 128**3 // tile.rows)
+
+
+@pytest.mark.thorough
+@objdump
+@pytest.mark.parametrize("tile", [TILES[0], SMALL], ids=str)
+def test_no_conflicts_whole_sectors_and_no_logits_of_a_loss(tile):
+    rows, inner, words = 128, 128, 256
+    loss = on_cpu(of_codes(rows, words, words, inner=inner))
+    forward, join, _ = launches(loss, tile)
+    (backward,) = launches(rounded_of(loss), tile)
+    for entry in (forward, backward):
+        found, of = traffic(entry)
+        assert found.shared_passes == found.shared_least
+        assert multiplications(found, tile) == rows * inner * words
+        x = of[id(entry.arguments[0].prediction.x.coded.codes)].reads
+        assert_whole_sectors(x, rows * inner * words // tile.columns)
+    codes = traffic(backward)[1][id(backward.arguments[0].rounded.codes)].writes
+    assert_whole_sectors(codes, rows * words)
+    parts = 32 * rows * words // tile.columns
+    assert_whole_sectors(traffic(forward)[1][id(forward.arguments[2])].writes, parts)
+    assert_whole_sectors(traffic(join)[1][id(join.arguments[1])].reads, parts)
+
+
+@objdump
+def test_no_conflicts_whole_sectors_and_no_logits_of_next_words():
+    rows, words, inner, best, asked, tile = 128, 256, 64, 3, 2, TILES[0]
+    product, join = launches(next_words(rows, words, best, asked, inner=inner), tile)
+    found, of = traffic(product)
+    given, (_, _, groups, parts) = product.arguments[0], product.arguments
+    left = 8 * rows * words // (tile.columns // 2)
+    assert found.shared_passes == found.shared_least
+    assert multiplications(found, tile) == rows * inner * words
+    assert of[id(given.weight.codes)].reads.bytes == words * inner
+    assert_whole_sectors(of[id(groups)].writes, 4 * rows * words // 8)
+    assert of[id(parts)].writes.bytes == left
+    _, of = traffic(join)
+    assert_whole_sectors(of[id(given.weight.codes)].reads, rows * (8 * best + asked) * inner)
+    assert of[id(parts)].reads.bytes == 2 * left
+
+
+def ended(started=True):
+    operation = rounded(7, 48, 32, Activation.gelu, 0.1)
+    operation.rounded.started = started
+    return operation
+
+
+def kernels_by(tile) -> list[Launch]:
+    """Of each product."""
+    loss = on_cpu(of_codes(7, 33, 48))
+    every = [ended(), input_case(7)[0], weight_case(7), loss, rounded_of(loss), gradient_of(loss)]
+    entries = [one for each in (*every, next_words(7, 300, 4, 1)) for one in launches(each, tile)]
+    return [one for one in entries if isinstance(one, Launch) and "product" in one.kernel.source]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_blocks_fit_and_nothing_spills(target):
+    for tile in (largest_tile(target), SMALL):
+        for entry in kernels_by(tile):
+            assert_two_blocks_fit(entry, target)
+    assert_two_blocks_fit(launches(next_words(7, 300, 4, 1), SMALL)[1], target)
+    for rows in (64, 65):
+        operation = ended()
+        operation.weight = int4_and_int8(48, 32)[0]
+        assert_two_blocks_fit(project_product(operation, packed_tile(rows, 48)), target)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: input_case(7)[0],
+        lambda: next_words(7, 300, 4, 1),
+        pytest.param(lambda: ended(started=False), marks=pytest.mark.thorough),
+        pytest.param(ended, marks=pytest.mark.thorough),
+        pytest.param(lambda: weight_case(7), marks=pytest.mark.thorough),
+    ],
+)
+def test_wgmma_spills_nothing(made):
+    assert_nothing_spills(
+        lambda tile: next(
+            one
+            for one in launches(made(), tile)
+            if isinstance(one, Launch) and "product" in one.kernel.source
+        )
+    )
