@@ -11,8 +11,7 @@ from lsq.commands.options import count
 from lsq.commands.translator import Translator
 from lsq.config import documentation
 from lsq.serving.search_options import SearchOptions
-from lsq.serving.translation_model import DEVICES
-from lsq.serving.translator import BATCH_TOKENS, LONG_LINES
+from lsq.serving.translator import BATCH_TOKENS, DEVICES, LONG_LINES
 
 SEARCH = tuple(fields(SearchOptions))
 

@@ -21,9 +21,7 @@ def test_every_limit_is_an_option(capsys):
     with pytest.raises(SystemExit):
         serve.run(["--help"])
     shown = capsys.readouterr().out
-    assert all(
-        f"--limit-{name}" in shown for name in ("queue", "request-bytes", "translate-seconds")
-    ), shown
+    assert all(f"--limit-{name}" in shown for name in ("queue", "beam", "words")), shown
 
 
 def test_limits_are_no_options_of_the_search():
@@ -61,7 +59,7 @@ from lsq.serving.http import service as application, server
 from lsq.serving.http.requests import Limits
 translator = translate.translator_of(serve.parser().parse_args(["--model", {str(path)!r}]))
 service = application.Service(translator, translator.options, Limits())
-server.server_of(service.application(), Limits(), print)
+server.server_of(service.application())
 assert translator.translate(["encoder5\u2581 encoder6\u2581"])[0][0].text
 late = ("fairseq", "omegaconf", "matplotlib", "scipy", "sympy", "numpy.f2py")
 late += ("torch._dynamo", "torch._inductor")

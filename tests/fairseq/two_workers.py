@@ -1,6 +1,7 @@
 """A training of two processes of fairseq's, and what each of them ends with."""
 
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -24,11 +25,10 @@ def train_by_two(
     Raises:
         AssertionError: a process failed; the text is what it printed.
     """
-    given = (
-        f"--distributed-world-size 2 --distributed-init-method file://{folder}/meeting"
-        " --distributed-no-spawn "
-        f"--distributed-backend gloo --ddp-backend {ddp}"
-    ).split()
+    given = f"""
+        --distributed-world-size 2 --distributed-init-method file://{folder}/meeting
+        --distributed-no-spawn --distributed-backend gloo --ddp-backend {ddp}
+    """.split()
     both = [
         CONTEXT.Process(target=_process, args=(rank, folder, [*arguments, *given]))
         for rank in range(2)
@@ -40,6 +40,13 @@ def train_by_two(
         process.kill()
         assert process.exitcode == 0, (folder / f"{rank}.log").read_text()[-5000:]
     return (folder / "0.log").read_text(), [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def by_processes(args: Namespace) -> Namespace:
+    """Options of a training in processes that are started already."""
+    args.distributed_init_method, args.distributed_no_spawn = "env://", True
+    args.distributed_backend = "gloo"
+    return args
 
 
 def _process(rank: int, folder: Path, arguments: list[str]) -> None:
