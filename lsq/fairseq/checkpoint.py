@@ -19,17 +19,11 @@ from lsq.layers import ProgramModule, clip_format, weight_masks
 from lsq.models.sparsity import wants_sparsity
 from lsq.observe import quantized_tensors
 
-_SAME = (
-    "activation_fn",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "encoder_learned_pos",
-    "decoder_learned_pos",
-    "encoder_normalize_before",
-    "decoder_normalize_before",
-    "layernorm_embedding",
-    "no_scale_embedding",
-)
+_SAME = """
+    activation_fn encoder_attention_heads decoder_attention_heads encoder_learned_pos
+    decoder_learned_pos encoder_normalize_before decoder_normalize_before layernorm_embedding
+    no_scale_embedding
+""".split()
 """Options that change what the same parameters compute, so that two models must agree on them."""
 PREFIX = "lsq_"
 """A field of QuantConfig is this plus its name in fairseq's namespaces."""

@@ -13,17 +13,9 @@ from lsq.config import (
 )
 from lsq.layers.embedding import POSITIONS
 
-OF_OTHERS = (
-    "kv_heads",
-    "head_width",
-    "softmax_scale",
-    "window",
-    "rotary",
-    "qk_norm",
-    "relative_bias",
-    "head_bias",
-    "in_out",
-)
+OF_OTHERS = """
+    kv_heads head_width softmax_scale window rotary qk_norm relative_bias head_bias in_out
+""".split()
 """Fields of LayerConfig for models of others, which cannot be decoded here."""
 LEFT_OUT = (*OF_OTHERS, "sparsity", "adapters")
 """Fields that files leave out: also those that say how a model goes on learning."""

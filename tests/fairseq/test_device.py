@@ -108,8 +108,6 @@ def test_a_training_in_the_emulator_is_that_of_the_cpu(
 @pytest.mark.timeout(600)
 def test_two_processes_in_the_emulator_exchange_codes(toy, tmp_path):
     given = f"--max-update 2 --lsq-gradients int8 {EMULATOR}"
-    log, (first, second) = train_by_two(
-        tmp_path, command(toy, tmp_path / "save", given), seconds=500
-    )
+    log, (first, second) = train_by_two(command(toy, tmp_path / "save", given), seconds=500)
     assert "gradients: int8 between 2 workers" in log
     assert_equal_states(first, second)

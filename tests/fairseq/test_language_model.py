@@ -304,7 +304,7 @@ def test_its_memory_and_products_follow_from_its_options():
 def test_two_workers_that_exchange_codes_end_with_the_same_parameters(corpus, tmp_path):
     more = f"--save-dir {tmp_path / 'save'} --lsq-gradients int8".split()
     common = [str(corpus), *TINY, *SHORT, *more]
-    output, (first, second) = train_by_two(tmp_path, common)
+    output, (first, second) = train_by_two(common)
     assert "gradients: int8 between 2 workers" in output
     assert any(name.endswith("_clip") for name in first)
     assert_equal_states(first, second)

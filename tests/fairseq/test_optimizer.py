@@ -105,5 +105,5 @@ def test_gradients_are_left_as_they_are():
 @pytest.mark.parametrize("options", ["--lsq-gradients int8", "--update-freq 2 --clip-norm 0.1"])
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, options):
     given = command(toy, tmp_path / "save", f"--max-update 4 --lsq-clips learned {OURS} {options}")
-    _, (first, second) = train_by_two(tmp_path, given)
+    _, (first, second) = train_by_two(given)
     assert_equal_states(first, second)

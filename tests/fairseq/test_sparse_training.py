@@ -85,7 +85,7 @@ def test_workers_have_the_same_masks(toy, tmp_path):
         --max-update 4 --lsq-sparsity 2:4,every=2,decay=1 --clip-norm 0.1 --optimizer lsq_adam
         --save-dir {tmp_path}
     """
-    _, (one, other) = train_by_two(tmp_path, [str(toy), *TINY, *SHORT, *given.split()])
+    _, (one, other) = train_by_two([str(toy), *TINY, *SHORT, *given.split()])
     assert two_of_four(mask(one))
     assert_equal_states(one, other)
 

@@ -67,7 +67,7 @@ def test_fairseq_train_needs_only_the_user_dir(toy, tmp_path):
 )
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     given = command(toy, tmp_path / "save", f"--max-update 3 --criterion {criterion}")
-    _, (first, second) = train_by_two(tmp_path, given)
+    _, (first, second) = train_by_two(given)
     assert any(name.endswith("_clip") for name in first)
     assert_equal_states(first, second)
 
@@ -75,7 +75,7 @@ def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
 @pytest.mark.parametrize("clips", ["absmax", pytest.param("learned", marks=pytest.mark.thorough)])
 def test_two_processes_share_clips_whatever_wraps_the_model(toy, tmp_path, clips):
     given = command(toy, tmp_path / "save", f"--max-update 3 --lsq-clips {clips}")
-    _, (first, second) = train_by_two(tmp_path, given, ddp="legacy_ddp")
+    _, (first, second) = train_by_two(given, ddp="legacy_ddp")
     assert_equal_states(first, second)
 
 
