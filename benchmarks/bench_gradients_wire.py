@@ -19,10 +19,9 @@ from torch import Tensor, distributed
 from torch.futures import Future
 
 from lsq.dist.collectives import Scratch
-from lsq.dist.config import BLOCK, ROW
+from lsq.dist.config import BLOCK, ROW, Topology
 from lsq.dist.gcq import GCQ
 from lsq.dist.hooks import PYTORCH_HOOKS
-from lsq.dist.topology import Topology
 from lsq.dist.two_hop import TwoHop
 
 SECONDS = 60

@@ -141,14 +141,14 @@ def needed_programs(models: Iterable[Size], layers: Callable = configurations) -
                 )
             yield programs.decoder_layer(config, sentences, sentences, mode)
             yield programs.vocabulary_loss(
-                quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1
+                quant, size.tokens, *words(size), mode, padding=PADDING, smoothing=0.1
             )
             yield programs.embedding(quant, size.tokens, table(size, 0.1), mode)
             if not training:
                 yield decoding.decoder_memory(config, size.tokens, mode)
                 yield decoding.decoder_step(config, 7, sentences, mode)
                 yield decoding.encoder_step(config, 7, sentences.count, mode)
-                yield programs.vocabulary_logits(quant, step.rows, words(size), mode)
+                yield programs.vocabulary_logits(quant, step.rows, *words(size), mode)
                 if quant.coded:
                     architecture = translation_model(size, config)
                     yield encoder_program(architecture, sentences, mode.backend)

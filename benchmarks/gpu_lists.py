@@ -37,8 +37,7 @@ from lsq.program.program import Program
 from lsq.program.samples import Sampler
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
-from lsq.run.cuda import AbsentGPU
-from lsq.run.products import launched_by_operation
+from lsq.run.cuda import AbsentGPU, launched_by_operation
 
 LAYERS = 6
 """Of the encoder, and of the decoder."""
@@ -103,7 +102,7 @@ def _training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
     yield (
         1,
         programs.vocabulary_loss(
-            quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1
+            quant, size.tokens, *words(size), mode, padding=PADDING, smoothing=0.1
         ),
     )
 

@@ -194,7 +194,7 @@ def programs_of_step(shape: transformer.Shape) -> Iterator[tuple[int, Program]]:
         programs.vocabulary_loss(
             quant,
             size.tokens,
-            operations.words(size),
+            *operations.words(size),
             mode,
             padding=operations.PADDING,
             smoothing=shape.label_smoothing,

@@ -15,6 +15,7 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
+from lsq.layers.linear import linear
 from lsq.layers.programs import Mode
 from lsq.ops import adam
 from lsq.ops.adam import Adam
@@ -142,9 +143,9 @@ def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program
     yield programs.decoder_layer(config, sentences, sentences, mode)
     gated = layer_config(size, quant, dropout, activation="silu", gated=True)
     yield programs.feed_forward(gated, size.tokens, mode)
-    yield programs.linear(quant, size.tokens, size.hidden, size.hidden, mode, bias=True)
+    yield linear(quant, size.tokens, size.hidden, size.hidden, mode, bias=True)
     yield programs.vocabulary_loss(
-        quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1
+        quant, size.tokens, *words(size), mode, padding=PADDING, smoothing=0.1
     )
 
 
@@ -173,8 +174,9 @@ def table(size: Size, dropout: float) -> programs.Table:
     )
 
 
-def words(size: Size) -> programs.Vocabulary:
-    return programs.Vocabulary(words=size.vocabulary, hidden=size.hidden, padded=size.padded)
+def words(size: Size) -> tuple[int, int]:
+    """Return (words, hidden) of the projection onto the vocabulary."""
+    return size.vocabulary, size.hidden
 
 
 def others(size: Size) -> Iterator[Operation]:

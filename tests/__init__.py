@@ -1,3 +1,1 @@
-from tests.constants import let_tests_choose
-
-let_tests_choose()
+"""Tests of lsq."""

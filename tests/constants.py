@@ -1,42 +1,32 @@
-"""QuantConfig(calibration_passes=2) in tests: constants of learned clips that users cannot choose.
-
-Each choice is a subclass of QuantConfig with other class constants, so that configurations with
-different ones are different keys of caches, and `dataclasses.replace` keeps them.
-"""
+"""Configurations with other constants of learned clips than those that users have."""
 
 import functools
+from dataclasses import fields
 from typing import Any
 
 from lsq.config import QuantConfig
 
 CONSTANTS = ("calibration_passes", "clip_step", "percentile", "weight_clip", "activation_clip")
-_init = QuantConfig.__init__
+
+
+def quant_with(**options) -> QuantConfig:
+    """Make a QuantConfig of its fields and of CONSTANTS; clips learn then, unless `clips` is given.
+
+    It is a subclass with these class constants, so that configurations with other ones are other
+    keys of caches, and `dataclasses.replace` keeps them.
+    """
+    constants = tuple((name, options.pop(name)) for name in CONSTANTS if name in options)
+    if not constants:
+        return QuantConfig(**options)
+    if options.get("clips", "auto") == "auto":
+        options["clips"] = "learned"
+    return _kind(constants)(**options)
 
 
 @functools.cache
-def _with(constants: tuple[tuple[str, Any], ...]) -> type:
+def _kind(constants: tuple[tuple[str, Any], ...]) -> type[QuantConfig]:
     def reduce(self: QuantConfig) -> tuple:
-        return _unpickled, (constants, vars(self))
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return functools.partial(quant_with, **dict(constants), **given), ()
 
     return type("QuantConfig", (QuantConfig,), {**dict(constants), "__reduce__": reduce})
-
-
-def _unpickled(constants: tuple[tuple[str, Any], ...], fields: dict[str, Any]) -> QuantConfig:
-    made = object.__new__(_with(constants))
-    vars(made).update(fields)
-    return made
-
-
-def _of_tests(self: QuantConfig, **given) -> None:
-    chosen = tuple((name, given.pop(name)) for name in CONSTANTS if name in given)
-    if chosen:
-        object.__setattr__(self, "__class__", _with(chosen))
-        if given.get("clips", "auto") == "auto":
-            given["clips"] = "learned"
-    _init(self, **given)
-
-
-def let_tests_choose() -> None:
-    """Take constants as fields from now on; processes that tests start call it by importing
-    `tests`."""
-    QuantConfig.__init__ = _of_tests

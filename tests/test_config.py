@@ -55,6 +55,7 @@ def test_summary(given, said):
     "name, value, allowed",
     [
         ("mode", "int4", "'float', 'int8'"),
+        ("clips", "largest", "'auto', 'absmax', 'learned'"),
         ("clip_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),
         ("weight_granularity", "row", "'tensor', 'channel'"),
         ("clip_gradient", "ste", "'pact', 'lsq'"),
@@ -70,6 +71,19 @@ def test_quantisers_refuse(name, value, allowed):
         ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)
     ):
         QuantConfig(**{name: value})
+
+
+def test_what_is_of_learned_clips_alone():
+    assert QuantConfig().clips == "auto" and not QuantConfig().learned
+    assert QuantConfig(bits=4).learned
+    for name, value in {
+        "weight_format": "int4",
+        "clip_gradient": "lsq",
+        "clip_init": "absmax",
+    }.items():
+        assert QuantConfig(**{name: value}).learned
+        with pytest.raises(ValueError, match=f'{name} is .*but clips is "absmax"'):
+            QuantConfig(clips="absmax", **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -129,14 +143,21 @@ def test_layers_refuse(name, value, allowed):
         LayerConfig(**LAYER | {name: value})
 
 
-def test_heads_divide_the_width():
-    with pytest.raises(ValueError, match="hidden size 48 is not divisible by 5 heads"):
-        LayerConfig(**LAYER | {"heads": 5})
-
-
-def test_heads_of_keys_divide_those_of_queries():
-    with pytest.raises(ValueError, match="3 heads are not divisible by 2 kv_heads"):
-        LayerConfig(**LAYER | {"kv_heads": 2})
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"heads": 5}, "hidden size 48 is not divisible by 5 heads"),
+        ({"kv_heads": 2}, "3 heads are not divisible by 2 kv_heads"),
+        ({"head_width": 20}, "the width of all heads of queries is 60.*use 64"),
+        ({"hidden": 51}, "hidden is 51.*multiple of 16; use 64"),
+        ({"feed_forward": 100}, "feed_forward is 100.*multiple of 16; use 112"),
+    ],
+)
+def test_widths_that_do_not_fit(given, message):
+    with pytest.raises(ValueError, match=message):
+        LayerConfig(**LAYER | given)
+    if not any("head" in name for name in given):
+        LayerConfig(**LAYER | given, quant=QuantConfig(mode="float"))
 
 
 def test_widths_of_attention():
@@ -148,8 +169,6 @@ def test_widths_of_attention():
         40,
     )
     assert LayerConfig(**LAYER).query_columns == LayerConfig(**LAYER).key_columns == 48
-    with pytest.raises(ValueError, match="the width of all heads of queries is 60.*use 64"):
-        LayerConfig(**LAYER | {"head_width": 20})
 
 
 @pytest.mark.parametrize("given", [{"buckets": 30}, {"farthest": 16}])
@@ -176,13 +195,6 @@ def test_biases_refuse(given):
 def test_rotary_refuses(given, message):
     with pytest.raises(ValueError, match=message):
         LayerConfig(**LAYER, rotary=Rotary(**{"places": 64} | given))
-
-
-@pytest.mark.parametrize("name, value, use", [("hidden", 51, 64), ("feed_forward", 100, 112)])
-def test_widths_that_int8_cannot_take(name, value, use):
-    with pytest.raises(ValueError, match=f"{name} is {value}.*multiple of 16; use {use}"):
-        LayerConfig(**LAYER | {name: value})
-    LayerConfig(**LAYER | {name: value}, quant=QuantConfig(mode="float"))
 
 
 @pytest.mark.parametrize("value, use", [(1, 16), (15, 16), (17, 32), (8191, 8192)])

@@ -8,130 +8,56 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lsq"
 
-ALLOWED = {
-    "extras": set(),
-    "files": set(),
-    "native": {"extras"},
-    "emulator": {"native"},
-    "quant": set(),
-    "reference": {"quant"},
-    "config": {"quant"},
-    "memory": {"extras", "files", "native"},
-    "program": {"config", "native", "quant"},
-    "gemm": {"files", "native", "program"},
-    "ops": {"config", "gemm", "native", "program", "quant"},
-    "run": {"emulator", "gemm", "memory", "native", "program"},
-    "dist": {"config", "extras", "ops", "quant", "run"},
-    "optim": {"native", "ops", "program", "run"},
-    "layers": {"config", "dist", "extras", "gemm", "native", "ops", "program", "quant", "run"},
-    "observe": {"config", "dist", "extras", "layers", "ops", "program", "quant", "run"},
-    "models": {
-        "config",
-        "dist",
-        "extras",
-        "files",
-        "layers",
-        "native",
-        "observe",
-        "program",
-        "quant",
-        "run",
-    },
-    "text": {"config", "extras", "files"},
-    "study": {"config", "extras", "files", "layers", "ops", "program", "quant"},
-    "serving": {
-        "config",
-        "extras",
-        "files",
-        "layers",
-        "models",
-        "native",
-        "ops",
-        "program",
-        "quant",
-        "run",
-        "text",
-    },
-    "fairseq": {
-        "config",
-        "dist",
-        "files",
-        "gemm",
-        "layers",
-        "models",
-        "native",
-        "observe",
-        "optim",
-        "program",
-        "quant",
-        "run",
-        "serving",
-    },
-    "commands": {
-        "config",
-        "dist",
-        "extras",
-        "fairseq",
-        "files",
-        "gemm",
-        "layers",
-        "memory",
-        "models",
-        "native",
-        "ops",
-        "program",
-        "quant",
-        "run",
-        "serving",
-        "study",
-        "text",
-    },
+_ALLOWED = {
+    "extras": "",
+    "files": "",
+    "native": "extras",
+    "emulator": "native",
+    "quant": "",
+    "reference": "quant",
+    "config": "quant",
+    "memory": "extras files native",
+    "program": "config native quant",
+    "gemm": "files native program",
+    "ops": "config gemm native program quant",
+    "run": "emulator gemm memory native program",
+    "dist": "config extras ops quant run",
+    "optim": "native ops program run",
+    "layers": "config dist extras gemm native ops program quant run",
+    "observe": "config dist extras layers ops program quant run",
+    "models": "config dist extras files layers native observe program quant run",
+    "text": "config extras files",
+    "study": "config extras files layers ops program quant",
+    "serving": "config extras files layers models native ops program quant run text",
+    "fairseq": (
+        "config dist files gemm layers models native observe optim program quant run serving"
+    ),
+    "commands": (
+        "config dist extras fairseq files gemm layers memory models native ops program quant "
+        "run serving study text"
+    ),
 }
+ALLOWED = {area: set(names.split()) for area, names in _ALLOWED.items()}
 """What each folder or module may import of lsq: some of those that are listed before it."""
 
 FAIRSEQ_USERS = {"fairseq", "commands", "text"}
 FOREIGN = {"ctypes", "cuda", "cupy"}
 """Packages that reach into other languages; native and the emulator alone may import them."""
-COLLECTIVES = {
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-    "scatter_object_list",
-    "send",
-}
-TORCH = {
-    "_C",
-    "__future__",
-    "_disable_dynamo",
-    "_foreach_copy_",
-    "_foreach_maximum_",
-    "_foreach_minimum_",
-    "_foreach_mul",
-    "_foreach_norm",
-    "_int_mm",
-    "_nested_tensor_from_mask",
-}
+COLLECTIVES = set(
+    """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
+    all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv
+    broadcast broadcast_object_list gather gather_object irecv isend monitored_barrier recv
+    reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter
+    scatter_object_list send
+    """.split()
+)
+TORCH = set(
+    """
+    _C __future__ _disable_dynamo _foreach_copy_ _foreach_maximum_ _foreach_minimum_
+    _foreach_mul _foreach_norm _int_mm _nested_tensor_from_mask
+    """.split()
+)
 """Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has
 them, too."""
 

@@ -70,66 +70,50 @@ def test_nothing_is_said_where_all_is_there(monkeypatch, tmp_path, capsys):
     assert prerequisites.main() == 0 and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_stops_before_it_downloads(tmp_path):
-    done = subprocess.run(
-        [
-            "make",
-            "venv",
-            f"PYTHON={sys.executable}",
-            f"VENV={tmp_path / 'venv'}",
-            "PIP_OPTIONS=--no-index",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"CXX": "/nonexistent/g++"},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def make(tmp_path):
+    """make(*words, **environment) runs `make venv` for tmp_path / "venv"."""
+    tool = shutil.which("make")
+    if tool is None:
+        pytest.skip("needs make")
+
+    def make(*words: str, **environment: str) -> subprocess.CompletedProcess:
+        command = [tool, "venv", f"VENV={tmp_path / 'venv'}", "PIP_OPTIONS=--no-index", *words]
+        environment = environment or dict(os.environ)
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    return make
+
+
+def test_make_stops_before_it_downloads(make, tmp_path):
+    done = make(f"PYTHON={sys.executable}", **os.environ | {"CXX": "/nonexistent/g++"})
     assert done.returncode == 2 and "apt install g++" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_takes_no_python_that_was_not_tried(tmp_path):
+def test_make_takes_no_python_that_was_not_tried(make, tmp_path):
     """The check says what is wrong with python3, where there is one."""
-    command = [shutil.which("make"), "venv", f"VENV={tmp_path / 'venv'}"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert (
-        done.returncode == 2 and "No python3 was found. Debian, Ubuntu: apt install" in done.stderr
-    )
+    done = make(PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "No python3 was found. Debian, Ubuntu: apt install" in done.stderr
     other = tmp_path / "python3"
     other.write_text('#!/bin/sh\n[ "$1" = prerequisites.py ] && echo asked >&2\nexit 1\n')
     other.chmod(0o755)
-    done = subprocess.run(
-        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True
-    )
+    done = make(PATH=str(tmp_path))
     assert done.returncode == 2 and "asked" in done.stderr.splitlines()
     assert not (tmp_path / "venv").exists()
 
 
 @needs_compiler
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_clears_no_environment_of_somebody_else(tmp_path):
+def test_make_clears_no_environment_of_somebody_else(make, tmp_path):
     """One that suits would be used; this one has no pip."""
     theirs = tmp_path / "venv" / "bin" / "python"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("#!/bin/sh\nexit 1\n")
     theirs.chmod(0o755)
-    command = [
-        "make",
-        "venv",
-        f"PYTHON={sys.executable}",
-        f"VENV={tmp_path / 'venv'}",
-        "PIP_OPTIONS=--no-index",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (
-        done.returncode == 2
-        and "is not of this make" in done.stderr
-        and "move it away" in done.stderr
-    )
+    done = make(f"PYTHON={sys.executable}")
+    assert done.returncode == 2
+    assert "is not of this make" in done.stderr and "move it away" in done.stderr
     assert theirs.exists()
 
 

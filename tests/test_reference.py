@@ -13,10 +13,11 @@ from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import WINDOW
 from lsq.reference import Int8Linear, reference_linear
 from lsq.run.backends import backend
+from tests.constants import quant_with
 
 QUANT = {
     "absmax": QuantConfig(),
-    "learned": QuantConfig(clips="learned", calibration_passes=0),  # only the first pass measures
+    "learned": quant_with(clips="learned", calibration_passes=0),  # only the first pass measures
 }
 SUMS = {"bias", "input_clip", "weight_clip"}
 """Gradients that are sums of floats, which the CPU's loops add up in another order."""
@@ -101,7 +102,7 @@ def test_a_converted_layer_computes_the_reference(shape, clips):
 def test_whole_numbers_and_halves():
     """Under clips of 127 whole numbers are their own codes, and the product has no error at all."""
     layer = QuantizedLinear(
-        16, 16, bias=False, quant=QuantConfig(clip_init="fixed", activation_clip=127.0)
+        16, 16, bias=False, quant=quant_with(clip_init="fixed", activation_clip=127.0)
     )
     halves = torch.arange(-128.0, 128.0, 0.5).view(
         2, 16, 16

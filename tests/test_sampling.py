@@ -75,20 +75,17 @@ def test_all_of_two_options_are_run_in_turn(several, few, times):
     )
 
 
-def test_one_or_two_options_are_run_whole():
+def test_what_is_not_multiplied():
+    """One or two options are run whole; combinations that are left out of a product are not
+    missed."""
     assert sampling.pairwise([{"a": value} for value in range(9)]) == list(range(9))
     assert len(sampling.pairwise([{"a": a, "b": b} for a in range(3) for b in range(4)])) == 12
     assert sampling.pairwise([]) == []
-
-
-def test_combinations_that_are_left_out_of_a_product_are_not_missed():
-    given = [
-        {"a": a, "b": b, "c": c} for a in range(3) for b in range(3) for c in range(3) if a != b
-    ]
+    three = range(3)
+    given = [{"a": a, "b": b, "c": c} for a in three for b in three for c in three if a != b]
     chosen = sampling.pairwise(given)
-    assert set().union(*(pairs(given[number]) for number in chosen)) == set().union(
-        *map(pairs, given)
-    )
+    found = set().union(*(pairs(given[number]) for number in chosen))
+    assert found == set().union(*map(pairs, given))
 
 
 def test_a_run_leaves_out_what_it_says(suite):

@@ -26,7 +26,8 @@ from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary
 from lsq.extras import EXTRAS, REQUIRED
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.layers.linear import linear
+from lsq.layers.programs import Mode, Table
 from lsq.native import loader, processor, runtime, tiles
 from lsq.native.shared_library import LibraryError
 from lsq.ops.rounding import RoundWeight
@@ -409,7 +410,6 @@ def trained() -> list[Program]:
             quant=quant,
         )
         mode = Mode(training=True, backward=True, backend=backend("emulated"))
-        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
         table = Table(
             vocabulary=11,
             hidden=config.hidden,
@@ -422,11 +422,11 @@ def trained() -> list[Program]:
         gated = replace(config, activation="silu", gated=True, bias=False)
         found += [
             programs.feed_forward(gated, 21, mode),
-            programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
+            linear(quant, 21, config.hidden, 32, mode, bias=True),
             programs.decoder_layer(
                 config, PackedSequences(rows=21, count=3), PackedSequences(rows=27, count=3), mode
             ),
-            programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
+            programs.vocabulary_loss(quant, 41, 91, config.hidden, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
         ]
     turned = turning(LayerConfig(hidden=48, heads=3, feed_forward=112))

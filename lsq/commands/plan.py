@@ -15,13 +15,12 @@ from lsq.commands.options import (
     positive,
     seconds,
 )
-from lsq.memory.buffer import Buffer, Plan
 from lsq.memory.files import read_buffers, save_plan, write_plan
 from lsq.memory.picture import alive_at_peak, draw
-from lsq.memory.planner import METHODS, TIME_LIMIT, plan
+from lsq.memory.planner import METHODS, TIME_LIMIT, Buffer, Plan, plan
 
 SHOWN = 10
-"""Buffers and segments that are listed."""
+"""Buffers that are listed."""
 
 
 TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".split()
@@ -63,17 +62,14 @@ def parser(of_file: bool = True) -> ArgumentParser:
         "--output",
         type=Path,
         metavar="PLAN",
-        help="write id,offset,segment; or all of the plan, if it ends in .json",
+        help="write id,offset; or all of the plan, if it ends in .json",
     )
     result.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
     result.add_argument(
-        "--capacity", type=positive, metavar="BYTES", help="what one segment should keep to"
+        "--capacity", type=positive, metavar="BYTES", help="what the plan should keep to"
     )
     result.add_argument(
         "--time-limit", type=seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact"
-    )
-    result.add_argument(
-        "--cap", type=positive, metavar="BYTES", help="plan segments of at most this size"
     )
     result.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)"
@@ -104,23 +100,15 @@ def report(buffers: list[Buffer], plan: Plan) -> str:
     ]
     if plan.capacity_met is not None:
         lines.append(f"capacity     {'met' if plan.capacity_met else 'not met'}")
-    lines.append(f"segments     {len(plan.used)}, together {sum(plan.capacities)} bytes")
-    for segment, (used, capacity) in enumerate(
-        zip(plan.used[:SHOWN], plan.capacities, strict=False)
-    ):
-        lines.append(f"  {segment:3}  {used} bytes used of {capacity}")
-    lines += _more(len(plan.used))
-    time, alive = alive_at_peak(buffers, plan)
+    time, alive = alive_at_peak(buffers)
     lines.append(f"alive at operation {time}, where most bytes are: {len(alive)} buffers")
     lines += [
         f"  {buffer.size:14}  {buffer.name}  ({buffer.first} to {buffer.last})"
         for buffer in alive[:SHOWN]
     ]
-    return "\n".join(lines + _more(len(alive)))
-
-
-def _more(count: int) -> list[str]:
-    return [f"  and {count - SHOWN} more"] if count > SHOWN else []
+    if len(alive) > SHOWN:
+        lines.append(f"  and {len(alive) - SHOWN} more")
+    return "\n".join(lines)
 
 
 def _check_outputs(given: Namespace) -> None:
@@ -188,7 +176,6 @@ def run(arguments: list[str]) -> int:
             method=given.method,
             capacity=given.capacity,
             time_limit=given.time_limit,
-            cap=given.cap,
             progress=progress,
         )
     print(report(buffers, result))

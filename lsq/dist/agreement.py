@@ -61,15 +61,12 @@ def require_same(
     for rank, text in enumerate(texts):
         if text != texts[0]:
             first, other = json.loads(texts[0]), json.loads(text)
-            differing = sorted(
-                name for name in {*first, *other} if first.get(name) != other.get(name)
-            )
-            said = [
-                ", ".join(f"{name}={values.get(name)!r}" for name in differing)
+            names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
+            here, there = (
+                ", ".join(f"{name}={values.get(name)!r}" for name in names)
                 for values in (first, other)
-            ]
+            )
             raise ValueError(
-                f"{what} must be the same in every process, but rank 0 has {said[0]} and rank"
-                f" {rank} has {said[1]}; "
-                "start all processes with the same options"
+                f"{what} must be the same in every process, but rank 0 has {here} and rank {rank}"
+                f" has {there}; start all processes with the same options"
             )

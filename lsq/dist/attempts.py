@@ -1,10 +1,8 @@
-"""The store of a training that torchrun starts again: without what earlier attempts have left
-there.
+"""The store of a training that torchrun starts again, without what earlier attempts have left.
 
-torchrun's agents may keep one store over all restarts (pytorch#135712). Processes that meet there
-by `env://` find the addresses of dead ones, and roll calls the dead ones' answers.
-`init_method="lsq://"` meets as `env://` does, in a part of the store that is new. The number of
-restarts cannot name that part: each machine's agent counts its own.
+torchrun's agents may keep one store over all restarts (pytorch#135712): processes that meet by
+`env://` find addresses and answers of dead ones. `init_method="lsq://"` meets in a part of the
+store that is new. The number of restarts cannot name it: each machine's agent counts its own.
 """
 
 import time

@@ -1,6 +1,12 @@
-"""Collectives, under the names that the installed PyTorch has for them, and memory for messages."""
+"""Collectives under the names of the installed PyTorch, memory for messages, and small tensors.
+
+Gradients of small tensors travel as floats beside the codes of the others. A clip of one number
+lies in a block with gradients of weights that may be hundreds of times as large: rounded under
+their scale it would often be zero.
+"""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, distributed
@@ -8,6 +14,9 @@ from torch.distributed import ProcessGroup, Work
 
 # PyTorch 2.13 renamed the function; the old name warns there, and the new one is missing before.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+LEAST_CODED = 16
+"""Tensors of fewer values travel as floats."""
 
 
 def all_gather(out: Tensor, own: Tensor, group: ProcessGroup) -> Work:
@@ -48,9 +57,7 @@ def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
     None: all processes."""
     joined = torch.cat([tensor.flatten() for tensor in tensors])
     distributed.all_reduce(joined, group=group)
-    means = joined.div_(distributed.get_world_size(group)).split(
-        [tensor.numel() for tensor in tensors]
-    )
+    means = joined.div_(distributed.get_world_size(group)).split(list(map(Tensor.numel, tensors)))
     torch._foreach_copy_(
         tensors, [mean.view_as(tensor) for mean, tensor in zip(means, tensors, strict=True)]
     )
@@ -76,3 +83,25 @@ class Scratch:
                 max(size, 16), dtype=torch.uint8, device=self.device
             )
         return piece[:size].view(dtype).view(shape)
+
+
+def small_positions(tensors: Iterable[tuple[int, int]], device: torch.device) -> Tensor | None:
+    """The positions int64 of the values of small tensors in a buffer; None: there is none.
+
+    `tensors`: (values of a tensor, how many values of the buffer are its own), in order.
+    """
+    runs, first = [], 0
+    for values, length in tensors:
+        if values < LEAST_CODED:
+            runs.append((first, first + length))
+        first += length
+    # Made where they are used: a copy from the host would wait.
+    return torch.cat([torch.arange(*run, device=device) for run in runs]) if runs else None
+
+
+def take_out(buffer: Tensor, positions: Tensor) -> Tensor:
+    """The values float32 at `positions` of the last dimension of `buffer`, which become zero
+    there."""
+    values = buffer.index_select(-1, positions).float()
+    buffer.index_fill_(-1, positions, 0.0)
+    return values

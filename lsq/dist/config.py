@@ -1,8 +1,10 @@
-"""How gradients travel between workers."""
+"""How gradients travel between workers, and which workers share a node."""
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from lsq.config import require_choice, require_positive, require_whole
@@ -63,10 +65,10 @@ class GradientConfig:
         require_positive("timeout_s", self.timeout_s)
 
 
-def kept_largest(values: int, quantile: float) -> int:
+def kept_largest(values: int) -> int:
     """gcq: which magnitude of a row of so many values is its clip, counted from the largest, 1."""
     # 100 * (1 - 0.99) is a little more than 1
-    return max(1, math.ceil(round(values * (1 - quantile), 6)))
+    return max(1, math.ceil(round(values * (1 - QUANTILE), 6)))
 
 
 def gcq_levels(workers: int) -> int:
@@ -80,9 +82,72 @@ def gcq_levels(workers: int) -> int:
     if levels == 0:
         raise ValueError(
             f"mode gcq sums codes in int8, so that each of {workers} workers may send codes up to"
-            f" {GRADIENT.largest}"
-            f" // {workers} = 0: every gradient would be zero; choose int8 or int8_hier, whose"
-            " precision does not fall "
-            "with the number of workers"
+            f" {GRADIENT.largest} // {workers} = 0: every gradient would be zero; choose int8 or"
+            " int8_hier, whose precision does not fall with the number of workers"
         )
     return levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """One worker among all that average their gradients: nodes of equal size, ranks counted node by
+    node as torchrun does."""
+
+    world_size: int
+    rank: int
+    node_size: int
+    """Workers on each node."""
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.node_size
+
+    @property
+    def all_neighbours(self) -> list[list[int]]:
+        """The ranks on each node, in order."""
+        ranks = list(range(self.world_size))
+        return [ranks[at : at + self.node_size] for at in ranks[:: self.node_size]]
+
+    @property
+    def all_counterparts(self) -> list[list[int]]:
+        """The ranks at the same position of every node, in order of nodes: a part for each
+        position."""
+        return [list(range(at, self.world_size, self.node_size)) for at in range(self.node_size)]
+
+
+def find_topology(
+    world_size: int,
+    rank: int,
+    node_size: int | None,
+    hosts: Callable[[], Sequence[str]],
+    environment: Mapping[str, str] = os.environ,
+) -> Topology:
+    """The Topology for a node size that was given, or that torchrun says (LOCAL_WORLD_SIZE), or as
+    hosts tell: the name of each worker's host, in order of ranks.
+
+    Raises:
+        ValueError: nodes of that size do not divide the workers, or hosts have different numbers of
+            workers.
+    """
+    if node_size is None:
+        launched = environment.get("LOCAL_WORLD_SIZE")
+        node_size = _node_size_of(hosts()) if launched is None else int(launched)
+    if world_size % node_size:
+        raise ValueError(
+            f"{world_size} workers cannot be divided into nodes of {node_size} (node_size, or what"
+            " torchrun started: LOCAL_WORLD_SIZE); start as many workers on every node, or set"
+            " node_size to a divisor"
+        )
+    return Topology(world_size=world_size, rank=rank, node_size=node_size)
+
+
+def _node_size_of(hosts: Sequence[str]) -> int:
+    nodes = [(host, len(list(workers))) for host, workers in groupby(hosts)]
+    if len({count for _, count in nodes}) > 1 or len({host for host, _ in nodes}) < len(nodes):
+        listed = ", ".join(f"{count} on {host}" for host, count in nodes[:8])
+        raise ValueError(
+            f"workers are spread over hosts unevenly ({listed}{', ...' if len(nodes) > 8 else ''});"
+            " start as many on every host, counted host by host, or choose mode int8, which knows"
+            " of no nodes"
+        )
+    return nodes[0][1]

@@ -1,7 +1,7 @@
-"""Run exchanges during the backward pass: in order, one after another.
+"""Runs exchanges during the backward pass in order, one after another.
 
-A worker must not start the collectives of two buckets in another order than its peers. Callbacks
-that issue further collectives do not keep an order and hang; one queue does.
+Workers must start the collectives of buckets in the same order. Callbacks that issue further
+collectives do not keep an order and hang; one queue does.
 """
 
 import queue

@@ -2,7 +2,7 @@
 
 FSDP2 keeps each gradient on the worker that owns the shard, so that there is one hop: an all-to-all
 of packed messages, then a float32 sum in the order of ranks. Values are rounded once, before they
-are sent; those of small tensors are not (lsq.dist.small).
+are sent; those of small tensors are not.
 """
 
 import sys
@@ -15,10 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from lsq.config import require_model
-from lsq.dist.collectives import all_to_all
+from lsq.dist.collectives import all_to_all, small_positions, take_out
 from lsq.dist.config import BLOCK, GradientConfig
 from lsq.dist.hooks import DTYPES
-from lsq.dist.small import small_places, take_out
 from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
 from lsq.run import backends
@@ -87,14 +86,13 @@ class Int8ReduceScatter:
         if op not in factors or async_op:
             raise ValueError(
                 "a reduce-scatter in int8 was asked for"
-                f" {op}{' with async_op' if async_op else ''}; it does SUM and "
-                "AVG at once: call set_force_sum_reduction_for_comms(True) on the module"
+                f" {op}{' with async_op' if async_op else ''}; it does SUM and AVG at once: call"
+                " set_force_sum_reduction_for_comms(True) on the module"
             )
         if input_tensor.dtype not in DTYPES:
             raise ValueError(
                 f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))};"
-                " set reduce_dtype "
-                "in MixedPrecisionPolicy"
+                " set reduce_dtype in MixedPrecisionPolicy"
             )
         values = output_tensor.numel()
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
@@ -122,7 +120,7 @@ class Int8ReduceScatter:
 
 
 def _small_around(workers: int, device: torch.device) -> Tensor | None:
-    """The places of small tensors in each worker's part of what FSDP2 reduces now; None: there is
+    """The positions of small tensors in each worker's part of what FSDP2 reduces; None: there is
     none.
 
     FSDP2 does not say whose gradients it has put together: those of parameters that have one, each
@@ -132,11 +130,10 @@ def _small_around(workers: int, device: torch.device) -> Tensor | None:
     if not {"fsdp_params", "padded_unsharded_sizes"} <= known.keys():
         warnings.warn(
             "nothing tells which gradients this reduce-scatter is given: those of small tensors,"
-            " such as clips, are "
-            "rounded with their neighbours",
+            " such as clips, are rounded with their neighbours",
             stacklevel=3,
         )
         return None
     pairs = zip(known["fsdp_params"], known["padded_unsharded_sizes"], strict=True)
     tensors = [(one.sharded_param.numel(), padded.numel() // workers) for one, padded in pairs]
-    return small_places(tensors, device)
+    return small_positions(tensors, device)

@@ -3,9 +3,7 @@
 import logging
 import os
 import socket
-import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -19,14 +17,19 @@ from torch.nn.parallel import DistributedDataParallel
 from lsq.config import require_model
 from lsq.dist import roll_call
 from lsq.dist.agreement import gather_text, require_same
-from lsq.dist.collectives import Scratch, average
-from lsq.dist.config import COMPRESSED, GCQ_ADVISED_WORKERS, GradientConfig, gcq_levels
+from lsq.dist.collectives import Scratch, average, small_positions, take_out
+from lsq.dist.config import (
+    COMPRESSED,
+    GCQ_ADVISED_WORKERS,
+    GradientConfig,
+    Topology,
+    find_topology,
+    gcq_levels,
+)
 from lsq.dist.executor import SideStream, WorkerThread
 from lsq.dist.gcq import GCQ
-from lsq.dist.small import small_places, take_out
-from lsq.dist.topology import Topology, find_topology
 from lsq.dist.two_hop import TwoHop
-from lsq.run import bucket_views
+from lsq.run.frames import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,6 @@ PYTORCH_HOOKS = {
 """Modes that are PyTorch's own; "float" stands for modes that have nothing to compress."""
 NODE_MODES = ("auto", "int8_hier")
 """Modes that go by which workers share a node."""
-_compressed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class GradientCompression:
@@ -57,19 +59,21 @@ class GradientCompression:
         self.mode, self.topology, self.group = mode, topology, group
         self._average: GCQ | TwoHop | None = None
         self._executor: WorkerThread | SideStream | None = None
-        self._buckets: defaultdict[int, bucket_views.Bucket] | None = None
+        self._buckets: defaultdict[int, Bucket] | None = None
+        """Into which gradients of lsq's layers are written from the next exchange on."""
         self._groups: list[ProcessGroup] = []
         """The mean over these groups, one after another, is the mean of all workers."""
         self._small: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}
-        """By the number of a bucket: its memory, and the places of small tensors there."""
+        """By the number of a bucket: its memory, and the positions of small tensors there."""
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """The future of a bucket's mean, in the bucket's own buffer."""
+        buffer = bucket.buffer()
         if self._buckets is not None:
-            self._buckets[bucket.index()].exchanged(bucket.buffer(), _gradients(bucket))
+            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            self._buckets[bucket.index()].exchanged(buffer, pairs)
         if self._average is None:
             return PYTORCH_HOOKS[self.mode](self.group, bucket)
-        buffer = bucket.buffer()
         if buffer.dtype not in DTYPES or buffer.is_sparse:
             raise _unfit(
                 f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode
@@ -82,16 +86,14 @@ class GradientCompression:
         return self._executor.submit(lambda: self._mean(buffer, small))
 
     def _small_in(self, bucket: GradBucket) -> Tensor | None:
-        """The places of small tensors in a bucket; DDP gives a bucket of other tensors other
+        """The positions of small tensors in a bucket; DDP gives a bucket of other tensors other
         memory."""
         buffer, index = bucket.buffer(), bucket.index()
         storage = buffer.untyped_storage()
         if index not in self._small or self._small[index][0]._cdata != storage._cdata:
             sizes = [gradient.numel() for gradient in bucket.gradients()]
-            self._small[index] = (
-                storage,
-                small_places(zip(sizes, sizes, strict=True), buffer.device),
-            )
+            positions = small_positions(zip(sizes, sizes, strict=True), buffer.device)
+            self._small[index] = storage, positions
         return self._small[index][1]
 
     def _mean(self, buffer: Tensor, small: Tensor | None) -> Tensor:
@@ -103,29 +105,18 @@ class GradientCompression:
             buffer.index_copy_(0, small, values.to(buffer.dtype))
         return buffer
 
-    def write_into_buckets(self) -> None:
-        """From the next exchange on, gradients of lsq's layers are written into their buckets."""
-        self._buckets = defaultdict(bucket_views.Bucket)
-
     def _prepare(self, config: GradientConfig, device: torch.device) -> None:
         """Make groups and memory; every worker must call it, with the same configuration."""
         topology, scratch = self.topology, Scratch(device)
+        timeout, backend = timedelta(seconds=config.timeout_s), backend_of(self.group, device)
 
         def group(parts: list[list[int]]) -> ProcessGroup:
-            return _own_group(
-                self.group,
-                parts,
-                timedelta(seconds=config.timeout_s),
-                backend_of(self.group, device),
-            )
+            return _own_group(self.group, parts, timeout, backend)
 
-        everyone = [list(range(topology.world_size))]
-        if self.mode == "gcq":
-            self._groups = [group(everyone)]
-            self._average = GCQ(*self._groups, scratch)
-        elif topology.node_size == 1 or self.mode == "int8":
-            self._groups = [group(everyone)]
-            self._average = TwoHop(*self._groups, scratch)
+        if self.mode == "gcq" or topology.node_size == 1 or self.mode == "int8":
+            everyone = group([list(range(topology.world_size))])
+            self._groups = [everyone]
+            self._average = (GCQ if self.mode == "gcq" else TwoHop)(everyone, scratch)
         else:
             self._groups = [group(topology.all_neighbours), group(topology.all_counterparts)]
             neighbours, counterparts = self._groups
@@ -164,11 +155,6 @@ def compress_gradients(
             f"compress_gradients was given a {type(model).__name__}; wrap it in"
             " DistributedDataParallel"
         )
-    if model in _compressed:
-        raise ValueError(
-            "this model's gradients are compressed already; call compress_gradients once for each"
-            " model"
-        )
     group = model.process_group
     device = _device(model)
     topology = _topology(config, group, device)
@@ -178,12 +164,8 @@ def compress_gradients(
             config.mode,
         )
         return GradientCompression("float", topology, group)
-    require_same(
-        "the configuration of gradients",
-        {**asdict(config), "node_size": topology.node_size},
-        group,
-        device,
-    )
+    settings = {**asdict(config), "node_size": topology.node_size}
+    require_same("the configuration of gradients", settings, group, device)
     mode = _mode(config, topology)
     if mode in COMPRESSED:
         _check_fit(model, mode, group, device)
@@ -194,26 +176,21 @@ def compress_gradients(
         if "only be called once" not in str(error):
             raise
         raise ValueError(
-            "this model has a communication hook already, and DDP takes one; do not register"
-            " another, and leave out "
-            "mixed_precision of DDP and fairseq's --ddp-comm-hook"
+            "this model has a communication hook already, and DDP takes one: call"
+            " compress_gradients once, do not register another, and leave out mixed_precision of"
+            " DDP and fairseq's --ddp-comm-hook"
         ) from error
-    _compressed.add(model)
     if model.gradient_as_bucket_view:
-        compression.write_into_buckets()
+        compression._buckets = defaultdict(Bucket)
     if mode in COMPRESSED:
         compression._prepare(config, device)
     return compression
 
 
-def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(bucket.parameters(), bucket.gradients(), strict=True)
-
-
 def _own_group(
     whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str
 ) -> ProcessGroup:
-    """A new group of the part of `whole`, given as places in it, that this process is in; every
+    """A new group of the part of `whole`, given as positions in it, that this process is in; every
     member must call it.
 
     With use_local_synchronization, PyTorch names a group by how many groups its process knows:
@@ -222,11 +199,11 @@ def _own_group(
     """
     ranks = distributed.get_process_group_ranks(whole)
     everybody, own = len(ranks) == distributed.get_world_size(), None
-    for places in parts:
-        here = whole.rank() in places
+    for positions in parts:
+        here = whole.rank() in positions
         if everybody or here:
             made = distributed.new_group(
-                [ranks[place] for place in places],
+                [ranks[position] for position in positions],
                 timeout=timeout,
                 backend=backend,
                 use_local_synchronization=not everybody,
@@ -237,17 +214,17 @@ def _own_group(
 
 def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device) -> Topology:
     """Modes that know of no nodes take workers in any arrangement: as if there were one node."""
-    if config.mode in NODE_MODES:
-        # What torchrun says is said of all its processes, not of a group of some.
-        environment = os.environ if group.size() == distributed.get_world_size() else {}
-        return find_topology(
-            group.size(),
-            group.rank(),
-            config.node_size,
-            lambda: gather_text(socket.gethostname(), group, device),
-            environment,
-        )
-    return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
+    if config.mode not in NODE_MODES:
+        return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
+    # What torchrun says is said of all its processes, not of a group of some.
+    environment = os.environ if group.size() == distributed.get_world_size() else {}
+    return find_topology(
+        group.size(),
+        group.rank(),
+        config.node_size,
+        lambda: gather_text(socket.gethostname(), group, device),
+        environment,
+    )
 
 
 def _mode(config: GradientConfig, topology: Topology) -> str:
@@ -262,8 +239,7 @@ def _mode(config: GradientConfig, topology: Topology) -> str:
             " try int8"
             if nodes == 1
             else f"{nodes} nodes of {topology.node_size} share a network; with 200 Gb/s or more for"
-            " a node of 8 GPUs, "
-            "bf16 may hide behind the backward pass as well: measure it"
+            " a node of 8 GPUs, bf16 may hide behind the backward pass as well: measure it"
         )
         _say(topology, logging.INFO, f"gradients: auto chose {mode}: {why}")
     if mode == "gcq":
@@ -291,13 +267,12 @@ def _say(topology: Topology, level: int, text: str) -> None:
 
 
 def _device(model: DistributedDataParallel) -> torch.device:
-    """The one device of a model's trainable parameters."""
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if len(devices) != 1:
         raise ValueError(
             f"the model's parameters lie on {len(devices)} devices"
-            f" ({', '.join(sorted(map(str, devices)))}); "
-            "gradients can be compressed on one device a process"
+            f" ({', '.join(sorted(map(str, devices)))}); gradients can be compressed on one device"
+            " a process"
         )
     return devices.pop()
 
@@ -314,16 +289,15 @@ def _check_fit(
         known = " and ".join(f"{device} by {backend}" for device, backend in BACKENDS.items())
         raise ValueError(
             f"gradients are on {device.type} and their process group uses {backend}, but mode"
-            f" {mode} sends those of "
-            f"{known}; initialise the process group with that backend, or choose mode bf16"
+            f" {mode} sends those of {known}; initialise the process group with that backend, or"
+            " choose mode bf16"
         )
 
 
 def _unfit(what: str, mode: str) -> ValueError:
     return ValueError(
         f"{what}, but mode {mode} takes dense gradients of {', '.join(map(str, DTYPES))}; convert"
-        " the model, or choose "
-        "mode bf16"
+        " the model, or choose mode bf16"
     )
 
 

@@ -2,12 +2,11 @@
 
 Each process measures clips on its own batches. Before an optimizer steps, clips that follow
 activations become the largest of all processes, and what was measured of clips that learn is
-averaged, so that copies of a model do not part. Passes may differ between processes, which take
-branches of their own; steps may not. So which steps exchange goes by their number alone, and every
-process takes part, whatever it has measured. DistributedDataParallel and FSDP2 are seen where they
-wrap a model; `share` is for other ways.
+averaged. Passes may differ between processes, steps may not: so which steps exchange goes by their
+number alone, and every process takes part, whatever it has measured.
 """
 
+import functools
 import logging
 import weakref
 from collections import OrderedDict
@@ -15,16 +14,14 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lsq.config import require_model
 from lsq.dist import roll_call
-from lsq.run import parameter_state, shards
+from lsq.run import parameter_state
 from lsq.run.parameter_state import steps
-from lsq.run.shards import HasClips
+from lsq.run.shards import is_shard, local
 
 logger = logging.getLogger(__name__)
 
@@ -32,34 +29,11 @@ EVERY_STEP, PERIOD = 64, 16
 """The first steps of an optimizer average what was measured; later, when little is, every so
 many-th does."""
 
-_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
-"""By models: the DistributedDataParallel that was last made of each."""
 _shared: OrderedDict[int, tuple[weakref.ref, ProcessGroup | None]] = OrderedDict()
-"""By the ids of handles: models that others wrap, and groups."""
-_wraps = 0
-"""How many were made."""
+"""By the ids of handles: models that others wrap, and groups. A registry, as nothing of lsq wraps
+these models."""
 _trained: "weakref.WeakKeyDictionary[Optimizer, _Trained]" = weakref.WeakKeyDictionary()
-_watching = False
-_warned: set[str] = set()
-
-
-def watch(module: HasClips) -> None:
-    """From now on average the clips of `module` wherever several processes train it."""
-    global _watching
-    shards.know(module)
-    if not _watching:
-        _watching = True
-        register_module_module_registration_hook(_registered)
-        steps.before.append(_agree)
-
-
-def _registered(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Called by PyTorch for each module that becomes part of another one: DDP says nowhere else
-    what it wraps."""
-    global _wraps
-    if isinstance(module, DistributedDataParallel):
-        _wrapped[child] = weakref.ref(module)
-        _wraps += 1
+"""A registry, since the state of an optimizer belongs to its checkpoints."""
 
 
 def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
@@ -77,18 +51,11 @@ def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandl
     return handle
 
 
-def _agree(optimizer: Optimizer) -> None:
-    """Before a step of `optimizer`: average clips that were measured, of the models that it
-    trains."""
-    if not (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    ):
-        return
+def agree(optimizer: Optimizer) -> None:
+    """Before a step of `optimizer` in one of several processes: let clips that were measured, of
+    the models that it trains, be the same in all."""
     trained = _trained.get(optimizer)
-    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    if trained is None or trained.known != (sizes, _wraps, tuple(_shared)):
+    if trained is None or trained.known != _known(optimizer):
         trained = _trained[optimizer] = _Trained(optimizer, trained)
     if not (trained.models or trained.meshes) or trained.alone():
         return
@@ -106,27 +73,24 @@ def _agree(optimizer: Optimizer) -> None:
         roll_call.raise_named(error)
 
 
-class _Trained:
-    """Models and meshes that an optimizer trains in several processes.
+def _known(optimizer: Optimizer) -> tuple:
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    return sizes, steps.wraps, tuple(_shared)
 
-    Args:
-        optimizer: whose parameters are looked at.
-        before: what was known until now.
-    """
+
+class _Trained:
+    """Models and meshes that an optimizer trains in several processes."""
 
     def __init__(self, optimizer: Optimizer, before: "_Trained | None"):
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
-        sizes, ids = (
-            tuple(len(group["params"]) for group in optimizer.param_groups),
-            set(map(id, parameters)),
-        )
-        self.known = sizes, _wraps, tuple(_shared)
+        ids = set(map(id, parameters))
+        self.known = _known(optimizer)
         self.steps = 0 if before is None else before.steps
         found = [
             (model, wrapper, wrapper().process_group)
-            for model, wrapper in _wrapped.items()
+            for model, wrapper in steps.wrapped.items()
             if wrapper()
         ]
         inside = {id(part) for model, _, _ in found for part in model.modules()}
@@ -139,9 +103,7 @@ class _Trained:
             for model, wrapper, group in found
             if not ids.isdisjoint(map(id, model.parameters()))
         ]
-        self.meshes = list(
-            dict.fromkeys(one.device_mesh for one in parameters if shards.is_shard(one))
-        )
+        self.meshes = list(dict.fromkeys(one.device_mesh for one in parameters if is_shard(one)))
 
     def alone(self) -> bool:
         """Whether processes may step at times of their own, so that none can wait for the
@@ -150,49 +112,49 @@ class _Trained:
         if any(one is not None and one._join_config.enable for one in wrappers):
             _warn(
                 "under DistributedDataParallel.join() the clips that each process measures are not"
-                " averaged: processes "
-                "may step without the others. At its end all get those of the process that has"
-                " joined last"
+                " averaged: processes may step without the others. At its end all get those of the"
+                " process that has joined last"
             )
             return True
         if torch._C._current_graph_task_id() != -1:
             _warn(
                 "an optimizer steps within the backward pass, where the clips that each process"
-                " measures cannot be "
-                "averaged: step after it"
+                " measures cannot be averaged: step after it"
             )
             return True
         return False
 
 
+@functools.cache
 def _warn(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        logger.warning(text)
+    logger.warning(text)
+
+
+def _modules_in(model: nn.Module) -> list[nn.Module]:
+    known = set(steps.modules())
+    return [module for module in model.modules() if module in known]
 
 
 @torch.no_grad()
 def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
     """Let clips of activations that do not learn be the largest of all processes that have run
     their layers."""
-    modules = [module for module in model.modules() if isinstance(module, HasClips)]
     clips: dict[int, tuple[Tensor, bool]] = {}
-    for module in modules:
+    for module in _modules_in(model):
         if module.quant.quantized and not module.quant.learned:
             module.follow_clips()
             known = module.calibrated
             clips |= {
                 id(one): (one, known)
                 for one in module.activation_clips().values()
-                if not shards.is_shard(one)
+                if not is_shard(one)
             }
     if not clips:
         return
     values = [clip.data for clip, _ in clips.values()]
     own = torch.cat(values)
-    largest = own * torch.tensor([known for _, known in clips.values()], dtype=own.dtype).to(
-        own.device
-    )
+    known = torch.tensor([known for _, known in clips.values()], dtype=own.dtype)
+    largest = own * known.to(own.device)
     distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
     torch._foreach_copy_(values, list(torch.where(largest > 0, largest, own).split(1)))
 
@@ -203,19 +165,15 @@ def _average(model: nn.Module, group: ProcessGroup | None) -> None:
     time.
 
     Where none has, it is the mean of all: a process that has not run a layer has not limited the
-        steps of its clips.
+    steps of its clips.
     """
-    modules = [
-        module
-        for module in model.modules()
-        if isinstance(module, HasClips) and module.quant.learned
-    ]
+    modules = [module for module in _modules_in(model) if module.quant.learned]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
         module.limit_clip_steps()
         news = module.measured.take_news()
         for name, clip in module.clips().items():
-            if not shards.is_shard(clip):
+            if not is_shard(clip):
                 clips[id(clip)] = clip, name in news or clips.get(id(clip), (clip, False))[1]
     if not clips:
         return
@@ -236,28 +194,22 @@ def _average_shards(mesh) -> None:
     and is written to the shards later."""
     named = [
         (module, name, clip)
-        for module in shards.known()
-        if isinstance(module, HasClips)
+        for module in steps.modules()
         for name, clip in module.clips().items()
-        if shards.is_shard(clip) and clip.device_mesh == mesh
+        if is_shard(clip) and clip.device_mesh == mesh
     ]
     if not named:
         return
-    news = {module: module.measured.take_news() for module in {one[0] for one in named}}
-    news = [news[module].get(name) for module, name, _ in named]
-    device = shards.local(named[0][2]).device
-    own = torch.cat(
-        [
-            torch.zeros(clip.numel(), device=device)
-            if value is None
-            else value.to(device).float().flatten()
-            for (_, _, clip), value in zip(named, news, strict=True)
-        ]
+    of_modules = {module: module.measured.take_news() for module in {one[0] for one in named}}
+    news = [of_modules[module].get(name) for module, name, _ in named]
+    clips = [clip for _, _, clip in named]
+    device = local(clips[0]).device
+    values = (
+        torch.zeros(clip.numel()) if value is None else value
+        for clip, value in zip(clips, news, strict=True)
     )
-    groups, clips = (
-        [mesh.get_group(dimension) for dimension in range(mesh.ndim)],
-        [clip for _, _, clip in named],
-    )
+    own = torch.cat([value.to(device).float().flatten() for value in values])
+    groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
     means, counts = _means(own, [value is not None for value in news], clips, groups)
     sizes = [clip.numel() for clip in clips]
     for (module, name, clip), value, found in zip(
@@ -270,14 +222,10 @@ def _average_shards(mesh) -> None:
 def _means(
     own: Tensor, measured: list[bool], clips: list[Tensor], groups: list[ProcessGroup | None]
 ) -> tuple[Tensor, Tensor]:
-    """Means float32 over the processes that have measured, or over all, and how many have, for each
-    value.
+    """(means, counts) float32 [n], over the processes that have measured, or else over all.
 
-    Args:
-        own: values float32 [n] of this process.
-        measured: of each clip.
-        clips: in the order of `own`.
-        groups: over which sums are taken one after another.
+    `own`: values float32 [n] of this process, of `clips` in that order; `measured` of each clip.
+    Sums are taken over `groups` one after another.
     """
     counts = torch.tensor(measured, dtype=torch.float32, device=own.device)
     counts = counts.repeat_interleave(

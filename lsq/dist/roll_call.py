@@ -1,14 +1,10 @@
 """Which process of a training is gone: what a failed exchange alone does not tell.
 
-When one process dies or hangs, the others only see that a connection closed or that time ran out,
-and not all at once: in a ring, a process that waits for a healthy neighbour notices nothing until
-that neighbour ends. So every process keeps a thread beside its work that looks into the store of
-the process group. Whoever sees an exchange fail calls the roll there; the threads answer, also for
-processes that are still waiting; who has not answered after a few seconds is named. A process that
-ends by an error of its own leaves its last words in the store.
-
-The store lives in torchrun's agent, so that it survives every worker; with init_method tcp:// it
-lives in rank 0.
+When a process dies or hangs, others only see that a connection closed or that time ran out. So
+every process keeps a thread beside its work. Whoever sees an exchange fail calls the roll in the
+store of the process group; the threads answer, also for processes that are still waiting; who has
+not answered after a few seconds is named. A process that ends by an error of its own leaves its
+last words there. The store lives in torchrun's agent, or with init_method tcp:// in rank 0.
 """
 
 import atexit
@@ -55,19 +51,17 @@ class RankLost(ExchangeFailed):
 class RollCall:
     """One process's part in the roll calls of a group.
 
-    Args:
-        store: of the group; used from one thread only, so give a clone.
-        rank: of this process.
-        size: number of processes.
-        place: where this process runs, in words.
-        store_host: who is gone if the store is, in words.
+    `store` is used from one thread only: give a clone. `host` says in words where this process
+    runs, `store_host` who is gone if the store is.
     """
 
     def __init__(
-        self, store: distributed.Store, rank: int, size: int, *, place: str, store_host: str
+        self, store: distributed.Store, rank: int, size: int, *, host: str, store_host: str
     ):
-        self.rank, self.size, self.place, self.store_host = rank, size, place, store_host
+        self.rank, self.size, self.host, self.store_host = rank, size, host, store_host
         self._store = distributed.PrefixStore("lsq/roll_call", store)
+        self.group: Callable[[], object] = lambda: None
+        """The process group, as long as it is there."""
         self._last_words: str | None = None
         self._lost: str | None = None
         self._called, self._ends, self._wake, self._done = (threading.Event() for _ in range(4))
@@ -75,11 +69,7 @@ class RollCall:
         self._thread.start()
 
     def lost(self) -> str | None:
-        """Call the roll, unless somebody has, and wait for the result.
-
-        Returns:
-            who is gone, in words, or None if all answered.
-        """
+        """Call the roll, unless somebody has: who is gone, in words, or None if all answered."""
         self._called.set()
         self._wake.set()
         # A store whose host is stopped, not gone, answers nothing: its requests never return.
@@ -88,12 +78,10 @@ class RollCall:
         return self._lost or None
 
     def leave(self, last_words: str | None = None) -> None:
-        """End this process's part; the others will be told `last_words`, if given, when they call
-        the roll.
+        """End this process's part; the others are told `last_words` when they call the roll.
 
         A thread that comes back from C++ while the interpreter ends aborts the process: this waits
-        until it is done, and gives up only on a request that the store never answers, which will
-        not come back.
+        until it is done, and gives up only on a request that the store never answers.
         """
         self._last_words = last_words
         self._ends.set()
@@ -101,10 +89,10 @@ class RollCall:
         self._thread.join(max(10.0, 2 * PATIENCE_S))
 
     def _watch(self) -> None:
-        """Run in the thread. Errors of the store mean that it is gone."""
+        """Errors of the store mean that it is gone."""
         try:
             store = self._store
-            store.set(f"place/{self.rank}", self.place)
+            store.set(f"host/{self.rank}", self.host)
             while not self._ends.is_set():
                 if self._called.is_set():
                     store.set("called", "")
@@ -123,8 +111,7 @@ class RollCall:
             self._done.set()
 
     def _call(self) -> str:
-        """Answer, wait for the answers of the others and return who gave none, in words; "" if all
-        did."""
+        """Answer, wait for the others and return who gave no answer, in words."""
         store, deadline = self._store, time.monotonic() + PATIENCE_S
         store.set(f"here/{self.rank}", "")
         while not store.check([f"here/{rank}" for rank in range(self.size)]):
@@ -133,10 +120,9 @@ class RollCall:
         missing = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
         if not missing:
             return ""
-        places = [self._read(f"place/{rank}") or "host not known yet" for rank in missing]
         named = [
-            f"rank {rank} (of {self.size}, {place})"
-            for rank, place in zip(missing, places, strict=True)
+            f"rank {rank} (of {self.size}, {self._read(f'host/{rank}') or 'host not known yet'})"
+            for rank in missing
         ]
         last_words = {rank: self._read(f"last_words/{rank}") for rank in missing}
         words = [f"; rank {rank} ended with {said}" for rank, said in last_words.items() if said]
@@ -150,8 +136,7 @@ class RollCall:
 
 
 _current: RollCall | None = None
-_group: weakref.ref | None = None
-"""To the default process group that `_current` is of."""
+"""A registry, since whoever sees an exchange fail has no part in roll calls at hand."""
 
 
 def register() -> None:
@@ -161,23 +146,24 @@ def register() -> None:
     Does nothing if there is no group of several processes, or if this process takes part already.
     If the group was made anew since, this process takes part in the new one's roll calls instead.
     """
-    global _current, _group
+    global _current
     if not distributed.is_available() or not distributed.is_initialized():
         return
-    if _current is not None and _group() is distributed.group.WORLD:
+    group = distributed.group.WORLD
+    if _current is not None and _current.group() is group:
         return
     unregister()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size == 1:
         return
     _current = RollCall(
-        distributed.group.WORLD.get_group_store().clone(),
+        group.get_group_store().clone(),
         rank,
         size,
-        place=f"host {socket.gethostname()}, process id {os.getpid()}",
+        host=f"host {socket.gethostname()}, process id {os.getpid()}",
         store_host=_store_host(),
     )
-    _group = weakref.ref(distributed.group.WORLD)
+    _current.group = weakref.ref(group)
     atexit.unregister(unregister)
     atexit.register(unregister)
 
@@ -193,13 +179,11 @@ def unregister(last_words: str | None = None) -> None:
 def is_exchange_failure(error: BaseException) -> bool:
     """Whether `error`, or one that it was raised in place of, is that of a failed exchange between
     processes."""
-    while error is not None:
-        if isinstance(error, (ExchangeFailed, distributed.DistError)):
-            return True
-        if isinstance(error, RuntimeError) and FAILURES.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(one, (ExchangeFailed, distributed.DistError))
+        or (isinstance(one, RuntimeError) and FAILURES.search(str(one)) is not None)
+        for one in _chain(error)
+    )
 
 
 def name_the_lost(error: BaseException) -> BaseException:
@@ -212,18 +196,20 @@ def name_the_lost(error: BaseException) -> BaseException:
     """
     if isinstance(error, ExchangeFailed) or not is_exchange_failure(error):
         return error
-    reason = _root(error)
+    *_, last = _chain(error)
+    root = next((one for one in _chain(error) if isinstance(one, RuntimeError)), last)
+    reason = _first_line(root)  # what the exchange itself said
     if _current is None:
         return ExchangeFailed(reason)
     lost = _current.lost()
     # DDP passes on no more than the words of what another thread has named already
     if lost is not None:
         return RankLost(reason if reason.startswith(lost) else f"{lost}: {reason}")
-    said = (
+    answer = (
         f"; all {_current.size} ranks still answer, so one is slow, or they are not at the same"
         " exchange"
     )
-    return ExchangeFailed(reason if reason.endswith(said) else reason + said)
+    return ExchangeFailed(reason if reason.endswith(answer) else reason + answer)
 
 
 @contextlib.contextmanager
@@ -252,7 +238,6 @@ def raise_named(error: BaseException) -> NoReturn:
 
 
 def _store_host() -> str:
-    """Who is gone if the store is, in words."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (
@@ -262,13 +247,10 @@ def _store_host() -> str:
     return "rank 0, which hosts the store, no longer answers"
 
 
-def _root(error: BaseException) -> str:
-    """The first line of what the exchange itself said."""
-    while (
-        not isinstance(error, RuntimeError) and (error.__cause__ or error.__context__) is not None
-    ):
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
         error = error.__cause__ or error.__context__
-    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,20 +1,16 @@
-"""int8 and int8_hier: the mean of all workers' gradients in two hops of codes, between workers or
-nodes.
+"""int8 and int8_hier: the mean of all workers' gradients in two hops of codes.
 
 Each worker owns a shard of the bucket. First hop: every worker sends each owner its codes of the
 owner's shard (all-to-all); the owner adds up the values in float32, in the order of ranks. Second
-hop: the owner rounds the mean once more and sends its codes to all (all-gather). A value is rounded
-twice whatever the number of workers, and all end with the same codes. Scales lie in the messages,
-beside the codes (Wang et al. 2023, ZeRO++, section 3.3; there only the first hop is rounded).
+hop: the owner rounds the mean once more and sends its codes to all (all-gather). All end with the
+same codes. Scales lie in the messages, beside the codes (Wang et al. 2023, ZeRO++, section 3.3;
+there only the first hop is rounded).
 
-Inside a node links are fast: under int8_hier each of its workers gets a piece of
-every neighbour's bucket as it is and adds them up (a reduce-scatter by all-to-all: sums in float32
-in the order of ranks, fused with the rounding that follows). Workers with the same place on every
-node then average their pieces as above, so that each piece crosses a node's network card once in
-each direction, and the codes of all pieces are gathered inside the node.
-
-A large bucket goes in parts, so that the network carries one part while codes of others are packed
-and summed.
+Under int8_hier each worker of a node first gets a piece of every neighbour's bucket as it is and
+adds them up, fused with the rounding that follows. Workers at the same position of every node
+average their pieces as above, so that each piece crosses a node's network card once in each
+direction; the codes of all pieces are gathered inside the node. A large bucket goes in parts, so
+that the network carries one part while others are packed and summed.
 """
 
 from collections.abc import Iterator
@@ -39,7 +35,7 @@ class TwoHop:
 
     Args:
         group: the workers that exchange codes, in order of ranks: all of them, or the one with this
-            one's place on every node.
+            one's position on every node.
         scratch: holds pieces and messages.
         neighbours: the workers of this node, in order of ranks; None: none but this one.
     """

@@ -110,7 +110,7 @@ def report(model: nn.Module, options: Any) -> None:
     if layer is None:
         return
     where, reason = layer.backend or for_device(next(layer.parameters()).device), ""
-    if options.lsq_device is None and where.place.type == CPU:
+    if options.lsq_device is None and where.device.type == CPU:
         reason = f": {gpu_fault() or '--cpu was given'}"
     activations = str(where.activations).removeprefix("torch.")
     logger.info("layers compute on %s, activations in %s%s", where.name, activations, reason)

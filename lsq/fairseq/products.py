@@ -19,8 +19,8 @@ from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 from lsq.gemm.tuner import product_list
 from lsq.layers.memory import rehearse_step
 from lsq.program.program import Program
-from lsq.run import rehearsal
-from lsq.run.products import products_of
+from lsq.run.cuda import products_of
+from lsq.run.step import rehearsing
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
     model's clips are measured or fixed."""
     words, encoded = torch.full((rows, 1), model.decoder.dictionary.unk()), None
     model.eval()
-    with rehearsal.rehearsing() as rehearsed:
+    with rehearsing() as rehearsed:
         if hasattr(model, "encoder"):
             encoded = model.encoder(words, torch.ones(rows, dtype=torch.int64))
         model.decoder(words, encoded, incremental_state={})

@@ -5,31 +5,19 @@ from typing import TYPE_CHECKING
 from lsq.extras import lazily
 
 if TYPE_CHECKING:
-    from lsq.layers.attention import MultiheadAttention
-    from lsq.layers.decoder_layer import TransformerDecoderLayer
     from lsq.layers.embedding import Embedding
-    from lsq.layers.encoder_layer import TransformerEncoderLayer
-    from lsq.layers.feed_forward import FeedForward
-    from lsq.layers.language_model import TransformerLanguageModel
     from lsq.layers.linear import QuantizedLinear
     from lsq.layers.module import ProgramModule
     from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
+    from lsq.layers.stack import TransformerLanguageModel
+    from lsq.layers.transformer import (
+        FeedForward,
+        MultiheadAttention,
+        TransformerDecoderLayer,
+        TransformerEncoderLayer,
+    )
     from lsq.layers.vocabulary import VocabularyProjection
 
-_FILES = {
-    "Embedding": "embedding",
-    "FeedForward": "feed_forward",
-    "MultiheadAttention": "attention",
-    "Packing": "packing",
-    "ProgramModule": "module",
-    "QuantizedLinear": "linear",
-    "TransformerDecoderLayer": "decoder_layer",
-    "TransformerEncoderLayer": "encoder_layer",
-    "TransformerLanguageModel": "language_model",
-    "VocabularyProjection": "vocabulary",
-    "pack_time_major": "packing",
-    "unpack_time_major": "packing",
-}
 __all__ = [
     "Embedding",
     "FeedForward",
@@ -44,4 +32,14 @@ __all__ = [
     "pack_time_major",
     "unpack_time_major",
 ]
+_FILES = dict.fromkeys(__all__, "transformer") | {
+    "Embedding": "embedding",
+    "Packing": "packing",
+    "ProgramModule": "module",
+    "QuantizedLinear": "linear",
+    "TransformerLanguageModel": "stack",
+    "VocabularyProjection": "vocabulary",
+    "pack_time_major": "packing",
+    "unpack_time_major": "packing",
+}
 __getattr__ = lazily(__name__, _FILES)

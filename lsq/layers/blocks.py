@@ -1,17 +1,18 @@
-"""Layers as forward operations.
+"""Blocks of Transformer layers as forward operations.
 
-Each block appends to a LayerBuilder and declares its parameters; gradients follow. It says which
-value is rounded under which clip; the builder knows the formats. Names of parameters are relative
-to `prefix`, as in a module's state dict. M rows, H hidden, F feed-forward.
+Each block appends to a LayerBuilder, declares its parameters, and says which value is rounded under
+which clip; gradients follow. Names of parameters are relative to `prefix`, as in a module's state
+dict. M rows, H hidden, F feed-forward.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from lsq.config import Adapter, LayerConfig
-from lsq.layers.builder import LayerBuilder, Result
+from lsq.layers.builder import Epilogue, LayerBuilder
 from lsq.layers.positions import position_bias, rotate_heads
 from lsq.ops.adapter import Adapt, AdapterInput
 from lsq.ops.append import Append
@@ -19,13 +20,10 @@ from lsq.ops.attention import Attention
 from lsq.ops.gated import Gated
 from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation
-from lsq.ops.prediction import KeptWords, Prediction
-from lsq.ops.project import Project
-from lsq.ops.residual_norm import ResidualNorm, ResidualSum
-from lsq.ops.vocabulary_loss import VocabularyLoss
-from lsq.program.parameters import Kind, fan_in, xavier
-from lsq.program.tensor import VirtualTensor
+from lsq.ops.residual_norm import NormalisedRows, ResidualNorm, ResidualSum
+from lsq.program.tensor import Kind, VirtualTensor, fan_in, xavier
 from lsq.program.values import Rows
+from lsq.quant import NORMALISED
 
 
 def filled(rows: int) -> int:
@@ -44,9 +42,9 @@ class PackedSequences:
     """B"""
 
     def filled(self) -> "PackedSequences":
-        """At least as large, of few sizes: four numbers of rows between two powers of two, and with
-        each of them one number of sentences as long as they have 16 tokens or more on average,
-        twice as many from 8 on, ...
+        """At least as large, of few sizes: four numbers of rows between two powers of two, each
+        with one number of sentences if these have 16 tokens or more on average, with twice as many
+        from 8 on, ...
         """
         rows = filled(self.rows)
         count = -(-rows // 16)
@@ -68,86 +66,39 @@ class Memory:
     cu_seqlens: VirtualTensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Epilogue:
-    """The epilogue of a product: what happens to its sums before they are stored."""
+class AdaptedBuilder(LayerBuilder):
+    """A builder that adds adapters to products, before their epilogues."""
 
-    name: str
-    """Name of the result."""
-    clip: str | None = None
-    """Rounded under the clip of this name, if anything is; else floats."""
-    activation: Activation = Activation.none
-    dropout: float = 0.0
-    dtype: torch.dtype = torch.float32
-    """dtype of floats; on a GPU they have that of its activations."""
+    def __init__(self, *arguments, adapters: Iterable[Adapter], **options):
+        super().__init__(*arguments, **options)
+        self._adapters = {one.weight: one for one in adapters}
 
-    def result(self, builder: LayerBuilder, shape: tuple[int, int]) -> Result:
-        """Where a result [M, N] goes."""
-        return builder.result(self.name, shape, self.clip, dtype=self.dtype)
-
-
-def project(
-    builder: LayerBuilder,
-    x: Rows,
-    weight: str,
-    shape,
-    end: Epilogue,
-    *,
-    bias: str | None = None,
-    rows: int | None = None,
-    accumulates: bool = False,
-    **start,
-) -> Rows:
-    """x [M, K] times a weight of `shape` [N, K], transposed, with bias [N] and epilogue.
-
-    Args:
-        rows: above N pads the weight's codes and so the columns of the result.
-        accumulates: the gradient of x goes into that of a product before this one, which reads x.
-        start: see Builder.weight; a bias begins at 0, or within `bias_bound`.
-    """
-    bias_bound = start.pop("bias_bound", 0.0)
-    operands = builder.operands(x, weight, shape, rows=rows, **start)
-    added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
-    adapter, size = builder.adapters.get(weight), (x.tensor.shape[0], rows or shape[0])
-    own = end if adapter is None else Epilogue(name=end.name + ".base")
-    y = own.result(builder, size)
-    builder.add(
-        Project(
-            **operands,
-            bias=added,
-            out=y.out,
-            rounded=y.rounded,
-            nonlinearity=builder.nonlinearity(own.name, size, own.activation, own.dropout),
-            accumulates=accumulates,
+    def project(self, x: Rows, weight: str, shape: tuple[int, int], end: Epilogue, **options):
+        adapter = self._adapters.get(weight)
+        if adapter is None:
+            return super().project(x, weight, shape, end, **options)
+        base = super().project(x, weight, shape, Epilogue(name=end.name + ".base"), **options)
+        base, name = base.floats, weight.removesuffix("weight") + "adapter"
+        (rows, inputs), rank = x.tensor.shape, adapter.rank
+        dropout = self.dropout(adapter.dropout)
+        values = self.tensor(name + ".input", x.tensor.shape)
+        self.add(AdapterInput(x=x, dropout=dropout, values=values))
+        y = self.result(end.name, base.shape, end.clip, dtype=end.dtype)
+        self.add(
+            Adapt(
+                x=x,
+                dropout=dropout,
+                values=values,
+                base=base,
+                out=y.out,
+                rounded=y.rounded,
+                nonlinearity=self.nonlinearity(end.name, base.shape, end.activation, end.dropout),
+                down=self.parameter(name + "_down", (rank, inputs), Kind.ADAPTER),
+                up=self.parameter(name + "_up", (base.shape[1], rank), Kind.ADAPTER),
+                hidden=self.tensor(name + ".hidden", (rows, rank)),
+            )
         )
-    )
-    return y.rows if adapter is None else adapt(builder, x, y.out, adapter, end)
-
-
-def adapt(
-    builder: LayerBuilder, x: Rows, base: VirtualTensor, adapter: Adapter, end: Epilogue
-) -> Rows:
-    """Add adapters of x to its product `base` [M, N], before its epilogue."""
-    name, (rows, inputs) = adapter.weight.removesuffix("weight") + "adapter", x.tensor.shape
-    rank, dropout = adapter.rank, builder.dropout(adapter.dropout)
-    values = builder.tensor(name + ".input", x.tensor.shape)
-    builder.add(AdapterInput(x=x, dropout=dropout, values=values))
-    y = end.result(builder, base.shape)
-    builder.add(
-        Adapt(
-            x=x,
-            dropout=dropout,
-            values=values,
-            base=base,
-            out=y.out,
-            rounded=y.rounded,
-            nonlinearity=builder.nonlinearity(end.name, base.shape, end.activation, end.dropout),
-            down=builder.parameter(name + "_down", (rank, inputs), Kind.ADAPTER),
-            up=builder.parameter(name + "_up", (base.shape[1], rank), Kind.ADAPTER),
-            hidden=builder.tensor(name + ".hidden", (rows, rank)),
-        )
-    )
-    return y.rows
+        return y.rows
 
 
 def bias_of(config: LayerConfig, name: str) -> str | None:
@@ -158,17 +109,11 @@ def bias_of(config: LayerConfig, name: str) -> str | None:
 def project_heads(
     builder: LayerBuilder, config: LayerConfig, x: Rows, name: str, parts: int
 ) -> Rows:
-    """Queries (parts 1), keys and values (2) or all three (3) side by side.
-
-    All three are those of self-attention, whose queries and keys may be rotated.
-
-    Args:
-        name: of the result and its parameters.
-    """
+    """Queries (parts 1), keys and values (2) or all three (3) side by side, under `name`; all three
+    are those of self-attention, which may be rotated."""
     hidden, rotates = config.hidden, parts == 3 and config.rotary is not None
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
-    heads = project(
-        builder,
+    heads = builder.project(
         x,
         name + "_weight",
         (columns, hidden),
@@ -176,8 +121,8 @@ def project_heads(
             name=name + ".unrotated" if rotates else name, clip=None if rotates else name + "_clip"
         ),
         bias=name + "_bias" if config.biased_heads else None,
-        bound=xavier(hidden, hidden) / math.sqrt(2),
         bias_bound=fan_in(hidden),
+        bound=xavier(hidden, hidden) / math.sqrt(2),
         in_out=config.in_out,
     )
     if not rotates:
@@ -203,7 +148,7 @@ def attention(
     memory: Memory,
     prefix: str,
     *,
-    causal: bool,
+    causal: bool = False,
     window: int | None = None,
     bias: PositionBias | None = None,
 ) -> VirtualTensor:
@@ -228,8 +173,7 @@ def attention(
     )
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
     builder.add(Attention(heads=heads, out=context.out, rounded=context.rounded, log_sum=log_sum))
-    return project(
-        builder,
+    return builder.project(
         context.rows,
         prefix + "out_weight",
         (hidden, columns),
@@ -252,10 +196,8 @@ def self_attention(
 ) -> VirtualTensor:
     """Attention of packed sentences to themselves: normalised rows -> as `attention`.
 
-    `qkv`: what x is projected to, if that is there already.
-
-    Raises:
-        ValueError: the configuration has a window, but attention is not causal.
+    `qkv`: what x was projected to already. Raises ValueError if attention with a window is not
+    causal.
     """
     if config.window is not None and not causal:
         raise ValueError(
@@ -264,17 +206,8 @@ def self_attention(
     qkv = qkv or project_heads(builder, config, x, prefix + "qkv", 3)
     memory = Memory(rows=qkv, key_column=config.query_columns, cu_seqlens=cu_seqlens)
     bias = position_bias(builder, config, prefix)
-    return attention(
-        builder,
-        config,
-        qkv,
-        cu_seqlens,
-        memory,
-        prefix,
-        causal=causal,
-        window=config.window,
-        bias=bias,
-    )
+    options = {"causal": causal, "window": config.window, "bias": bias}
+    return attention(builder, config, qkv, cu_seqlens, memory, prefix, **options)
 
 
 def cross_attention(
@@ -287,93 +220,64 @@ def cross_attention(
 ) -> VirtualTensor:
     """Attention to a memory: normalised rows -> as `attention`."""
     queries = project_heads(builder, config, x, prefix + "query", 1)
-    return attention(builder, config, queries, cu_seqlens, memory, prefix, causal=False)
+    return attention(builder, config, queries, cu_seqlens, memory, prefix)
 
 
 def feed_forward(builder: LayerBuilder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:
     """Two projections with an activation between them, or three with a gate: normalised rows ->
     floats [M, H], before dropout.
+
+    The middle of a gated block is dropout(activation(gate(x)) * up(x)) [M, F].
     """
-    inner = config.feed_forward
-    end = Epilogue(
-        name=prefix + "activation",
-        clip=prefix + "activation_clip",
-        activation=Activation[config.activation],
-        dropout=config.activation_dropout,
-    )
-    middle = (
-        gated_middle(builder, config, x, prefix, end)
-        if config.gated
-        else project_feed_forward(builder, config, x, prefix + "fc1", inner, end)
-    )
-    fc2 = Epilogue(name=prefix + "fc2")
-    return project_feed_forward(builder, config, middle, prefix + "fc2", config.hidden, fc2).floats
 
+    def projected(x: Rows, name: str, outputs: int, end: Epilogue, **options) -> Rows:
+        inputs, name = x.tensor.shape[1], prefix + name
+        bound = fan_in(inputs)
+        options |= {"bias": bias_of(config, name), "bias_bound": bound, "bound": bound}
+        shape = outputs, inputs
+        return builder.project(x, name + "_weight", shape, end, in_out=config.in_out, **options)
 
-def gated_middle(
-    builder: LayerBuilder, config: LayerConfig, x: Rows, prefix: str, end: Epilogue
-) -> Rows:
-    """dropout(activation(gate(x)) * up(x)) [M, F], with the activation, the dropout and the clip of
-    `end`."""
-    inner = config.feed_forward
-    ends = (Epilogue(name=prefix + name, clip=f"{prefix}{name}_clip") for name in ("gate", "up"))
-    gate, up = (
-        project_feed_forward(builder, config, x, side.name, inner, side, accumulates=number > 0)
-        for number, side in enumerate(ends)
-    )
-    result = builder.result(end.name, (x.tensor.shape[0], inner), end.clip, by_row=True)
-    builder.add(
-        Gated(
-            gate=gate,
-            up=up,
-            activation=end.activation,
-            dropout=builder.dropout(end.dropout),
-            out=result.out,
-            rounded=result.rounded,
+    inner, name = config.feed_forward, prefix + "activation"
+    activation = Activation[config.activation]
+    if config.gated:
+        gate, up = (
+            projected(
+                x,
+                side,
+                inner,
+                Epilogue(name=prefix + side, clip=f"{prefix}{side}_clip"),
+                accumulates=side == "up",
+            )
+            for side in ("gate", "up")
         )
-    )
-    return result.rows
-
-
-def project_feed_forward(
-    builder: LayerBuilder,
-    config: LayerConfig,
-    x: Rows,
-    name: str,
-    outputs: int,
-    end: Epilogue,
-    **options,
-) -> Rows:
-    """A projection of a feed-forward block; `name`: of its parameters. options: see `project`."""
-    inputs = x.tensor.shape[1]
-    return project(
-        builder,
-        x,
-        name + "_weight",
-        (outputs, inputs),
-        end,
-        bias=bias_of(config, name),
-        bound=fan_in(inputs),
-        bias_bound=fan_in(inputs),
-        in_out=config.in_out,
-        **options,
-    )
+        middle = builder.result(name, (x.tensor.shape[0], inner), name + "_clip", by_row=True)
+        builder.add(
+            Gated(
+                gate=gate,
+                up=up,
+                activation=activation,
+                dropout=builder.dropout(config.activation_dropout),
+                out=middle.out,
+                rounded=middle.rounded,
+            )
+        )
+        middle = middle.rows
+    else:
+        end = Epilogue(
+            name=name,
+            clip=name + "_clip",
+            activation=activation,
+            dropout=config.activation_dropout,
+        )
+        middle = projected(x, "fc1", inner, end)
+    return projected(middle, "fc2", config.hidden, Epilogue(name=prefix + "fc2")).floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residual:
     """The float tensor to which a block adds, and the rows that it reads."""
 
-    floats: VirtualTensor
-    rows: Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Normed:
-    """A sum and its norm: z, floats of the norm if they are kept, and the norm as it is read."""
-
-    z: VirtualTensor | None
-    out: VirtualTensor | None
+    floats: VirtualTensor | None
     rows: Rows
 
 
@@ -386,8 +290,8 @@ def residual_sum(
     *,
     kept: bool = True,
 ) -> ResidualSum:
-    """residual + dropout(update), kept under that name if it is; the residual itself without an
-    update."""
+    """residual + dropout(update), stored under that name if it is kept; the residual itself without
+    an update."""
     if update is None:
         return ResidualSum(residual=residual)
     z = builder.like(name, residual) if kept else None
@@ -405,8 +309,12 @@ def norm(
     name: str,
     clip: str | None,
     keep_float: bool,
-) -> Normed:
-    """residual + dropout(update), and its norm `name`: rounded under `clip`, as floats, or both."""
+) -> Residual:
+    """residual + dropout(update), and its norm `name`: rounded under `clip`, or floats.
+
+    Returns:
+        The rows of the norm, and the floats of the norm if they are kept; else those of the sum.
+    """
     rows, columns = shape = residual.shape
     # the next sum begins with z, or a gradient reads it
     kept = config.pre_norm or builder.backward and not builder.keeps_codes
@@ -419,10 +327,15 @@ def norm(
     if config.norm == "layer":
         fields["bias"] = builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS)
         fields["mean"] = builder.tensor(name + ".mean", (rows,))
-    fields["normalised"] = builder.normalised(name, shape)
+    if builder.keeps_codes:
+        fields["normalised"] = NormalisedRows(
+            format=NORMALISED,
+            codes=builder.tensor(name + ".normalised", shape, NORMALISED.storage),
+            scale=builder.tensor(name + ".normalised.scale", shape[:1]),
+        )
     y = builder.result(name + ".out", shape, clip, floats=keep_float)
     added = builder.add(ResidualNorm(**fields, out=y.out, rounded=y.rounded))
-    return Normed(z=added.sum.z, out=y.out, rows=y.rows)
+    return Residual(floats=y.out if keep_float else added.sum.z, rows=y.rows)
 
 
 def enter(
@@ -447,11 +360,8 @@ def between(
 ) -> Residual:
     """Dropout and residual of one block, then the norm: its own (post-norm) or the following
     block's (pre-norm)."""
-    name = following if config.pre_norm else own
-    normed = norm(
-        builder, config, before.floats, update, name=name, clip=clip, keep_float=not config.pre_norm
-    )
-    return Residual(floats=normed.z if config.pre_norm else normed.out, rows=normed.rows)
+    name, post = following if config.pre_norm else own, not config.pre_norm
+    return norm(builder, config, before.floats, update, name=name, clip=clip, keep_float=post)
 
 
 def leave(
@@ -462,7 +372,7 @@ def leave(
     if not config.pre_norm:
         return norm(
             builder, config, before.floats, update, name=own, clip=None, keep_float=True
-        ).out
+        ).floats
     added = residual_sum(builder, config, before.floats, update, own + ".sum")
     return builder.add(ResidualNorm(sum=added)).sum.z
 
@@ -476,28 +386,3 @@ def append(builder: LayerBuilder, before: VirtualTensor, now: Rows, batch: int) 
     else:
         builder.add(Append(before=before, now=new, batch=batch, out=out))
     return builder.kept_rows(out, now.coded and now.scale)
-
-
-def vocabulary_loss(
-    builder: LayerBuilder, prediction: Prediction
-) -> tuple[VirtualTensor, VirtualTensor]:
-    """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss
-    [1])."""
-    loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
-    normaliser = bound = kept = None
-    rows = (prediction.rows,)
-    if builder.backward:
-        normaliser = builder.tensor("log_normaliser", rows)
-        if builder.rounds_gradients:
-            bound = builder.tensor("d_logits.bound", rows)
-            if not builder.needs_gradient(prediction.weight.clip):
-                kept = KeptWords(
-                    likeliest=builder.tensor("d_logits.likeliest", rows, torch.int64),
-                    gradient=builder.tensor("d_logits.kept", (2, *rows)),
-                )
-    builder.add(
-        VocabularyLoss(
-            prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, kept=kept
-        )
-    )
-    return loss, nll

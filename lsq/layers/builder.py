@@ -1,53 +1,67 @@
-"""The builder of layers: it knows the formats, and which operations round a value in each.
+"""The builder of layers, which knows how a value is rounded, and functions that keep programs.
 
-Blocks (lsq.layers.blocks) say which value is rounded under which clip. There are three cases:
-
-* codes: products read int8 codes (or int4 weights); operations round what they write (`Coded`);
-* values of a format without a fast product: operations write floats, and a FakeQuantize behind each
-  turns them into values of the format;
-* float mode: nothing is rounded and there are no clips.
+Products read int8 codes (or int4 weights), which operations write (`Coded`); or values of a format
+without a fast product, which a FakeQuantize makes of floats; or, in float mode, floats.
 """
 
+import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
+from functools import lru_cache, wraps
 
 import torch
 
+from lsq.config import QuantConfig
+from lsq.gemm.cuda import choices
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.grouped_product import STEP, GroupedCodes, common_group
 from lsq.ops.nonlinearity import Activation, Nonlinearity
-from lsq.ops.residual_norm import NormalisedRows
+from lsq.ops.project import Project
 from lsq.ops.rounding import Add, Round, unpacked
 from lsq.ops.scales import start_together
 from lsq.ops.sums import finish_together
+from lsq.program.backend import Backend
 from lsq.program.builder import Builder
 from lsq.program.operation import Operation
-from lsq.program.parameters import Kind
-from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, Rows, Weight
-from lsq.quant import NORMALISED
+from lsq.program.program import Program
+from lsq.program.tensor import Kind, VirtualTensor
+from lsq.program.values import Coded, Rows
 from lsq.quant.numbers import Grain
+
+PROGRAMS_KEPT = 512
+"""Programs of the sizes seen last that are kept, for each kind of layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A value [M, N] that one operation writes and others read."""
+    """A value [M, N]: floats and codes as an operation writes them, and rows as others read it."""
 
     out: VirtualTensor | None
-    """The value as written in floats."""
     rounded: Coded | None
-    """The value as written in codes."""
     rows: Rows
-    """The value as it is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epilogue:
+    """The epilogue of a product: what happens to its sums before they are stored under a name."""
+
+    name: str
+    clip: str | None = None
+    """Name of the clip under which the result is rounded, unless it stays a float."""
+    activation: Activation = Activation.none
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    """dtype of floats; on a GPU they have that of its activations."""
 
 
 class LayerBuilder(Builder):
-    """Builds programs of layers; see the module."""
+    """Builds programs of layers: it knows which operations round a value in each format."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self._waiting: dict[VirtualTensor, tuple[str, VirtualTensor]] = {}
-        """By floats that are not written yet: the clip of their values in a format, and those."""
+        """Floats that are not written yet -> the clip of their values in a format, and those."""
 
     def add(self, operation: Operation) -> Operation:
         super().add(operation)
@@ -55,8 +69,6 @@ class LayerBuilder(Builder):
             if tensor in self._waiting:
                 self._add_values(tensor, *self._waiting.pop(tensor))
         return operation
-
-    # Activations
 
     def result(
         self,
@@ -68,15 +80,10 @@ class LayerBuilder(Builder):
         floats: bool = False,
         by_row: bool = False,
     ) -> Result:
-        """A value of that name, rounded under a clip if it has one and anything is rounded.
+        """A new value [M, N], rounded under `clip`, the value's name and "_clip", if there is one.
 
-        Args:
-            name: of floats.
-            shape: [M, N].
-            clip: its name; the value's name and _clip.
-            dtype: of floats.
-            floats: whether floats are wanted beside codes.
-            by_row: see Builder.coded.
+        `name` and `dtype` are those of floats, which `floats` stores beside codes; `by_row`: see
+        Builder.coded.
         """
         rounded = None
         if clip is not None and self.quant.coded:
@@ -90,7 +97,7 @@ class LayerBuilder(Builder):
         return Result(out=out, rounded=None, rows=Rows(floats=values))
 
     def round(self, x: VirtualTensor, clip: str) -> Rows:
-        """x [M, N], which is there already, rounded under the clip of that name."""
+        """Round x [M, N] under the clip of that name."""
         if self.quant.coded:
             rounded = self.coded(clip.removesuffix("_clip"), x.shape, clip)
             self.add(Round(x=x, rounded=rounded))
@@ -101,7 +108,7 @@ class LayerBuilder(Builder):
         return Rows(floats=values)
 
     def _values_of(self, x: VirtualTensor, clip: str | None) -> VirtualTensor:
-        """A tensor for the values of floats in the format of their clip; x where there is none."""
+        """A tensor for values of x in the format of its clip; x itself where there is none."""
         if clip is None:
             return x
         name = clip.removesuffix("_clip")
@@ -132,17 +139,10 @@ class LayerBuilder(Builder):
             return Rows(floats=tensor)
         return Rows(coded=Coded(format=self.quant.activations, codes=tensor, scale=scale))
 
-    # What the backward pass finds
-
     @property
     def keeps_codes(self) -> bool:
-        """Whether the backward pass finds slopes and normalised rows as codes."""
+        """Whether the backward pass reads slopes and normalised rows as codes."""
         return self.backward and self.quant.coded
-
-    @property
-    def rounds_gradients(self) -> bool:
-        """Whether gradients of products become codes."""
-        return self.keeps_codes and self.quant.backward == "int8"
 
     def nonlinearity(
         self, name: str, shape: tuple[int, int], activation: Activation, dropout: float
@@ -160,29 +160,52 @@ class LayerBuilder(Builder):
             found.before = self.tensor(name + ".before", shape)
         return found
 
-    def normalised(self, name: str, shape: tuple[int, int]) -> NormalisedRows | None:
-        """Codes of normalised rows [M, N] for the backward pass, if it reads codes."""
-        if not self.keeps_codes:
-            return None
-        return NormalisedRows(
-            format=NORMALISED,
-            codes=self.tensor(name + ".normalised", shape, NORMALISED.storage),
-            scale=self.tensor(name + ".normalised.scale", shape[:1]),
-        )
-
     # Products
 
-    def operands(self, x: Rows, weight: str, shape: tuple[int, int], **options) -> dict:
-        """The fields x, weight and groups of a Project: x [M, K] and a weight `shape` [N, K].
+    def project(
+        self,
+        x: Rows,
+        weight: str,
+        shape: tuple[int, int],
+        end: Epilogue,
+        *,
+        bias: str | None = None,
+        bias_bound: float = 0.0,
+        rows: int | None = None,
+        accumulates: bool = False,
+        **start,
+    ) -> Rows:
+        """x [M, K] times a weight of `shape` [N, K], transposed, with bias [N] and epilogue.
 
-        options: see `weight`.
+        Args:
+            bias: its name; it begins within `bias_bound`.
+            rows: above N pads the weight's codes and so the columns of the result.
+            accumulates: the gradient of x goes into that of a product before this one, which reads
+                x.
+            start: see Builder.weight.
         """
         form = None if self.quant.coded else self.quant.weight_form(weight)
         groups = None if form is None else self._groups(x, form)
-        stored = self.weight(weight, shape, group=groups.group if groups else 0, **options)
+        stored = self.weight(weight, shape, rows=rows, group=groups.group if groups else 0, **start)
         if groups is not None and stored.group != groups.group:
             groups = None
-        return {"x": x, "weight": unpacked(self, stored, x.tensor.shape[0]), "groups": groups}
+        count = x.tensor.shape[0]
+        size = (count, rows or shape[0])
+        added = self.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
+        y = self.result(end.name, size, end.clip, dtype=end.dtype)
+        self.add(
+            Project(
+                x=x,
+                weight=unpacked(self, stored, count),
+                groups=groups,
+                bias=added,
+                out=y.out,
+                rounded=y.rounded,
+                nonlinearity=self.nonlinearity(end.name, size, end.activation, end.dropout),
+                accumulates=accumulates,
+            )
+        )
+        return y.rows
 
     def _groups(self, x: Rows, form) -> GroupedCodes | None:
         """Decoded x [M, K] as int8 codes with scales of groups, where products with weights of a
@@ -204,10 +227,6 @@ class LayerBuilder(Builder):
             )
         return producer.coded.regrouped(group)
 
-    def unpacked_weight(self, name: str, shape: tuple[int, int], **options) -> Weight:
-        """A weight as products of many rows read it; options: see `weight`."""
-        return unpacked(self, self.weight(name, shape, **options))
-
     # Of whole passes
 
     def make_add(self, a: VirtualTensor, b: VirtualTensor, total: VirtualTensor) -> Operation:
@@ -218,3 +237,68 @@ class LayerBuilder(Builder):
 
     def last_operations(self, backward):
         return finish_together(backward, self.tensor) if self._backend.leaves_sums else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a program runs."""
+
+    training: bool
+    """Dropout is active."""
+    backward: bool
+    """There is a backward pass."""
+    backend: Backend
+    wanted: frozenset[str] | None = None
+    """Names of the inputs and parameters that need a gradient; None: all of them."""
+
+    def builder(
+        self, name: str, quant: QuantConfig, kind: Callable[..., LayerBuilder] = LayerBuilder
+    ) -> LayerBuilder:
+        """Begin a program of that name."""
+        return kind(
+            name,
+            quant,
+            training=self.training,
+            backward=self.backward if self.wanted is None else self.wanted,
+            backend=self.backend,
+        )
+
+
+def cached(build: Callable[..., Program]) -> Callable[..., Program]:
+    """Keep what `build` returned for the arguments seen last, while the same files of tuned
+    products are used, which decide how much scratch memory operations take."""
+    signature = inspect.signature(build)
+
+    @lru_cache(maxsize=PROGRAMS_KEPT)
+    def kept(chosen, *arguments, **named) -> Program:
+        built = build(*arguments, **named)
+        built.prepared["call"] = program, signature.bind(*arguments, **named).arguments
+        return built
+
+    @wraps(build)
+    def program(*arguments, **named) -> Program:
+        return kept(choices(), *arguments, **named)
+
+    return program
+
+
+def call_of(program: Program) -> tuple[Callable[..., Program], dict[str, object]]:
+    """Return the `cached` function that built a program, and its arguments by name."""
+    return program.prepared["call"]
+
+
+def in_floats(program: Program) -> Program:
+    """Return `program` in float mode: it has the same inputs, except codes of weights.
+
+    A vocabulary is not padded there, so that its logits are fewer.
+    """
+    build, arguments = call_of(program)
+    return build(**{name: _in_floats(value) for name, value in arguments.items()})
+
+
+def _in_floats(value: object) -> object:
+    if isinstance(value, QuantConfig):
+        return replace(value, mode="float")
+    if is_dataclass(value) and isinstance(getattr(value, "quant", None), QuantConfig):
+        return replace(value, quant=_in_floats(value.quant))
+    return value

@@ -1,4 +1,4 @@
-"""The format of the clips in a state dict, beside them; and what earlier versions kept there."""
+"""The number format of clips in a state dict, and what earlier versions kept there."""
 
 import functools
 import json
@@ -17,9 +17,8 @@ from lsq.quant.numbers.names import all_parts
 logger = logging.getLogger(__name__)
 
 NAME = "format"
-"""The entry of state dicts: float32, the bytes of a text in JSON, fields of QuantConfig by name.
-
-The mean of several state dicts leaves floats as they are. Earlier versions have uint8."""
+"""The entry of state dicts: fields of QuantConfig in JSON, as float32 bytes, which the mean of
+several state dicts leaves as they are; uint8 in earlier versions."""
 OF_CLIPS = "calibrated"
 """An entry of state dicts of all versions that have clips."""
 FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
@@ -27,7 +26,6 @@ FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
 """Formats that existed before state dicts stored them."""
 DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
-
 OUTDATED_CLIPS = ("hidden_clip", "out_clip")
 """Clips of products before their bias, which earlier versions rounded."""
 OUTDATED_COUNTS = ("calibrated", "passes")
@@ -43,11 +41,8 @@ def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantC
 
 
 def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
-    """Take the format out of a state dict that may have one.
-
-    Raises:
-        ValueError: it differs from this one, or is damaged.
-    """
+    """Take the format out of a state dict that may have one; raises ValueError if it differs from
+    this one, or is damaged."""
     entry, ours = state_dict.pop(prefix + NAME, None), fields_of(quantization)
     if entry is not None or prefix + OF_CLIPS in state_dict:
         check(stored(entry, prefix + NAME, ours), ours, prefix)
@@ -59,18 +54,10 @@ def fields_of(quantization: QuantConfig) -> dict[str, Any]:
 
 
 def stored(entry: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of clips in a state dict.
+    """Return the fields of the entry `name` of a state dict.
 
-    Earlier versions did not store them. They had int8 and int4 alone: such a state dict has this
-    model's fields if these are int8 or int4, else int8.
-
-    Args:
-        entry: in the state dict; None in those of earlier versions.
-        name: of the entry.
-        ours: fields of this model.
-
-    Raises:
-        ValueError: it is damaged.
+    Without one, as earlier versions had int8 and int4 alone, they are those of this model, `ours`,
+    if these are int8 or int4; else int8. Raises ValueError as `read`.
     """
     if entry is not None:
         return read(entry, name)
@@ -83,12 +70,8 @@ def stored(entry: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> di
 
 
 def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
-    """Return the fields in the entry `name` of a state dict; those of later versions have their
-    defaults.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Return the fields in the entry `name` of a state dict, or their defaults; raises ValueError
+    if it is damaged."""
     try:
         return DEFAULTS | json.loads(bytes(map(round, entry.tolist())))
     except (TypeError, ValueError, OverflowError) as error:
@@ -98,15 +81,9 @@ def read(entry: torch.Tensor, name: str) -> dict[str, Any]:
 
 
 def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse clips of another format, and say what to do.
+    """Raise a ValueError if `theirs`, fields of QuantConfig of a checkpoint, differ from `ours`.
 
-    Args:
-        theirs: fields of QuantConfig of the checkpoint.
-        ours: of the model.
-        prefix: of the names in the checkpoint that are looked at.
-
-    Raises:
-        ValueError: a field differs.
+    `prefix`: of the names in the checkpoint that are looked at.
     """
     other = [name for name in theirs if _canonical(theirs[name]) != _canonical(ours.get(name))]
     if not other:
@@ -125,7 +102,7 @@ def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") 
 
 
 def _canonical(value: Any) -> Any:
-    """A field's value, in which formats have all parts of their names: int8-row is int8/row."""
+    """Return a field's value with whole names of formats: int8-row is int8/row."""
     if not isinstance(value, str):
         return value
     return re.sub(r"[^,=]+", lambda name: all_parts(name[0].strip()), value)
@@ -137,10 +114,8 @@ def option(field: str, prefix: str = "--") -> str:
 
 
 def upgrade(state_dict: dict[str, torch.Tensor], prefix: str, declared: Collection[str]) -> None:
-    """Drop from the state of a module, whose names begin with `prefix`, what earlier versions kept.
-
-    `declared`: its parameters, whose activations' clips are then measured again.
-    """
+    """Drop clips that earlier versions kept from the state of a module; clips of activations are
+    measured again then. `declared`: names of its parameters."""
     parts = {name.rpartition(".")[0] for name in declared} - {""}
     outdated = {f"{part}.{name}" for part in parts for name in (*OUTDATED_CLIPS, *OUTDATED_COUNTS)}
     outdated = {*outdated, *OUTDATED_CLIPS} - set(declared)

@@ -1,26 +1,99 @@
-"""Modules with the parameters that a program declares, and clips that are measured, limited and
-saved."""
+"""Modules with the parameters that a program declares, and clips that are measured and limited."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.optim import Optimizer
 
 from lsq.config import QuantConfig
-from lsq.dist import replicas
-from lsq.layers import clip_format
 from lsq.layers.coded_weight import CodedWeight
-from lsq.layers.followed_clips import FollowedClips
 from lsq.layers.schedule import Schedule
-from lsq.layers.weight_masks import SUFFIX, WeightMasks
 from lsq.layers.weight_state import WeightState
 from lsq.ops.calibration import Calibration
-from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program
-from lsq.quant import largest_clips
+from lsq.program.tensor import CLIPS, Kind, Parameter
+from lsq.quant import SMALLEST_CLIP, largest_clips
 from lsq.run import parameter_state
+from lsq.run.parameter_state import steps
 from lsq.run.shards import MeasuredClips, is_shard
+
+KEPT = 63 / 64
+"""Factor of a clip that follows magnitudes, in an optimizer step without a larger value."""
+APART = 4
+"""Floats from one number to the next: kernels read from multiples of 16 bytes."""
+
+
+class FollowedClips:
+    """The largest magnitudes that a module's training passes have rounded since a step, until its
+    clips follow them (QuantConfig.clips="absmax").
+
+    Operations record magnitudes while they round (Coded.seen). The next pass takes the larger of
+    those and of the clip, less a 64th if an optimizer has stepped: so a clip is the largest
+    magnitude of some dozen steps, whatever the number of passes in each. Magnitudes stay until a
+    step, so that a state dict taken before it changes nothing. Nobody waits for a device. Values
+    that are not finite count for nothing, and a clip stays where nothing was recorded.
+    """
+
+    def __init__(self):
+        self._seen: torch.Tensor | None = None
+        """[2, clips, APART], the first of each: of training passes since a step, and of others."""
+        self._rows: dict[str, int] = {}
+        self._step = steps.count
+
+    def __reduce__(self):
+        return FollowedClips, ()
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there may be magnitudes to follow."""
+        return self._seen is not None
+
+    def forget(self) -> None:
+        """Nothing was seen: clips are what others have put there."""
+        self._seen = None
+
+    def follow(self, clips: Mapping[str, torch.Tensor]) -> None:
+        """Bring clips, each float32 [1], to what passes have seen."""
+        stepped, self._step = self._step != steps.count, steps.count
+        if self._seen is None:
+            return
+        values = [clips[name].data for name in self._rows]
+        seen = self._seen[0, :, 0].nan_to_num(0.0, 0.0, 0.0)
+        before = torch.cat(values)
+        kept = before * KEPT if stepped else before
+        after = torch.where(seen > 0, seen.clamp(min=SMALLEST_CLIP).maximum(kept), before)
+        torch._foreach_copy_(values, after[:, None].unbind())
+        if stepped:
+            self._seen[0].zero_()
+
+    def memory(
+        self, wanted: Iterable[tuple[str, str]], clips: Mapping[str, torch.Tensor], *, counts: bool
+    ) -> dict[str, torch.Tensor]:
+        """Return memory, float32 [1] each, for the magnitudes of what a pass rounds.
+
+        `wanted`: (name, clip) of these. `clips`: all that may follow, by name. `counts`: it is a
+        training pass.
+        """
+        if self._seen is None:
+            self._rows = {name: row for row, name in enumerate(clips)}
+            device = next((clip.device for clip in clips.values()), None)
+            with torch.inference_mode(False):  # training may come next
+                self._seen = torch.zeros(2, len(clips), APART, dtype=torch.float32, device=device)
+        record = self._seen.data[0 if counts else 1, :, :1]  # .data: no backward pass reads it
+        return {name: record[self._rows[clip]] for name, clip in wanted}
+
+
+def _agree(optimizer: Optimizer) -> None:
+    """Let all processes agree on clips before a step."""
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        from lsq.dist import replicas  # a single process loads none of it
+
+        replicas.agree(optimizer)
 
 
 class ClippedModule(nn.Module):
@@ -30,30 +103,28 @@ class ClippedModule(nn.Module):
     module `self_attn`. Clips stay float32 when the module is converted to another dtype.
 
     Attributes:
-        schedule: when clips are measured: in the first training pass, and again while tensors still
-            grow fast.
+        schedule: when clips are measured.
         weight_state: the codes of its weights.
-        weight_masks: what of the weights programs read, if not all.
+        weight_masks: the masks of its weights, if it is sparse (lsq.layers.weight_masks).
         followed: clips of activations that do not learn.
-        measured: what passes have measured of clips, until all know it.
+        measured: what passes have measured of clips, until all processes know it.
     """
 
     def begin(self, quantization: QuantConfig) -> None:
-        """Set what is not a parameter."""
+        """Set the attributes that are not parameters."""
         self.quant = quantization
         self.declared: dict[str, Parameter] = {}
         self.weight_state = WeightState()
         self.schedule = Schedule(quantization)
         self.followed = FollowedClips()
         self.measured = MeasuredClips()
-        self.weight_masks: WeightMasks | None = None
-        replicas.watch(self)
+        self.weight_masks = None
+        steps.know(self, _agree)
 
     # Parameters
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
-        """Make the parameters that a program declares, beside those that are there already, which
-        stay."""
+        """Make the parameters that a program declares; those that are there already stay."""
         device = next((one.device for one in self.parameters()), None)
         for declared in every:
             holder, name = self._holder(declared.name)
@@ -63,7 +134,7 @@ class ClippedModule(nn.Module):
                 holder.register_parameter(name, _made(declared, device, learns))
 
     def _holder(self, path: str) -> tuple[nn.Module, str]:
-        """The module that holds the parameter of that dotted name, and its name there."""
+        """Return the module that holds the parameter of that dotted name, and its name there."""
         *parts, name = path.split(".")
         holder = self
         for part in parts:
@@ -77,14 +148,13 @@ class ClippedModule(nn.Module):
         return name
 
     def state_names(self, name: str) -> Sequence[str]:
-        """Return the names of one that may consist of several."""
+        """Return the names in the state dict of a declared parameter that may be made of
+        several."""
         return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
-        """Return a declared parameter, ten times as fast as `get_parameter`, for every pass.
-
-        Where pruning, weight norm or a parametrization have taken its place, it is what they make.
-        """
+        """Return a declared parameter, or what pruning, weight norm or a parametrization make in
+        its place; ten times as fast as `get_parameter`."""
         found = self._parameters.get(name)
         if found is not None:
             return found
@@ -96,7 +166,7 @@ class ClippedModule(nn.Module):
         return getattr(module, last) if found is None else found
 
     def sources(self, name: str) -> list[torch.Tensor]:
-        """The parameters that a weight of the program is made of, one after another."""
+        """Return the parameters that a weight of the program is made of."""
         return [self.own_parameter(name)]
 
     def is_coded(self, name: str) -> bool:
@@ -104,13 +174,12 @@ class ClippedModule(nn.Module):
         return all(type(part) is CodedWeight for part in self.sources(name))
 
     def values_of(self, name: str) -> torch.Tensor:
-        """Return what programs read of a declared parameter: all of it, or what a mask leaves."""
+        """Return what programs read of a parameter: all of it, or what a mask leaves."""
         found = self.own_parameter(name)
         return found if self.weight_masks is None else self.weight_masks.apply(self, name, found)
 
     def changes(self, parts: Sequence[torch.Tensor], clip: torch.Tensor) -> bool:
-        """Whether training changes a weight of these parameters, or its clip, so that each pass
-        makes its codes anew."""
+        """Whether training changes a weight of these parameters, or its clip."""
         if not self.training or clip.requires_grad:
             return self.training
         for part in parts:
@@ -125,8 +194,7 @@ class ClippedModule(nn.Module):
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
     def trained(self) -> bool:
-        """Whether any of its parameters is; else codes of weights are kept in training mode,
-        too."""
+        """Whether any of its parameters is trained."""
         return any([parameter.requires_grad for parameter in self.every_parameter()])
 
     # Masks
@@ -136,63 +204,41 @@ class ClippedModule(nn.Module):
         return [name for name, declared in self.declared.items() if declared.kind is Kind.WEIGHT]
 
     def add_masks(self) -> None:
-        """Give each of them a mask that keeps everything, if they are to be sparse.
-
-        Raises:
-            ValueError: a width is no multiple of 4.
-        """
+        """Give each prunable weight a mask that keeps everything, if they are to be sparse; raises
+        ValueError if a width is no multiple of 4."""
         names = [] if self.quant.pruning is None else self.prunable()
         if names:
+            from lsq.layers.weight_masks import WeightMasks  # which dense layers do not need
+
             self.weight_masks = WeightMasks(straight_through=self.quant.pruning.every > 0)
         for name in names:
             self.weight_masks.add(self, name)
 
     def mask_names(self) -> list[str]:
         """Return the names of masks in this module's state dict."""
-        masked = self.weight_masks.names if self.weight_masks is not None else ()
-        return [self.state_name(name) + SUFFIX for name in masked]
+        return [] if self.weight_masks is None else self.weight_masks.state_names(self)
 
     # Clips
 
-    def clips(self) -> dict[str, nn.Parameter]:
-        """All clips by name."""
+    def clips(self, kinds: Collection[Kind] = CLIPS) -> dict[str, nn.Parameter]:
+        """Return the clips of these kinds by name."""
         return {
             name: self.own_parameter(name)
-            for name, one in self.declared.items()
-            if one.kind in CLIPS
+            for name, declared in self.declared.items()
+            if declared.kind in kinds
         }
 
     def activation_clips(self) -> dict[str, nn.Parameter]:
-        """All clips of activations by name."""
-        return {
-            name: self.own_parameter(name)
-            for name, one in self.declared.items()
-            if one.kind is Kind.ACTIVATION_CLIP
-        }
+        """Return the clips of activations by name."""
+        return self.clips((Kind.ACTIVATION_CLIP,))
 
     @property
     def calibrated(self) -> bool:
         """Whether the clips of activations hold measured values."""
         return self.schedule.calibrated
 
-    @property
-    def passes(self) -> int:
-        """Training passes so far; -1: the first pass will measure all clips."""
-        return self.schedule.passes
-
-    @property
-    def float_fallback(self) -> bool:
-        """Whether it goes on in floats."""
-        return self.schedule.float_fallback
-
-    @property
-    def format(self) -> dict[str, Any]:
-        """The number format of its clips, as fields of QuantConfig."""
-        return clip_format.fields_of(self.quant)
-
     def let_clips_learn(self, trained: bool) -> None:
-        """Let clips be trained with the weights beside them, unless they are measured in every
-        pass."""
+        """Let clips that learn be trained with the weights beside them."""
         for clip in self.clips().values():
             clip.requires_grad_(trained and self.quant.learned)
 
@@ -234,12 +280,10 @@ class ClippedModule(nn.Module):
                 name,
                 values.t() if declared.in_out else values,
                 declared.clip,
-                self.quant.clip_init if self.quant.learned else "absmax",
                 self.quant.weight_form(name),
                 again=near,
                 per_channel=self.quant.weight_clips(name, 2) == 2,
                 fixed=self.quant.weight_clip,
-                percentile=self.quant.percentile,
             )
         self._drop_codes()
         self._forget_clips()
@@ -250,50 +294,47 @@ class ClippedModule(nn.Module):
         name: str,
         x: torch.Tensor,
         clip: str,
-        *how,
+        form,
+        *,
         into: torch.Tensor | None = None,
         widens: bool = False,
         **options,
     ) -> None:
-        """Measure the clip of x.
+        """Measure the clip of x in a format.
 
         `into`: where a pass reads it, if that is not the parameter itself. `widens`: it does not
         become smaller, and values that are not finite count for nothing.
         """
-        parameter = self.own_parameter(clip)
+        parameter, how = self.own_parameter(clip), self.quant.clip_init
         kept = parameter.data
         target = kept.float() if into is None else into
         before = target.clone() if widens else None
-        calibration.measure(name, x, target, *how, lenient=widens, **options)
+        how = how if self.quant.learned else "absmax"
+        options |= {"percentile": self.quant.percentile, "lenient": widens}
+        calibration.measure(name, x, target, how, form, **options)
         if before is not None:
             torch.maximum(target.data, before.data, out=target.data)
         if target.data_ptr() != kept.data_ptr():
             kept.copy_(target)
         calibration.written[clip] = parameter
 
-    def _start_clips(self) -> None:
-        """Let clips that nobody has measured be where weights are, and hold what they begin
-        with."""
-        self._allocate_clips()
-        for name, clip in self.clips().items():
-            self.declared[name].initialise(clip.data)
-
     def _allocate_clips(self) -> None:
         """Give memory to clips of the meta device, once the parameters beside them have some."""
         device = next((one.device for one in self.parameters() if not one.is_meta), None)
         for name, clip in self.clips().items():
             if clip.is_meta and device is not None:
-                holder, last = self._holder(name)
-                made = _made(self.declared[name], device, clip.requires_grad)
-                holder.register_parameter(last, made)
+                self._replace_clip(self.declared[name], clip, device)
+
+    def _replace_clip(self, declared: Parameter, clip: torch.Tensor, device) -> nn.Parameter:
+        holder, last = self._holder(declared.name)
+        made = _made(declared, device, clip.requires_grad)
+        holder.register_parameter(last, made)
+        return made
 
     def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
-        """Make clips anew in `parameters`, those that `program` reads, where their weights have
-        other numbers of rows now, as after tokens were added; the names of these weights.
-
-        Raises:
-            ValueError: a parameter has a shape that no program of this module is for.
-        """
+        """Make clips anew in `parameters`, those that `program` reads, where weights have another
+        number of rows now; return the names of these weights. Raises ValueError if a parameter has
+        a shape that no program of this module is for."""
         resized = []
         for virtual in program.parameters:
             name, declared, found = virtual.name, virtual.declared, parameters[virtual.name]
@@ -307,9 +348,7 @@ class ClippedModule(nn.Module):
                     " afterwards"
                 )
             self.declared |= {one.name: one.declared for one in program.parameters}
-            holder, last = self._holder(name)
-            parameters[name] = _made(declared, found.device, found.requires_grad)
-            holder.register_parameter(last, parameters[name])
+            parameters[name] = self._replace_clip(declared, found, found.device)
             resized += [one.name for one in program.parameters if one.declared.clip == name]
         return resized
 
@@ -319,10 +358,9 @@ class ClippedModule(nn.Module):
         """Bring every clip back to within `clip_step`, relatively, of where the last training pass
         saw it. NaN stays.
 
-        An optimizer such as Adam takes steps about as long as its learning rate, whatever it steps
-        on: several percent of a small clip each time, in a random direction, and across zero sooner
-        or later. Where a clip was is forgotten when it is measured or loaded; lsq.optim.Adam limits
-        its steps itself.
+        An optimizer such as Adam takes steps about as long as its learning rate: several percent of
+        a small clip each time, and across zero sooner or later. lsq.optim.Adam limits its steps
+        itself.
 
         Raises:
             RuntimeError: the first step has put clips back to what they were before they were
@@ -335,27 +373,25 @@ class ClippedModule(nn.Module):
 
     def _remember_clips(self) -> None:
         """A training pass has seen the clips."""
-        self.measured.limit = self.quant.clip_step if self.quant.learned else self.measured.limit
-        if self.quant.learned and not self.measured.sharded:
-            parameter_state.remember(self.clips().values(), self.quant.clip_step)
+        if self.quant.learned:
+            self.measured.limit = self.quant.clip_step
+            if not self.measured.sharded:
+                parameter_state.remember(self.clips().values(), self.quant.clip_step)
 
     def _forget_clips(self) -> None:
         for clip in self.clips().values():
             parameter_state.forget(clip)
 
     def follow_clips(self) -> None:
-        """Bring clips of activations to what the last training pass has seen, unless they learn.
-
-        Shards wait for the next pass.
-        """
+        """Bring clips of activations to what training passes have seen, unless they learn; shards
+        wait for the next pass."""
         clips = self.activation_clips() if self.followed.recorded else {}
         if not any(map(is_shard, clips.values())):
             self.followed.follow(clips)
 
     @torch.no_grad()
     def bring_clips_up(self) -> None:
-        """Bring all clips that do not learn to what the next pass would make of them, for whoever
-        reads them."""
+        """Bring all clips that do not learn to what the next pass would make of them."""
         self.follow_clips()
         if self.quant.learned or not self.schedule.begun:
             return
@@ -370,11 +406,10 @@ class ClippedModule(nn.Module):
                 if len(clip) == len(rows):
                     clip.data.copy_(largest_clips(rows, clip))
 
-    # Whatever may change weights drops the kept codes, and so does a copy
+    # Whatever may change weights drops the kept codes
 
     def _let_go(self) -> None:
-        """Parameters are about to be others: loaded, moved or swapped
-        (torch.utils.swap_tensors)."""
+        """Forget codes and clips: parameters are about to be loaded, moved or swapped."""
         self._drop_codes()
         self._forget_clips()
         self.followed.forget()
@@ -390,8 +425,7 @@ class ClippedModule(nn.Module):
             parameter_state.withdraw(parameter)
 
     def _settle_clips(self) -> None:
-        """Let clips be what the last pass and the last step made of them, for whoever reads
-        them."""
+        """Let clips be what the last pass and the last step made of them."""
         self.limit_clip_steps()
         self.follow_clips()
         parameter_state.limit_shards(self.measured.settle(self.clips()))
@@ -403,7 +437,7 @@ class ClippedModule(nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        replicas.watch(self)
+        steps.know(self, _agree)
 
     def train(self, mode: bool = True):
         if not (mode and self.training):
@@ -428,13 +462,14 @@ class ClippedModule(nn.Module):
 
         super()._apply(applied, *arguments, **options)
         if not self.schedule.begun:  # `to_empty` leaves anything in them
-            self._start_clips()
+            self._allocate_clips()
+            for name, clip in self.clips().items():
+                self.declared[name].initialise(clip.data)
         return self
 
 
 def _made(declared: Parameter, device: torch.device | None, trained: bool = True) -> nn.Parameter:
-    """A parameter that a program declares, with first values; float32, whatever PyTorch's default
-    is."""
+    """Make a float32 parameter that a program declares, with first values."""
     made = nn.Parameter(
         torch.empty(declared.shape, dtype=torch.float32, device=device), requires_grad=trained
     )

@@ -28,7 +28,7 @@ _SHARED = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """The codes of one weight [N, K] of a program, which may consist of several parameters."""
+    """The codes of one weight [N, K] of a program, which may be several parameters."""
 
     format: WeightFormat
     stored: torch.Tensor
@@ -160,8 +160,7 @@ class ReadOnly(torch.Tensor):
 class CodedWeight(ReadOnly):
     """Rows of Codes, with the shape and dtype of the parameter that they replace.
 
-    Programs read the codes. A copy shares them, and `.to(dtype)` changes what they decode to. Other
-    devices are refused.
+    Programs read the codes. A copy shares them, and `.to(dtype)` changes what they decode to.
     """
 
     @staticmethod
@@ -175,16 +174,13 @@ class CodedWeight(ReadOnly):
 
     @staticmethod
     def parameter(codes: Codes, first: int, last: int, dtype: torch.dtype) -> nn.Parameter:
-        """One that modules hold."""
+        """Make the parameter that modules hold."""
         return nn.Parameter(CodedWeight(codes, first, last, dtype), requires_grad=False)
 
     @staticmethod
     def joined(parts: Sequence[torch.Tensor]) -> CodedWeight | None:
         """Join several parameters to the one that a program reads; None where all are floats.
-
-        Raises:
-            ValueError: others have taken the place of some.
-        """
+        Raises ValueError if others have taken the place of some."""
         coded = [part for part in parts if type(part) is CodedWeight]
         if not coded:
             return None
@@ -201,11 +197,8 @@ class CodedWeight(ReadOnly):
         return self.codes.decode(self.first, self.last).to(self.dtype)
 
     def given(self, weight: Weight, made_of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the inputs of a program with this weight, by name. `made_of`: parameters and clip.
-
-        Raises:
-            ValueError: one of these is to be trained.
-        """
+        """Return the inputs of a program with this weight, by name; raises ValueError if one of the
+        parameters and the clip that it is `made_of` is to be trained."""
         if any(one.requires_grad for one in made_of):
             raise ValueError(f"{weight.values.name} or its clip requires a gradient, but {ADVICE}")
         codes, scale, values = weight.codes.name, weight.scale.name, weight.values

@@ -1,4 +1,4 @@
-"""Decoding one word at a time: programs of one step, and what layers keep between two steps.
+"""Decoding one word at a time: programs of one step, and the state of layers between two.
 
 B sentences, P steps so far, H hidden; S rows of a memory; W columns of queries, keys and values, K
 of keys.
@@ -9,19 +9,18 @@ import torch
 from lsq.config import LayerConfig
 from lsq.layers import blocks
 from lsq.layers.blocks import Memory, PackedSequences
-from lsq.layers.builder import LayerBuilder
+from lsq.layers.builder import LayerBuilder, Mode, cached
 from lsq.layers.module import ProgramModule
 from lsq.layers.positions import position_bias, position_inputs
-from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
+from lsq.layers.programs import before_cross_attention, finish_with_feed_forward, packed
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
 from lsq.run.backends import Backend
 
 State = dict[str, torch.Tensor]
-"""Tensors kept between two steps: "history" [B, P, W], queries, keys and values; a layer with
-a memory also "cross" [B, S, 2K] and, in int8, the "cross_scale" [1].
-"""
+"""Tensors kept between two steps: "history" [B, P, W], queries, keys and values; of a layer with a
+memory also "cross" [B, S, 2K] and, in int8, the "cross_scale" [1]."""
 
 
 def reorder(state: State, order: torch.Tensor) -> None:
@@ -31,12 +30,7 @@ def reorder(state: State, order: torch.Tensor) -> None:
 
 
 def check_ready(layer: ProgramModule) -> None:
-    """Refuse a step of a layer that is not ready for it.
-
-    Raises:
-        ValueError: training mode, a layer that went on in floats, or clips that were never
-            measured.
-    """
+    """Raise a ValueError for a layer in training mode, in floats, or with clips never measured."""
     if layer.training:
         raise ValueError("incremental decoding needs eval mode; call .eval() first")
     if layer.schedule.float_fallback:
@@ -48,16 +42,15 @@ def check_ready(layer: ProgramModule) -> None:
     if layer.quant.quantized and not layer.schedule.calibrated:
         raise ValueError(
             "incremental decoding needs clips that have been measured: load a trained checkpoint,"
-            " train for an update "
-            "after lsq convert-checkpoint, or run the layer once on a whole target"
+            " train for an update after lsq convert-checkpoint, or run the layer once on a whole"
+            " target"
         )
 
 
 def step_inputs(
     state: State, x: torch.Tensor, config: LayerConfig, backend: Backend
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """(P, inputs of a program of one step) for x float32 [B, H]; an empty state begins its
-    history."""
+    """Return (P, inputs of a program of one step) for x float32 [B, H]."""
     batch, width = x.shape[0], config.query_columns + 2 * config.key_columns
     if "history" not in state:
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
@@ -76,7 +69,7 @@ def step_inputs(
 
 
 def keep_history(state: State, history: torch.Tensor) -> None:
-    """Put what a step handed on, [B * (P + 1), W], into the state."""
+    """Put the result [B * (P + 1), W] of a step into the state."""
     state["history"] = history.view(len(state["history"]), -1, history.shape[1])
 
 
@@ -87,13 +80,9 @@ def codes_dtype(config: LayerConfig) -> torch.dtype:
 
 @cached
 def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Program:
-    """One step of a causal encoder layer: x [B, H] with what `past` steps left -> x; queries, keys,
-    values of all.
-
-    `history` [B * P, W] holds the rows of the steps before.
-    """
+    """One step of a causal encoder layer: x [B, H], history [B * P, W] -> x and the new history."""
     b = mode.builder("encoder_step", config.quant)
-    x, cu_seqlens = packed(b, "x", PackedSequences(rows=batch, count=batch), config)
+    x, cu_seqlens = packed(b, PackedSequences(rows=batch, count=batch), config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update, every = _attend_to_history(b, config, residual.rows, cu_seqlens, past)
     finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
@@ -103,8 +92,7 @@ def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Prog
 
 @cached
 def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
-    """Keys and values of the cross-attention for decoding: memory [S, H] -> [S, 2K], and the scale
-    of their codes."""
+    """Keys and values of cross-attention: memory [S, H] -> [S, 2K], and the scale of codes."""
     b = mode.builder("decoder_memory", config.quant)
     memory = b.input("memory", (rows, config.hidden))
     found = blocks.project_memory(b, config, memory, "encoder_attn.")
@@ -116,24 +104,16 @@ def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
 
 @cached
 def decoder_step(config: LayerConfig, past: int, source: PackedSequences, mode: Mode) -> Program:
-    """One step of a decoder layer. `cross` [S, 2K] comes from decoder_memory."""
+    """One step of a decoder layer; `cross` [S, 2K] comes from decoder_memory."""
     b = mode.builder("decoder_step", config.quant)
     batch = source.count
-    x, cu_seqlens = packed(b, "x", PackedSequences(rows=batch, count=batch), config)
+    x, cu_seqlens = packed(b, PackedSequences(rows=batch, count=batch), config)
     cross = b.input("cross", (source.rows, 2 * config.key_columns), codes_dtype(config))
     cross_scale = b.input("cross_scale", (1,)) if config.quant.coded else None
     source_cu_seqlens = source.cu_seqlens(b, "source_cu_seqlens")
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update, every = _attend_to_history(b, config, residual.rows, cu_seqlens, past)
-    residual = blocks.between(
-        b,
-        config,
-        residual,
-        update,
-        own="self_attn_layer_norm",
-        following="encoder_attn_layer_norm",
-        clip="encoder_attn.input_clip",
-    )
+    residual = before_cross_attention(b, config, residual, update)
     rows = b.kept_rows(cross, cross_scale)
     memory = Memory(rows=rows, key_column=0, cu_seqlens=source_cu_seqlens)
     update = blocks.cross_attention(b, config, residual.rows, cu_seqlens, memory, "encoder_attn.")
@@ -153,15 +133,6 @@ def _attend_to_history(
     qkv = blocks.project_heads(b, config, rows, "self_attn.qkv", 3)
     every = blocks.append(b, history, qkv, batch)
     memory = Memory(rows=every, key_column=config.query_columns, cu_seqlens=all_cu_seqlens)
-    update = blocks.attention(
-        b,
-        config,
-        qkv,
-        cu_seqlens,
-        memory,
-        "self_attn.",
-        causal=False,
-        window=config.window,
-        bias=position_bias(b, config, "self_attn."),
-    )
+    options = {"window": config.window, "bias": position_bias(b, config, "self_attn.")}
+    update = blocks.attention(b, config, qkv, cu_seqlens, memory, "self_attn.", **options)
     return update, every

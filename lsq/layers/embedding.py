@@ -7,9 +7,8 @@ from torch import nn
 
 from lsq.config import QuantConfig
 from lsq.layers import programs
-from lsq.layers.module import ProgramModule
+from lsq.layers.module import ProgramModule, beside_the_graph
 from lsq.layers.packing import Packing, packing_options, unpack_time_major
-from lsq.layers.torch_compile import beside_the_graph
 
 POSITIONS = ("sinusoidal", "learned")
 

@@ -1,5 +1,4 @@
-"""The projection onto the vocabulary of a model of others, in its place, whose logits are computed
-when asked for."""
+"""The projection onto the vocabulary of another model, whose logits are computed when asked for."""
 
 from functools import partial
 
@@ -7,14 +6,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lsq.config import DIMENSION_MULTIPLE, QuantConfig
+from lsq.config import QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import filled
 from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import ALONE, result_dtype
 from lsq.layers.logits import Logits
-from lsq.layers.torch_compile import beside_the_graph
-from lsq.run import rehearsal
+from lsq.layers.module import beside_the_graph
+from lsq.run.executor import active_rehearsal
 
 IGNORED = -1
 """The target that a program ignores."""
@@ -23,25 +22,17 @@ IGNORED = -1
 class Head(InPlace):
     """A torch.nn.Linear [V, H] without a bias, for any V: int8 products padded to a multiple of 16.
 
-    While it trains, its result is a lsq.layers.logits.Logits: a cross-entropy on these runs as one
-    program with the projection, and nothing [M, V] is ever stored. Of targets that count for
-    nothing no product is made on the CPU.
+    In training it returns lsq.layers.logits.Logits: a cross-entropy on these runs as one program
+    with the projection, and nothing [M, V] is ever stored. On the CPU, rows whose targets count for
+    nothing are left out.
     """
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         quant = quant.at(path, *ALONE)
         self.begin(quant)
-        self.declare(partial(programs.vocabulary_logits, quant, 1, self.vocabulary), measure=False)
+        build = partial(programs.vocabulary_logits, quant, 1, *self.weight.shape)
+        self.declare(build, measure=False)
         self.let_clips_learn(self.weight.requires_grad)
-
-    @property
-    def vocabulary(self) -> programs.Vocabulary:
-        """Sizes of the current weight: tokens may have been added."""
-        words, hidden = self.weight.shape
-        multiple = DIMENSION_MULTIPLE if self.quant.coded else 1
-        return programs.Vocabulary(
-            words=words, hidden=hidden, padded=-(-words // multiple) * multiple
-        )
 
     def prunable(self) -> list[str]:
         """Projections onto a vocabulary stay dense."""
@@ -60,11 +51,10 @@ class Head(InPlace):
     @beside_the_graph
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Floats [M, H] -> float32 [M, V]."""
-        program = programs.vocabulary_logits(
-            self.quant, len(rows), self.vocabulary, self.mode_of({"x": rows})
-        )
-        (found,) = self.execute(program, {"x": rows})
-        return found[:, : len(self.weight)].contiguous()
+        mode = self.mode_of({"x": rows})
+        program = programs.vocabulary_logits(self.quant, len(rows), *self.weight.shape, mode)
+        (logits,) = self.execute(program, {"x": rows})
+        return logits[:, : len(self.weight)].contiguous()
 
     @beside_the_graph
     def loss(
@@ -87,12 +77,11 @@ class Head(InPlace):
         program = programs.vocabulary_loss(
             self.quant,
             len(rows),
-            self.vocabulary,
+            *self.weight.shape,
             self.mode_of({"x": rows}),
             padding=IGNORED,
-            smoothing=smoothing
-            * (words - 1)
-            / words,  # PyTorch spreads it over all words, fairseq over the others
+            # PyTorch spreads it over all words, fairseq over the others
+            smoothing=smoothing * (words - 1) / words,
         )
         loss, _ = self.execute(program, {"x": rows, "target": target})
         return loss.squeeze(0) / count if mean else loss.squeeze(0)
@@ -100,12 +89,7 @@ class Head(InPlace):
     def _chosen(
         self, rows: torch.Tensor, target: torch.Tensor, counted: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that count, and others of zeros up to one of a few numbers, for which programs
-        are made.
-
-        Raises:
-            ValueError: see `loss`.
-        """
+        """Return the rows that count, and zeros behind them up to one of a few numbers."""
         if count < len(target):
             index = counted.nonzero().squeeze(1)
             rows, target = rows.index_select(0, index), target.index_select(0, index)
@@ -117,15 +101,14 @@ class Head(InPlace):
                     " words"
                 )
         # what fills up must not be measured
-        exact = self.calibration_due() and rehearsal.active() is None
+        exact = self.calibration_due() and active_rehearsal.get() is None
         if count in (0, counted.numel()) or exact:
             return rows, target
         more = filled(count) - count
-        return functional.pad(rows, (0, 0, 0, more)), functional.pad(
-            target, (0, more), value=IGNORED
-        )
+        target = functional.pad(target, (0, more), value=IGNORED)
+        return functional.pad(rows, (0, 0, 0, more)), target
 
 
 def head_class() -> type[Head]:
-    """The class of what takes the place of a torch.nn.Linear."""
+    """Return the class of a converted torch.nn.Linear that projects onto a vocabulary."""
     return class_in_place(Head, nn.Linear, "QuantizedHead")

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lsq.config import QuantConfig
+from lsq.layers.builder import Mode
 from lsq.layers.module import ProgramModule
-from lsq.layers.programs import Mode
 
 _mode = functools.lru_cache(maxsize=1024)(Mode)
-"""Modes that are equal as one object, by which programs are found faster."""
+"""One object for equal modes, by which programs are found faster."""
 
 
 class InPlace(ProgramModule):
@@ -26,36 +26,24 @@ class InPlace(ProgramModule):
     """The class that it had."""
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
-        """Set up a module whose class has just been changed; clips are made, and not measured.
-
-        Args:
-            quant: of the model.
-            path: of the module in it.
-
-        Raises:
-            ValueError: there is no program for a module like this one.
-        """
+        """Set up a module at `path` of a model, whose class has just been changed; clips are made
+        and not measured. Raises ValueError if there is no program for it."""
         raise NotImplementedError
 
     def finish_conversion(self, check: bool) -> None:
-        """End a conversion that cannot fail any more.
-
-        Args:
-            check: whether the first pass is compared with the float module's, where that is known.
-        """
+        """End a conversion that cannot fail any more; `check`: the first pass is compared with the
+        float module's, where that is known."""
 
     def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield the path, the module and the name there of each parameter that one of the program's
-        is made of."""
+        """Yield (path, module, name there) of the parameters that `name` is made of."""
         yield name, *self._holder(name)
 
     def forget_floats(self, name: str) -> None:
-        """Drop what depends on a weight's floats: it is codes alone from now on."""
+        """Drop what depends on the floats of a weight that is codes alone from now on."""
         self.weight_state.forget(name)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
-        """Return how a program of this layer runs on these inputs now, without gradients that
-        nobody needs."""
+        """As `mode`, without gradients that nobody needs."""
         backward = self.wants_backward(*inputs.values())
         wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]
         for name in self.declared if backward else ():
@@ -81,11 +69,9 @@ class InPlace(ProgramModule):
             del self._parameters[self.state_name(name)]
         for name in self.STATE:
             self.__dict__.pop(name, None)
-        # torch.nn.utils.parametrize has made a class of ours
-        if "parametrizations" in self._modules:
-            attributes = {**vars(type(self))}
-            for name in ("__dict__", "__weakref__"):
-                attributes.pop(name, None)
+        if "parametrizations" in self._modules:  # parametrize has made a class of ours
+            skipped = {"__dict__", "__weakref__"}
+            attributes = {key: one for key, one in vars(type(self)).items() if key not in skipped}
             name = f"Parametrized{self.float_class.__name__}"
             self.__class__ = type(name, (self.float_class,), attributes)
         else:

@@ -1,7 +1,6 @@
-"""Projections by themselves, which take the place of float ones: QuantizedLinear, and that of
-transformers' Conv1D."""
+"""Linear layers by themselves, which take the place of float ones."""
 
-import functools
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -9,56 +8,88 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from lsq.config import QuantConfig, check_dimension
-from lsq.layers import programs
-from lsq.layers.float_fallback import held
+from lsq.layers.builder import Epilogue, Mode, cached
 from lsq.layers.in_place import InPlace, class_in_place
-from lsq.layers.module import rows_of
-from lsq.layers.programs import Mode
-from lsq.layers.torch_compile import beside_the_graph
+from lsq.layers.module import beside_the_graph, held, rows_of
 from lsq.program.program import Program
+from lsq.program.tensor import fan_in
 
 ALONE = {"weight": ["weight"]}, {"input": ["input", "weight"]}
-"""Names of the weights and activations of one product: see tensor_names."""
+"""Names of the weights and activations of one product: see model_formats.tensor_names."""
 FLOATS = {torch.float32, torch.bfloat16}
 """Dtypes that a program reads and writes unconverted, where the backend takes either."""
+FLOAT32 = (torch.float32,) * 3
 
 
-@functools.lru_cache
+@cached
+def linear(
+    quant: QuantConfig,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    mode: Mode,
+    *,
+    bias: bool,
+    in_out: bool = False,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = FLOAT32,
+) -> Program:
+    """Build a projection by itself: x [M, K] -> y [M, N].
+
+    Args:
+        in_out: its weight is [K, N].
+        dtypes: of x, weight and y; in float mode all are float32.
+    """
+    x_dtype, weight_dtype, y_dtype = dtypes if quant.coded else FLOAT32
+    b = mode.builder("linear", quant)
+    x = b.round(b.input("x", (rows, inputs), x_dtype), "input_clip")
+    bound = fan_in(inputs)
+    y = b.project(
+        x,
+        "weight",
+        (outputs, inputs),
+        Epilogue(name="y", dtype=y_dtype),
+        bias="bias" if bias else None,
+        bias_bound=bound,
+        bound=bound,
+        in_out=in_out,
+        dtype=weight_dtype,
+    )
+    b.output(y.floats)
+    return b.build()
+
+
+@lru_cache
 def _check_sizes(inputs: int, outputs: int) -> None:
     check_dimension("inputs", inputs)
     check_dimension("outputs", outputs)
 
 
 class Projection(InPlace):
-    """y = x weight^T + bias with an int8 product; floats [..., inputs] in, [..., outputs] of the
-    same dtype out.
-
-    Under torch.autocast the result has the dtype of that. What needs no gradient costs none. Of no
-    rows, it is that of the float layer.
-    """
+    """y = x weight^T + bias with an int8 product: floats [..., inputs] -> [..., outputs] of the
+    same dtype, or of that of torch.autocast."""
 
     in_out = False
     """Whether the weight is [inputs, outputs]."""
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs, of the weight that there is now."""
+        """Inputs and outputs of the present weight."""
         shape = self.weight.shape
         return tuple(shape if self.in_out else shape[::-1])
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.begin(quant.at(path, *ALONE))
-        self.declare(functools.partial(self._program, 1), measure=False)
+        self.declare(partial(self._program, 1), measure=False)
         self.let_clips_learn(self.weight.requires_grad)
 
-    def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
+    def _program(self, rows: int, mode: Mode, dtypes=FLOAT32) -> Program:
         sizes = self.sizes
         if self.quant.coded:
             _check_sizes(*sizes)
         rounded = self.quant.coded and self.quant.backward == "int8"
         if not (mode.backend.either_border and rounded and FLOATS.issuperset(dtypes)):
-            dtypes = (torch.float32,) * 3
-        return programs.linear(
+            dtypes = FLOAT32
+        return linear(
             self.quant,
             rows,
             *sizes,
@@ -97,8 +128,7 @@ class Projection(InPlace):
 
 
 class QuantizedLinear(Projection, nn.Linear):
-    """A torch.nn.Linear with an int8 product: one for everybody else, with the same parameters
-    beside its clips.
+    """A torch.nn.Linear with an int8 product, which has clips beside the same parameters.
 
     Raises:
         ValueError: a width that int8 products cannot take.
@@ -115,25 +145,22 @@ class QuantizedLinear(Projection, nn.Linear):
         self.in_features, self.out_features = inputs, outputs
         if not bias:
             self.register_parameter("bias", None)
-        self.declare(lambda mode: programs.linear(self.quant, 1, inputs, outputs, mode, bias=bias))
+        self.declare(lambda mode: linear(self.quant, 1, inputs, outputs, mode, bias=bias))
 
 
 class ByInputs(Projection):
-    """A projection with a weight [nx, nf]: the Conv1D of transformers.
-
-    Its class is `in_out_of(that class)`.
-    """
+    """A projection with a weight [inputs, outputs]: the Conv1D of transformers."""
 
     in_out = True
 
 
 def in_out_of(float_class: type[nn.Module]) -> type[InPlace]:
-    """The class of what takes the place of a `float_class`, and is one, too."""
+    """Return the class of a converted `float_class`, a subclass of it and of ByInputs."""
     return class_in_place(ByInputs, float_class, f"Quantized{float_class.__name__}")
 
 
 def result_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that a float product with x would have: its own, or that of torch.autocast."""
+    """Return the dtype of a float product with x: that of x, or of torch.autocast."""
     device = x.device.type
     casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else x.dtype

@@ -1,51 +1,33 @@
 """Logits that nobody has computed yet: a cross-entropy on them needs none.
 
-M rows, H hidden, V words. Models of others project onto the vocabulary, then reshape what they get
-and give it to torch.nn.functional.cross_entropy. A Logits goes along with that; anything else that
-is asked of it gets the real ones.
+Models of others project onto the vocabulary, reshape the result and give it to
+torch.nn.functional.cross_entropy. A Logits goes along with that; anything else gets the real ones.
+H hidden, V words.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import distributed
 from torch.utils._pytree import tree_map_only
 
-from lsq.layers.torch_compile import beside_the_graph
+from lsq.layers.module import beside_the_graph
 from lsq.run.executor import once_differentiable
-
-
-class Head(Protocol):
-    """A module that makes logits of rows."""
-
-    weight: torch.Tensor
-    """[V, H]"""
-
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """All, which logits depend on."""
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Floats [M, V] of rows [M, H]."""
-
-    def loss(
-        self, rows: torch.Tensor, target: torch.Tensor, *, ignore: int, smoothing: float, mean: bool
-    ) -> torch.Tensor:
-        """Cross-entropy of target int64 [M], whose values `ignore` count for nothing: a float32
-        scalar."""
-
 
 LATE = (
     "logits are computed only now, when somebody asks for them, and the weights have changed since"
-    " the pass that they "
-    "are of: look at them before the optimizer's step, or take logits.clone() there"
+    " the pass that they are of: look at them before the optimizer's step, or take logits.clone()"
+    " there"
 )
 
 
@@ -53,8 +35,6 @@ LATE = (
 class Pass:
     """State that all logits of one pass share."""
 
-    parameters: tuple[torch.Tensor, ...]
-    """The head's."""
     made_with: int
     """The version of its weight."""
     counted: bool = False
@@ -64,40 +44,39 @@ class Pass:
 
 
 class Logits(torch.Tensor):
-    """Floats [..., V], of `hidden` [..., H] by a head.
+    """Floats [..., V], of `hidden` [..., H] by a lsq.layers.head.Head.
 
     Args:
         head: whose they are.
-        hidden: what they are made of.
+        hidden: the rows.
         words: V.
         dtype: of the logits.
-        before: the logits that they are made of, and how; None: they begin a pass.
+        before: the logits of which they are a change, and that; None: they begin a pass.
     """
 
-    head: Head
+    head: nn.Module
     hidden: torch.Tensor
     origin: Pass
     known: torch.Tensor | None
-    """The logits, once somebody wanted them where gradients are."""
+    """The real logits, once somebody wanted them where gradients are."""
     hooks: list[Callable]
-    """That wait for a gradient of the logits, if they are ever computed: FSDP2 puts some on
-    whatever a model gives."""
+    """They wait for a gradient of real logits: FSDP2 puts some on whatever a model gives."""
     views: list[weakref.ref]
-    """These and what has been viewed of them, which would be one memory if they were computed."""
+    """These and all views of them, which would share memory if they were computed."""
 
     @staticmethod
     @beside_the_graph
     def __new__(
         cls,
-        head: Head,
+        head: nn.Module,
         hidden: torch.Tensor,
         words: int,
         dtype: torch.dtype,
         before: tuple[Logits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> Logits:
         if before is None:
-            origin = Pass(parameters=tuple(head.parameters()), made_with=head.weight._version)
-            made = _Projected.apply(cls, head, words, dtype, hidden, *origin.parameters)
+            origin = Pass(made_with=head.weight._version)
+            made = _Projected.apply(cls, head, words, dtype, hidden, *head.parameters())
         else:
             origin = before[0].origin
             made = _Changed.apply(cls, (*hidden.shape[:-1], words), dtype, *before)
@@ -106,7 +85,7 @@ class Logits(torch.Tensor):
         return made
 
     def computed(self) -> torch.Tensor:
-        """The real ones; with gradients they are the same for everybody who asks."""
+        """Return the real ones; with gradients they are the same for everybody who asks."""
         if self.known is not None:
             return self.known
         if self.head.weight._version != self.origin.made_with:
@@ -120,7 +99,7 @@ class Logits(torch.Tensor):
         return found
 
     def viewed(self) -> bool:
-        """Whether somebody else has a view of them, or of what they are a view of."""
+        """Whether somebody has another view of the same logits."""
         return any(one() is not None and one() is not self for one in self.views)
 
     @classmethod
@@ -138,18 +117,11 @@ class Logits(torch.Tensor):
             found = _FOLLOWED[function](*arguments, **options)
             if found is not NotImplemented:
                 return found
-        if (
-            function is torch.Tensor.clone
-            and isinstance(arguments[0], Logits)
-            and _passes_by(arguments[0])
-        ):
-            return _again(arguments[0], arguments[0].hidden, torch.clone)
-        changed = (
-            arguments[0]
-            if arguments and (name in _CHANGES or name.endswith("_") > name.endswith("__"))
-            else None
-        )
-        if isinstance(changed, Logits) and (not torch.is_grad_enabled() or changed.viewed()):
+        own = arguments[0] if arguments and isinstance(arguments[0], Logits) else None
+        if function is torch.Tensor.clone and own is not None and _passes_by(own):
+            return _again(own, own.hidden, torch.clone)
+        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+        if changes and own is not None and (not torch.is_grad_enabled() or own.viewed()):
             raise RuntimeError(
                 f"{name} would change logits that are computed for each who asks: take"
                 " logits.clone()"
@@ -173,17 +145,17 @@ class Logits(torch.Tensor):
 
 
 class _Projected(torch.autograd.Function):
-    """Logits in autograd's graph, behind what they are made of.
+    """Logits in autograd's graph, where DistributedDataParallel sees their parameters.
 
-    So DistributedDataParallel sees which parameters they depend on. A function of autograd gets the
-    real ones without a graph, and its gradient comes back here, where they are computed once more.
+    Functions of autograd get the real ones without a graph; their gradient comes back here, where
+    logits are computed once more.
     """
 
     @staticmethod
     def forward(
         ctx,
         cls,
-        head: Head,
+        head: nn.Module,
         words: int,
         dtype: torch.dtype,
         hidden: torch.Tensor,
@@ -206,17 +178,12 @@ class _Projected(torch.autograd.Function):
         leaves = hidden, *head.parameters()
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         made = iter(torch.autograd.grad(found, wanted, gradient, allow_unused=True))
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(next(made) if leaf.requires_grad else None for leaf in leaves),
-        )
+        gradients = [next(made) if leaf.requires_grad else None for leaf in leaves]
+        return None, None, None, None, *gradients
 
 
 class _Changed(torch.autograd.Function):
-    """Logits that are others seen in another shape or dtype, or some rows of these."""
+    """Logits that are others in another shape or dtype, or some rows of these."""
 
     @staticmethod
     def forward(
@@ -239,12 +206,8 @@ class _Changed(torch.autograd.Function):
 
 
 class _Used(torch.autograd.Function):
-    """A result computed from logits.
-
-    Its gradient goes past them to what they are made of, unless theirs is wanted.
-
-    `back` makes the gradient of the logits of that of `made`.
-    """
+    """A result `made` from logits, whose gradient goes past them, unless theirs is wanted; `back`
+    makes the gradient of the logits of that of `made`."""
 
     @staticmethod
     def forward(
@@ -266,11 +229,8 @@ class _Used(torch.autograd.Function):
 
 
 def _passes_by(logits: Logits) -> bool:
-    """Whether it is DistributedDataParallel that copies logits, and has their loss beside them.
-
-    With find_unused_parameters=True or static_graph=True it puts copies of what a model gives into
-    its own graph, where losses are needed; nobody may ever look at these logits.
-    """
+    """Whether DistributedDataParallel copies logits beside their loss, as it does under
+    find_unused_parameters=True or static_graph=True: nobody may ever look at these."""
     # PyTorch's own; without it logits are computed for the copy
     sink = getattr(distributed, "_DDPSink", None)
     frame = sys._getframe() if sink is not None and logits.origin.counted else None
@@ -280,8 +240,8 @@ def _passes_by(logits: Logits) -> bool:
 
 
 def _hook(logits: Logits, hook: Callable):
-    """FSDP2's only wait for the backward pass, and see no gradient of what is not computed; others
-    want theirs."""
+    """Register a hook on the gradient; those of FSDP2 only wait for the backward pass and see no
+    gradient of logits that are not computed."""
     if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
         return _natively(torch.Tensor.register_hook, _wanted(logits), hook)
     logits.hooks.append(hook)
@@ -311,12 +271,12 @@ def _natively(function: Callable, *arguments, **options):
 def _again(
     logits: Logits, hidden: torch.Tensor, change: Callable, dtype: torch.dtype | None = None
 ) -> Logits:
-    """Logits that are made of others: `change` does to the real ones what was done to `hidden`."""
+    """Return changed logits: `change` does to the real ones what was done to `hidden`."""
     return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype, (logits, change))
 
 
 def _seen(logits: Logits, hidden: torch.Tensor, change: Callable) -> Logits:
-    """Their view of these rows."""
+    """Return a view of logits, of these rows."""
     made = _again(logits, hidden, change)
     made.views = logits.views
     made.views[:] = [*(one for one in made.views if one() is not None), weakref.ref(made)]
@@ -329,56 +289,35 @@ def _view(logits: Logits, *shape, **options):
         return NotImplemented
     shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     words = logits.shape[-1]
-    if shape[-1] not in (words, -1):
-        return NotImplemented
-    if shape[-1] == -1 and logits.numel() != words * _product(shape[:-1]):
+    if shape[-1] != words and (shape[-1] != -1 or logits.numel() != words * math.prod(shape[:-1])):
         return NotImplemented
     hidden = logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])
     return _seen(logits, hidden, lambda real: real.reshape(shape))
 
 
-def _product(sizes) -> int:
-    whole = 1
-    for size in sizes:
-        whole *= size
-    return whole
-
-
 def _item(logits: Logits, index):
-    """An index of other dimensions than the last."""
+    """Index other dimensions than the last."""
     parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) == 1 and isinstance(parts[0], torch.Tensor):
+        masks = parts[0].dtype in (torch.bool, torch.uint8)
+        if (parts[0].dim() if masks else 1) >= logits.dim():
+            return NotImplemented
+        return _again(logits, logits.hidden[index], lambda real: real[index])
     plain = all(part is Ellipsis or isinstance(part, int | slice) for part in parts)
-    masked = (
-        len(parts) == 1 and isinstance(parts[0], torch.Tensor) and _taken(parts[0]) < logits.dim()
-    )
     if plain and (len(parts) >= logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)):
         plain = parts[-1] == slice(None)
-    if plain:
-        return _seen(logits, logits.hidden[index], lambda real: real[index])
-    return (
-        _again(logits, logits.hidden[index], lambda real: real[index]) if masked else NotImplemented
-    )
-
-
-def _taken(index: torch.Tensor) -> int:
-    """Count the dimensions that an index consumes."""
-    return index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
+    if not plain:
+        return NotImplemented
+    return _seen(logits, logits.hidden[index], lambda real: real[index])
 
 
 def _to(logits: Logits, *given, **options):
-    if (
-        options
-        or len(given) != 1
-        or not isinstance(given[0], torch.dtype)
-        or not given[0].is_floating_point
-    ):
+    dtype = given[0] if len(given) == 1 and not options else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return NotImplemented
-    (dtype,) = given
-    return (
-        logits
-        if dtype == logits.dtype
-        else _again(logits, logits.hidden, lambda real: real.to(dtype), dtype)
-    )
+    if dtype == logits.dtype:
+        return logits
+    return _again(logits, logits.hidden, lambda real: real.to(dtype), dtype)
 
 
 def _cross_entropy(
@@ -391,15 +330,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ):
-    plain = (
-        weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
-    )
-    if not (
-        plain
-        and isinstance(logits, Logits)
-        and logits.dim() == 2
-        and not target.is_floating_point()
-    ):
+    usual = weight is None and size_average is None and reduce is None
+    fits = isinstance(logits, Logits) and logits.dim() == 2 and not target.is_floating_point()
+    if not usual or reduction not in ("mean", "sum") or not fits:
         return NotImplemented
     if target.shape != logits.shape[:1] or not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented
@@ -421,71 +354,35 @@ def _cross_entropy(
     def back(gradient: torch.Tensor) -> torch.Tensor:
         real = logits.computed().detach()
         with torch.enable_grad():
-            loss = functional.cross_entropy(real.requires_grad_().float(), target, **options).to(
-                dtype
-            )
-            return torch.autograd.grad(loss, real, gradient)[0]
+            loss = functional.cross_entropy(real.requires_grad_().float(), target, **options)
+            return torch.autograd.grad(loss.to(dtype), real, gradient)[0]
 
     return _Used.apply(logits, logits.origin, loss.to(dtype), back)
 
 
 def _add(logits, other, *, alpha=1):
-    """A bias of zeros, as Marian's is."""
-    if not (
-        isinstance(logits, Logits)
-        and isinstance(other, torch.Tensor)
-        and not isinstance(other, Logits)
-    ):
+    """Add a bias of zeros, as Marian's is."""
+    if not isinstance(logits, Logits) or type(other) not in (torch.Tensor, nn.Parameter):
         return NotImplemented
-    fits = (
-        other.shape[-1:] == logits.shape[-1:]
-        and other.numel() == logits.shape[-1]
-        and not other.requires_grad
-    )
-    fits = (
-        fits
-        and other.dim() <= logits.dim()
-        and torch.promote_types(other.dtype, logits.dtype) == logits.dtype
-    )
-    return (
-        logits
-        if fits and alpha == 1 and other.device.type == "cpu" and not other.any()
-        else NotImplemented
-    )
+    fits = other.numel() == logits.shape[-1] and other.shape[-1:] == logits.shape[-1:]
+    fits &= other.dim() <= logits.dim() and not other.requires_grad and alpha == 1
+    fits &= torch.promote_types(other.dtype, logits.dtype) == logits.dtype
+    zeros = fits and other.device.type == "cpu" and not other.any()
+    return logits if zeros else NotImplemented
 
 
-_CHANGES = {
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__idiv__",
-    "__ifloordiv__",
-    "__imod__",
-    "__ipow__",
-    "__iand__",
-    "__ior__",
-    "__ixor__",
-    "__ilshift__",
-    "__irshift__",
+_CHANGES = {"__setitem__"} | {
+    name
+    for name in dir(torch.Tensor)
+    if name.startswith("__i") and name.replace("__i", "__", 1) in dir(torch.Tensor)
 }
 """Methods that change a tensor in place, beside those whose names end in _."""
 _VIEWS = {
     getattr(torch.Tensor, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")
 }
-_METADATA: set[Callable] = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.__len__,
-    torch.is_floating_point,
-    torch.numel,
-    torch.Tensor.get_device,
-    torch.is_tensor,
+_METADATA: set[Callable] = {torch.is_floating_point, torch.is_tensor, torch.numel} | {
+    getattr(torch.Tensor, name)
+    for name in "__len__ dim get_device is_contiguous is_floating_point nelement numel size".split()
 }
 """Functions that a wrapper without memory answers itself."""
 _OF_GRADIENTS: dict[Callable, Callable] = {

@@ -1,5 +1,4 @@
-"""Memory of a model's training step, planned ahead: rehearse the step, place its tensors, lend them
-to its modules."""
+"""Memory of a model's training step, planned ahead: rehearse the step and place its tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,27 +9,38 @@ from torch import nn
 from lsq.config import require_model
 from lsq.layers.module import ProgramModule
 from lsq.native import loader
-from lsq.run import rehearsal
 from lsq.run.guard import MARGIN, GuardedMemory
 from lsq.run.planned import StepMemory
-from lsq.run.rehearsal import counting_kept
-from lsq.run.step import StepPlan, node_names, plan_step
+from lsq.run.step import Rehearsal, StepPlan, counting_kept, node_names, plan_step, rehearse
 
 MODES = ("planned", "guard", "naive")
 
 
 def rehearse_step(
     model: nn.Module, step: Callable[[], torch.Tensor]
-) -> tuple[rehearsal.Rehearsal, tuple[str, ...]]:
-    """The passes of `step` and a name for each node: that of its module in `model`.
+) -> tuple[Rehearsal, tuple[str, ...]]:
+    """Return the passes of `step`, and the name in `model` of the module of each.
 
     Raises:
         ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is
             in eval mode; the step trains modules that are not in it, or is none (see
-            `lsq.run.rehearsal.rehearse`).
+            `lsq.run.step.rehearse`).
     """
-    _check_model(model)
-    rehearsed = rehearsal.rehearse(step, model.parameters())
+    require_model(model)
+    modules = list(model.modules())
+    if not any(isinstance(module, ProgramModule) for module in modules):
+        raise ValueError(
+            f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan"
+            " that"
+        )
+    # so transformers calls it
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        raise ValueError(
+            "gradient checkpointing runs layers again in the backward pass, which cannot be"
+            " planned; call model.gradient_checkpointing_disable(), or train without a plan"
+            " (LsqCallback without largest_batch)"
+        )
+    rehearsed = rehearse(step, model.parameters())
     names = {module: name for name, module in model.named_modules()}
     outside = sorted({type(owner).__name__ for owner in rehearsed.owners if owner not in names})
     if outside:
@@ -46,25 +56,8 @@ def rehearse_step(
     return rehearsed, node_names(rehearsed.owners, names)
 
 
-def _check_model(model: nn.Module) -> None:
-    require_model(model)
-    modules = list(model.modules())
-    if not any(isinstance(module, ProgramModule) for module in modules):
-        raise ValueError(
-            f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan"
-            " that"
-        )
-    # so transformers calls it
-    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
-        raise ValueError(
-            "gradient checkpointing runs layers again in the backward pass, which cannot be"
-            " planned; call model.gradient_checkpointing_disable(), or train without a plan"
-            " (LsqCallback without largest_batch)"
-        )
-
-
 def describe_memory(model: nn.Module, step: Callable[[], torch.Tensor]) -> StepPlan:
-    """The plan of a step, without memory for it. See `plan_memory`."""
+    """Return the plan of a step without memory for it; see `plan_memory`."""
     rehearsed, names = rehearse_step(model, step)
     return plan_step(tuple(rehearsed.passes), names, margin=0)
 
@@ -84,8 +77,8 @@ def plan_memory(
             any plan away.
 
     Returns:
-        The memory, which `release_memory` gives back; printed, it tells what was planned, and what
-        others keep outside of it. None under "naive", and where the C++ library is not built.
+        The memory, which `release_memory` gives back; print it. None under "naive", and where the
+        C++ library is not built.
 
     Raises:
         ValueError: an unknown mode, or a step that cannot be planned (see `rehearse_step`).
@@ -105,9 +98,9 @@ def plan_memory(
     rehearsed, names = rehearse_step(model, counted)
     margin = MARGIN if mode == "guard" else 0
     kind = GuardedMemory if mode == "guard" else StepMemory
-    place = rehearsed.owners[0].target.place
+    device = rehearsed.owners[0].target.device
     plan = plan_step(tuple(rehearsed.passes), names, margin=margin)
-    memory = kind(plan, rehearsed.owners, names, place, outside=outside)
+    memory = kind(plan, rehearsed.owners, names, device, outside=outside)
     for owner in rehearsed.owners:
         owner.step_memory = memory
     return memory
@@ -121,5 +114,5 @@ def release_memory(model: nn.Module) -> None:
     require_model(model)
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.step_memory is not None:
-            module.step_memory.borrowed.copy_out()
+            module.step_memory.copy_out()
             module.step_memory = None

@@ -1,20 +1,42 @@
-"""Number formats in a whole model: which layer has which, and what is multiplied as decoded
-values."""
+"""Number formats of a model: names of its tensors, for patterns, and which are decoded."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from lsq.config import Fitted, LayerConfig, QuantConfig
-from lsq.layers.module import ProgramModule
-from lsq.layers.programs import Mode
-from lsq.layers.tensor_names import tensor_names
-from lsq.program.parameters import Kind
+from lsq.config import Fitted, LayerConfig, Names, QuantConfig
+from lsq.layers.builder import Mode
+from lsq.layers.clips import ClippedModule
+from lsq.ops.project import Project
 from lsq.program.program import Program
+from lsq.program.tensor import Kind, VirtualTensor
 from lsq.quant.numbers import ScaledFormat
 from lsq.run.backends import backend
+
+
+def tensor_names(
+    program: Program, state_names: Callable[[str], Sequence[str]]
+) -> tuple[Names, Names]:
+    """Return (weights, activations) of a program with their names in the state dict of its module.
+
+    An activation has the name of its clip, without _clip, and also those of the weights of the
+    products that read it. `state_names`: of a declared parameter.
+    """
+    weights = {name: state_names(name) for name in program.weights}
+    readers: defaultdict[VirtualTensor, list[str]] = defaultdict(list)
+    for operation in program.operations[: program.forward_length]:
+        if isinstance(operation, Project):
+            readers[operation.x.tensor] += weights[operation.weight.values.name]
+    activations = {
+        name: [
+            *(one.removesuffix("_clip") for one in state_names(name + "_clip")),
+            *readers[tensor],
+        ]
+        for name, tensor in program.activations.items()
+    }
+    return weights, activations
 
 
 def config_at(
@@ -23,7 +45,7 @@ def config_at(
     build: Callable[[Mode], Program],
     state_names: Callable[[str], Sequence[str]] = lambda name: [name],
 ) -> LayerConfig:
-    """The configuration of a layer at a module path of a model, whose patterns may name formats.
+    """Return the configuration of a layer at a module path, whose patterns may name formats.
 
     Args:
         config: of all such layers.
@@ -38,59 +60,40 @@ def config_at(
 
 
 def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
-    """Refuse patterns that decide nothing in a model.
-
-    Raises:
-        ValueError: names one.
-    """
+    """Raise a ValueError for a pattern that decides nothing in a model."""
     if quant.formats_differ:
         fitted: Fitted = {}
-        called: tuple[list[str], list[str]] = [], []
+        named = {"weight_format": [], "activation_format": []}
         for path, module in model.named_modules():
-            if isinstance(module, ProgramModule):
+            if isinstance(module, ClippedModule):
                 quant.at(path, *module.tensor_names, fitted)
-                for found, names in zip(called, module.tensor_names, strict=True):
+                for found, names in zip(named.values(), module.tensor_names, strict=True):
                     found += [
-                        f"{path}.{name}" if path else name
-                        for every in names.values()
-                        for name in every
+                        f"{path}.{one}".lstrip(".") for each in names.values() for one in each
                     ]
-        weights, activations = called
-        named = {
-            "weight_format": weights,
-            "activation_format": activations,
-            "gradient_format": weights,
-        }
+        named["gradient_format"] = named["weight_format"]
         every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         quant.check_fitted(fitted, named, every)
 
 
-def decoded_tensors(model: nn.Module) -> dict[str, Counter[str]]:
-    """Names of formats -> how many "weights", "activations" and "gradients" of products of a model
-    are decoded."""
+def decoded_summary(model: nn.Module) -> str | None:
+    """Say in a line how many tensors of which formats are multiplied as decoded values, if any."""
     found: dict[str, Counter[str]] = {}
     for module in model.modules():
-        if isinstance(module, ProgramModule) and module.quant.quantized and not module.quant.coded:
-            weights = [
-                name for name, declared in module.declared.items() if declared.kind is Kind.WEIGHT
+        if isinstance(module, ClippedModule) and module.quant.quantized and not module.quant.coded:
+            quant = module.quant
+            weights = [name for name, one in module.declared.items() if one.kind is Kind.WEIGHT]
+            forms = [("weight", quant.weight_form(name)) for name in weights]
+            forms += [
+                ("activation", quant.activation_form(name)) for name in module.tensor_names[1]
             ]
-            tensors = [("weights", module.quant.weight_form(name)) for name in weights]
-            tensors += [
-                ("activations", module.quant.activation_form(name))
-                for name in module.tensor_names[1]
-            ]
-            tensors += [("gradients", module.quant.gradient_form(name)) for name in weights]
-            for kind, form in tensors:
+            forms += [("gradient", quant.gradient_form(name)) for name in weights]
+            for kind, form in forms:
                 if isinstance(form, ScaledFormat):
                     found.setdefault(form.name, Counter())[kind] += 1
-    return found
-
-
-def decoded_summary(model: nn.Module) -> str | None:
-    """Summarise `decoded_tensors` in a line; None: nothing is decoded."""
     formats = []
-    for form, counts in decoded_tensors(model).items():
-        parts = [f"{count} {kind if count > 1 else kind[:-1]}" for kind, count in counts.items()]
+    for form, counts in found.items():
+        parts = [f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items()]
         formats.append(f"{form} ({', '.join(parts)})")
     if not formats:
         return None

@@ -1,36 +1,42 @@
 """Modules that run programs: a pass is prepared, run and settled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 
 from lsq import quant
 from lsq.config import QuantConfig
 from lsq.layers import clip_format
+from lsq.layers.builder import Mode, in_floats
 from lsq.layers.clips import ClippedModule
-from lsq.layers.float_fallback import held, in_floats
-from lsq.layers.programs import Mode
+from lsq.layers.model_formats import tensor_names
 from lsq.layers.schedule import recomputing
-from lsq.layers.tensor_names import tensor_names
-from lsq.layers.torch_compile import refusal
-from lsq.layers.weight_state import rounded_weights
 from lsq.ops.calibration import Calibration
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.values import SEEN
 from lsq.quant.random import draw_key, key_of
-from lsq.run import parameter_state, rehearsal, shards
+from lsq.run import shards
 from lsq.run.backends import Backend, backend, for_device
-from lsq.run.executor import NO_HOOKS, Execution, Hooks
+from lsq.run.executor import NO_HOOKS, Execution, Hooks, active_rehearsal
 from lsq.run.parameter_state import steps
-from lsq.run.planned import StepMemory
+
+if TYPE_CHECKING:
+    from lsq.run.planned import StepMemory
 
 Watcher = Callable[["ProgramModule", Program, dict[str, Tensor], tuple[Tensor, ...]], None]
-"""Sees every pass in training mode: module, program, inputs and parameters by name, results; see
-lsq.observe."""
+"""Sees every pass in training mode: module, program, inputs and parameters by name, results."""
+REASON = (
+    "a layer of lsq is a program of fused operations already and runs beside the compiled graph; "
+    "compile without fullgraph=True"
+)
+_MODES = torch._C._TorchDispatchModeKey
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,13 +58,11 @@ class Pass:
 
 
 class ProgramModule(ClippedModule):
-    """A module that computes by running a program, and has the parameters that the program
-    declares.
+    """A module that computes by running a program, and has the parameters that it declares.
 
     Attributes:
         backend: where it runs; None: where its parameters are.
-        step_memory: where the tensors of its training passes lie, if that was planned (see
-            `lsq.layers.memory`).
+        step_memory: where the tensors of its training passes lie, if `lsq.plan_memory` planned it.
     """
 
     STATE = (
@@ -77,7 +81,7 @@ class ProgramModule(ClippedModule):
     )
     """Its attributes beside those of nn.Module."""
     takes_float_states = False
-    """Whether a state dict without clips is complete: they are measured in the next pass."""
+    """Whether a state dict without clips is complete: the next pass measures them."""
 
     def __init__(self, quantization: QuantConfig):
         nn.Module.__init__(self)
@@ -93,8 +97,9 @@ class ProgramModule(ClippedModule):
     def declare(self, build: Callable[[Mode], Program], *, measure: bool = True) -> None:
         """Make the parameters that a program declares, and measure the clips of weights.
 
-        `build` is given how the program would be trained, and makes it for a batch of any size.
-        Without `measure` the first pass measures them.
+        Args:
+            build: makes the program for a batch of any size.
+            measure: False: the first pass measures the clips.
         """
         program = build(Mode(training=True, backward=True, backend=backend("reference")))
         self.tensor_names = tensor_names(program, self.state_names)
@@ -125,7 +130,7 @@ class ProgramModule(ClippedModule):
     # One pass
 
     def execute(self, program: Program, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Run `program` on `inputs` and this module's parameters, calibrating first if that is due.
+        """Run `program` on `inputs` and this module's parameters.
 
         Raises:
             ValueError: an input is on another device than the parameters.
@@ -133,7 +138,7 @@ class ProgramModule(ClippedModule):
         self._check_devices(inputs)
         if self.schedule.float_fallback:
             program = in_floats(program)
-        rehearsed = rehearsal.active()
+        rehearsed = active_rehearsal.get()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
         run = self._prepare(program)
@@ -164,7 +169,10 @@ class ProgramModule(ClippedModule):
             weights_due=weights_due,
             calibration=Calibration(target),
         )
-        replaced = self._fit_clips(program, parameters) + self._drop_outdated(program)
+        replaced = self._fit_clips(program, parameters)
+        outdated = self.weight_state.drop_outdated(self, program)
+        if self.quant.learned and self.quant.clip_init != "fixed" and schedule.begun:
+            replaced += outdated  # else whoever makes codes measures clips
         if calibrates and not schedule.calibrated:
             self.measured.measures_first(self.clips())
         if weights_due or replaced:
@@ -174,8 +182,7 @@ class ProgramModule(ClippedModule):
         return run
 
     def _tensors_of(self, run: Pass, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather all that the program reads, by name: parameters, inputs, codes of weights, memory
-        for magnitudes."""
+        """Gather all that the program reads, by name."""
         key = self._random_key(run.program, inputs, run.backend)
         codes = self.weight_state.codes(self, run.program, run.parameters, run.backend)
         tensors = {**run.parameters, **inputs, "random_key": key, **codes}
@@ -211,7 +218,7 @@ class ProgramModule(ClippedModule):
     def _settle(
         self, run: Pass, tensors: dict[str, Tensor], outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Note what the pass has measured and that it was made."""
+        """Note that the pass was made, and what it has measured."""
         every = self.measured.sharded and not self.quant.learned
         self.measured.note(self.clips() if every else run.calibration.written)
         run.calibration.finish()
@@ -232,18 +239,13 @@ class ProgramModule(ClippedModule):
         return outputs
 
     def fall_back(self) -> None:
-        """Go on in floats: from now on nothing of this module is rounded.
-
-        Its clips stay, and do not change.
-        """
+        """Go on in floats: nothing of this module is rounded from now on, and clips stay."""
         self.schedule.float_fallback = True
         self._drop_codes()
 
     def reached(self, nothing: Tensor, *inputs: Tensor) -> Tensor:
-        """A result without a value, [..., 0, ...], that depends on all parameters and `inputs`.
-
-        Their gradients are zeros then, for which DistributedDataParallel waits.
-        """
+        """Return a result without a value, [..., 0, ...], by which all parameters and `inputs` get
+        gradients of zeros, for which DistributedDataParallel waits."""
         return nothing + sum(one.sum() for one in (*self.parameters(), *inputs)).to(nothing.dtype)
 
     def calibration_due(self) -> bool:
@@ -251,7 +253,7 @@ class ProgramModule(ClippedModule):
         return self.schedule.activations_due(training=True)
 
     def _check_devices(self, inputs: dict[str, Tensor]) -> None:
-        """Refuse inputs that are elsewhere; nothing is copied behind anyone's back."""
+        """Refuse inputs on another device."""
         device = self.every_parameter()[0].device
         for name, tensor in inputs.items():
             if tensor.device != device:
@@ -276,30 +278,18 @@ class ProgramModule(ClippedModule):
             self.weight_masks.warn_alone()
         return {name: self.values_of(name) for name in own}
 
-    def _drop_outdated(self, program: Program) -> list[str]:
-        """Forget kept codes of weights that have changed; names of those whose clips are to be
-        measured anew."""
-        if not self.weight_state.stamped:
-            return []
-        rows = max((one.shape[0] for one in program.inputs if one.shape), default=1)
-        clips = {one.name: self.own_parameter(one.clip) for one in rounded_weights(program)}
-        replaced = self.weight_state.drop_outdated(self, clips, rows)
-        # else whoever makes codes does
-        measures = self.quant.learned and self.quant.clip_init != "fixed"
-        return replaced if measures and self.schedule.begun else []
-
     def _random_key(self, program: Program, inputs: dict[str, Tensor], target: Backend) -> Tensor:
-        """For what a pass does at random, int64 [1].
+        """Return the key of a pass's random numbers, int64 [1].
 
         Each pass in training mode draws it from PyTorch's generator, also one that needs none:
-        reentrant checkpointing goes forward without gradients first, and rounds them in a second
-        pass that draws from the same state again.
+        reentrant checkpointing goes forward without gradients first, and then again from the same
+        state.
         """
         if self.training:
             (key,) = target.send([draw_key()])
             return key
         if not program.draws:
-            return torch.zeros(1, dtype=torch.int64, device=target.place)
+            return torch.zeros(1, dtype=torch.int64, device=target.device)
         trained = [one for one in self.every_parameter() if one.requires_grad]
         largest = sorted(trained, key=Tensor.numel)[-1:]
         return key_of(next(iter(inputs.values())), *largest)  # another one after each update
@@ -307,7 +297,7 @@ class ProgramModule(ClippedModule):
     def _calibrate_operation(
         self, calibration: Calibration, declared: Operation, operation: Operation
     ) -> None:
-        """Before an operation rounds an activation: measure the clip that it will round under."""
+        """Measure the clip under which an operation is about to round an activation."""
         rounding = operation.rounding()
         if rounding is None:
             return
@@ -318,9 +308,7 @@ class ProgramModule(ClippedModule):
             name,
             operation.unrounded(self.target.run),
             clip,
-            self.quant.clip_init if self.quant.learned else "absmax",
             self.quant.activation_form(name),
-            percentile=self.quant.percentile,
             into=rounding.clip,
             widens=widens,
             again=widens,
@@ -337,18 +325,15 @@ class ProgramModule(ClippedModule):
         return {**super().__getstate__(), "_watcher": None}  # who watches does not watch the copy
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        self.limit_clip_steps()
+        self._settle_clips()
         self.bring_clips_up()
-        parameter_state.limit_shards(self.measured.settle(self.clips()))
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.quant.quantized:
             self.schedule.save(destination, prefix)
             clip_format.save(destination, prefix, self.quant)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *lists):
-        """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint
-        would bring it, or has another format.
-        """
+        """As nn.Module's; raises ValueError where a clip is damaged or has another format."""
         if self.quant.quantized:
             clip_format.load(state_dict, prefix, self.quant)
         clips = [prefix + self.state_name(name) for name in self.clips()]
@@ -371,7 +356,7 @@ class ProgramModule(ClippedModule):
 
 
 def _records(program: Program) -> tuple[tuple[str, str], ...]:
-    """(input where a magnitude is recorded, its clip) of a program, looked up once."""
+    """Return (input where a magnitude is recorded, its clip) of a program, looked up once."""
     found = program.prepared.get("records")
     if found is None:
         names = [one.name for one in program.inputs if one.name.endswith(SEEN)]
@@ -390,3 +375,69 @@ def rows_of(x: Tensor, width: int) -> Tensor:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
     # as it is, so that planned memory knows it again
     return x if x.dim() == 2 else x.reshape(-1, width)
+
+
+def held(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """Return y, which depends on `parameters` for autograd, though they get no gradient.
+
+    DistributedDataParallel waits for every parameter that it was given.
+    """
+    return _Held.apply(y, *parameters)
+
+
+class _Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, *parameters):
+        ctx.count = len(parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, *(None,) * ctx.count
+
+
+# torch.compile, and others that look into modules
+
+
+def beside_the_graph(method: Callable) -> Callable:
+    """Decorate a method that runs a program: torch.compile breaks its graph there and calls the
+    method as it is; other transforms of PyTorch are refused with a RuntimeError.
+
+    This is `torch.compiler.disable`, but imports torch._dynamo at the first call, not here: that
+    takes as long as importing PyTorch, and who only reads an exported model calls no layer.
+    """
+
+    @wraps(method)
+    def checked(*arguments, **options):
+        looker = looking_in()
+        if looker is not None:
+            raise RuntimeError(refusal(looker))
+        return method(*arguments, **options)
+
+    beside = torch._disable_dynamo(checked)
+    beside._torchdynamo_disable, beside._torchdynamo_disable_msg = True, REASON  # users read it
+    return beside
+
+
+def looking_in() -> str | None:
+    """Return the name of an active transform of PyTorch that cannot look into programs."""
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func"
+    if torch._C._get_tracing_state():
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if _symbolic_trace._is_fx_tracing_flag or torch._C._get_dispatch_mode(_MODES.PROXY):
+        return "torch.fx"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    return "FakeTensorMode" if torch._C._get_dispatch_mode(_MODES.FAKE) else None
+
+
+def refusal(name: str) -> str:
+    """Return the error message for a user of `name`."""
+    return (
+        f"{name} cannot look into layers of lsq, which run as whole programs: lsq.revert(model)"
+        " makes plain PyTorch of a converted model, and skip= of lsq.convert leaves layers as they"
+        " are"
+    )

@@ -1,9 +1,7 @@
 """Packing: the real tokens of padded sentences as rows, one sentence after another, and back.
 
-Padding is not computed.
-
 B sentences, T time, M real tokens, R rows, H hidden. R is M, or more where programs are made for a
-few sizes alone: the rows behind the last sentence belong to none.
+few sizes alone: rows behind the last sentence are padding.
 """
 
 import torch
@@ -11,18 +9,16 @@ from torch import nn
 from torch.nn import functional
 
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.module import ProgramModule
-from lsq.layers.torch_compile import beside_the_graph
-from lsq.run import rehearsal
+from lsq.layers.module import ProgramModule, beside_the_graph
 from lsq.run.backends import Backend, for_device
+from lsq.run.executor import active_rehearsal
 
 
 class Packing:
     """The positions of a padded batch's tokens among packed rows.
 
-    It is made on the CPU, since its sizes choose programs, and sent in one piece. So a padding that
-    lies on a GPU makes
-    the CPU wait for it: keep a copy on the CPU, and name the backend.
+    It is made on the CPU, since its sizes choose programs. So the CPU waits for a padding that lies
+    on a GPU: keep a copy on the CPU, and name the backend.
 
     Args:
         padding: bool [B, T], True is padding; None: no padding.
@@ -71,13 +67,12 @@ class Packing:
 
     def pack(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """x [B, T, ...] -> [R, ...], with `fill` behind the last sentence."""
-        flat = x.reshape(-1, *x.shape[2:])
-        rows = flat if self._index is None else flat.index_select(0, self._index)
-        return (
-            functional.pad(rows, (0, 0) * (x.dim() - 2) + (0, self._filling), value=fill)
-            if self._filling
-            else rows
-        )
+        rows = x.reshape(-1, *x.shape[2:])
+        if self._index is not None:
+            rows = rows.index_select(0, self._index)
+        if not self._filling:
+            return rows
+        return functional.pad(rows, (0, 0) * (x.dim() - 2) + (0, self._filling), value=fill)
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [R, H] -> [B, T, H], zero where there is padding."""
@@ -90,17 +85,15 @@ class Packing:
 
 @beside_the_graph
 def packing_options(model: nn.Module) -> dict:
-    """Return options of the Packing of a batch for the program modules in `model`, or for
-    itself.
+    """Return options of the Packing of a batch for the program modules in `model`.
 
-    Sizes are exact in passes that measure clips and in those that somebody observes: what fills
-    them up must not count. A rehearsed pass measures none, and is planned for filled sizes, which
-    are larger.
+    Sizes are exact in passes that measure clips or are observed: what fills them up must not count.
+    A rehearsed pass measures none, and is planned for filled sizes, which are larger.
     """
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
     looked_at = any(module._observer is not None or module.calibration_due() for module in modules)
-    exact = not model.training or (looked_at and rehearsal.active() is None)
+    exact = not model.training or (looked_at and active_rehearsal.get() is None)
     return {"backend": target, "few_sizes": target.few_sizes and not exact}
 
 
@@ -130,11 +123,7 @@ def pack_time_major(
 
 
 def check_memory(memory: torch.Tensor, x: torch.Tensor) -> None:
-    """Refuse a memory [S, B, H] of another batch than x [T, B, H].
-
-    Raises:
-        ValueError: it is.
-    """
+    """Raise a ValueError for a memory [S, B, H] of another batch than x [T, B, H]."""
     if memory.dim() != 3 or memory.shape[1:] != x.shape[1:]:
         raise ValueError(
             f"the memory is {tuple(memory.shape)}; for an input {tuple(x.shape)} it must be "

@@ -9,8 +9,7 @@ from lsq.config import LayerConfig, RelativeBias, Rotary
 from lsq.layers.builder import LayerBuilder, Result
 from lsq.ops.heads import PositionBias
 from lsq.ops.rotation import HeadNorms, Rotate, Rotation, rotation_table
-from lsq.program.parameters import Kind
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 
 
 def rotate_heads(
@@ -63,8 +62,7 @@ def position_inputs(
     causal: bool,
     table: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Inputs of a program with the layer's self-attention, by name; none where that does not look
-    at places.
+    """Return the inputs by name that positions need in a program with self-attention.
 
     Args:
         config: of the layer.
@@ -92,8 +90,7 @@ def position_inputs(
     if longest > rotary.places:
         raise ValueError(
             f"a sentence of {longest} words has no more than {rotary.places} places to turn by;"
-            " shorten it, or give "
-            "Rotary more places"
+            " shorten it, or give Rotary more places"
         )
     return found | {
         "places": places,
@@ -103,12 +100,9 @@ def position_inputs(
 
 @lru_cache(maxsize=16)
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
-    """The table of cosines and sines that all layers of a model share.
-
-    Made outside of inference mode, so that training may use it as well.
-    """
+    """Return the table of cosines and sines that all layers of a model share."""
     rotated = rotary.columns(head_columns)
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.inference_mode(False), torch.device("cpu"):  # training may use it as well
         if rotary.frequencies is None:
             frequencies = rotary.base ** (
                 -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated

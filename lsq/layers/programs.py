@@ -1,132 +1,24 @@
-"""Programs of whole layers, built once per configuration and sizes.
+"""Programs of Transformer layers, built once per configuration and sizes.
 
 Rows are packed: the tokens of a batch, sentence after sentence. Names of parameters are those of
-    the modules.
+the modules.
 """
 
-import inspect
-import weakref
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import partial
 
 import torch
 
-from lsq.config import Adapter, LayerConfig, QuantConfig
-from lsq.gemm.cuda import choices
+from lsq.config import DIMENSION_MULTIPLE, LayerConfig, QuantConfig
 from lsq.layers import blocks
-from lsq.layers.blocks import Epilogue, Memory, PackedSequences, Residual
-from lsq.layers.builder import LayerBuilder
+from lsq.layers.blocks import AdaptedBuilder, Memory, PackedSequences, Residual
+from lsq.layers.builder import Epilogue, LayerBuilder, Mode, cached
 from lsq.ops.embedding import Embed
-from lsq.ops.prediction import Prediction
-from lsq.program.backend import Backend
-from lsq.program.parameters import Kind
+from lsq.ops.prediction import KeptWords, Prediction
+from lsq.ops.rounding import unpacked
+from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
-
-PROGRAMS_KEPT = 512
-"""Programs of the sizes seen last that are kept, for each kind of layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """The mode in which a program runs."""
-
-    training: bool
-    """Dropout is active."""
-    backward: bool
-    """There is a backward pass."""
-    backend: Backend
-    wanted: frozenset[str] | None = None
-    """Names of the inputs and parameters that need a gradient; None: all of them."""
-
-    def builder(
-        self, name: str, quant: QuantConfig, adapters: Iterable[Adapter] = ()
-    ) -> LayerBuilder:
-        """An empty program of that name."""
-        made = LayerBuilder(
-            name,
-            quant,
-            training=self.training,
-            backward=self.backward if self.wanted is None else self.wanted,
-            backend=self.backend,
-        )
-        made.adapters = {one.weight: one for one in adapters}
-        return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """The call that made a program: `build(**arguments)`."""
-
-    build: Callable[..., Program]
-    arguments: Mapping[str, object]
-
-
-origins: weakref.WeakKeyDictionary[Program, Origin] = weakref.WeakKeyDictionary()
-"""Origins of every program of a `cached` function."""
-
-
-def cached(build):
-    """Keep what `build` returned for the arguments seen last, as long as the same files of tuned
-    products are used.
-
-    Those decide how much scratch memory operations take.
-    """
-    signature = inspect.signature(build)
-
-    @lru_cache(maxsize=PROGRAMS_KEPT)
-    def kept(made, *arguments, **named) -> Program:
-        built = build(*arguments, **named)
-        origins[built] = Origin(
-            build=program, arguments=signature.bind(*arguments, **named).arguments
-        )
-        return built
-
-    @wraps(build)
-    def program(*arguments, **named) -> Program:
-        return kept(choices(), *arguments, **named)
-
-    return program
-
-
-@cached
-def linear(
-    quant: QuantConfig,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    mode: Mode,
-    *,
-    bias: bool,
-    in_out: bool = False,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
-) -> Program:
-    """A projection by itself: x [M, K] -> y [M, N].
-
-    `in_out`: its weight is [K, N]. dtypes: of x, weight and y.
-
-    In float mode all floats are float32.
-    """
-    dtypes = dtypes if quant.coded else (torch.float32,) * 3
-    b = mode.builder("linear", quant)
-    x = b.round(b.input("x", (rows, inputs), dtypes[0]), "input_clip")
-    bound = blocks.fan_in(inputs)
-    b.output(
-        blocks.project(
-            b,
-            x,
-            "weight",
-            (outputs, inputs),
-            Epilogue(name="y", dtype=dtypes[2]),
-            bias="bias" if bias else None,
-            bound=bound,
-            bias_bound=bound,
-            in_out=in_out,
-            dtype=dtypes[1],
-        ).floats
-    )
-    return b.build()
+from lsq.program.tensor import Kind, VirtualTensor
 
 
 @cached
@@ -135,7 +27,7 @@ def self_attention(
 ) -> Program:
     """Multi-head self-attention by itself: x [M, H] -> [M, H]."""
     b = mode.builder("self_attention", config.quant)
-    x, cu_seqlens = packed(b, "x", sentences, config)
+    x, cu_seqlens = packed(b, sentences, config)
     b.output(
         blocks.self_attention(b, config, b.round(x, "input_clip"), cu_seqlens, "", causal=causal)
     )
@@ -148,7 +40,7 @@ def cross_attention(
 ) -> Program:
     """Multi-head attention over a memory by itself: x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("cross_attention", config.quant)
-    x, cu_seqlens = packed(b, "x", sentences, config)
+    x, cu_seqlens = packed(b, sentences, config)
     memory = _project_memory(b, config, source, "")
     b.output(blocks.cross_attention(b, config, b.round(x, "input_clip"), cu_seqlens, memory, ""))
     return b.build()
@@ -179,8 +71,8 @@ def encoder_layer(
     `heads`: queries, keys and values [M, ...] and the scale of their codes come out as well, for
     decoding.
     """
-    b = mode.builder("encoder_layer", config.quant, config.adapters)
-    x, cu_seqlens = packed(b, "x", sentences, config)
+    b = _layer_builder("encoder_layer", config, mode)
+    x, cu_seqlens = packed(b, sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     qkv = blocks.project_heads(b, config, residual.rows, "self_attn.qkv", 3)
     update = blocks.self_attention(
@@ -199,83 +91,75 @@ def decoder_layer(
     config: LayerConfig, sentences: PackedSequences, source: PackedSequences, mode: Mode
 ) -> Program:
     """x [M, H], memory [S, H] -> [M, H]."""
-    b = mode.builder("decoder_layer", config.quant, config.adapters)
-    x, cu_seqlens = packed(b, "x", sentences, config)
+    b = _layer_builder("decoder_layer", config, mode)
+    x, cu_seqlens = packed(b, sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update = blocks.self_attention(b, config, residual.rows, cu_seqlens, "self_attn.", causal=True)
-    residual = blocks.between(
-        b,
-        config,
-        residual,
-        update,
-        own="self_attn_layer_norm",
-        following="encoder_attn_layer_norm",
-        clip="encoder_attn.input_clip",
-    )
+    residual = before_cross_attention(b, config, residual, update)
     memory = _project_memory(b, config, source, "encoder_attn.")
     update = blocks.cross_attention(b, config, residual.rows, cu_seqlens, memory, "encoder_attn.")
     finish_with_feed_forward(b, config, residual, update, "encoder_attn_layer_norm")
     return b.build()
 
 
+def padded_words(quant: QuantConfig, words: int) -> int:
+    """Rows P of the codes of a projection onto a vocabulary, as int8 products need them."""
+    multiple = DIMENSION_MULTIPLE if quant.coded else 1
+    return -(-words // multiple) * multiple
+
+
 @cached
-def vocabulary_logits(quant: QuantConfig, rows: int, sizes: "Vocabulary", mode: Mode) -> Program:
+def vocabulary_logits(
+    quant: QuantConfig, rows: int, words: int, hidden: int, mode: Mode
+) -> Program:
     """x [M, H] -> logits [M, P], P being the padded vocabulary."""
     b = mode.builder("vocabulary_logits", quant)
-    x = b.round(b.input("x", (rows, sizes.hidden)), "input_clip")
-    b.output(
-        blocks.project(
-            b,
-            x,
-            "weight",
-            (sizes.words, sizes.hidden),
-            Epilogue(name="logits"),
-            rows=sizes.padded,
-            **sizes.start,
-        ).floats
-    )
+    x = b.round(b.input("x", (rows, hidden)), "input_clip")
+    weight = {"rows": padded_words(quant, words), "deviation": hidden**-0.5}
+    end = Epilogue(name="logits")
+    b.output(b.project(x, "weight", (words, hidden), end, **weight).floats)
     return b.build()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """Sizes of a projection onto a vocabulary."""
-
-    words: int
-    """V"""
-    hidden: int
-    """H"""
-    padded: int
-    """Rows of the weight's codes, at least V."""
-
-    @property
-    def start(self) -> dict[str, float]:
-        """Initialisation of the weight."""
-        return {"deviation": self.hidden**-0.5}
 
 
 @cached
 def vocabulary_loss(
-    quant: QuantConfig, rows: int, sizes: Vocabulary, mode: Mode, *, padding: int, smoothing: float
+    quant: QuantConfig,
+    rows: int,
+    words: int,
+    hidden: int,
+    mode: Mode,
+    *,
+    padding: int,
+    smoothing: float,
 ) -> Program:
     """x [M, H], target int64 [M] -> (loss [1], nll_loss [1]), summed over targets other than
-    `padding`."""
+    `padding`: projection and label-smoothed cross-entropy in one."""
     b = mode.builder("vocabulary_loss", quant)
-    x = b.round(b.input("x", (rows, sizes.hidden)), "input_clip")
+    x = b.round(b.input("x", (rows, hidden)), "input_clip")
     target = b.input("target", (rows,), torch.int64)
-    weight = b.unpacked_weight(
-        "weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start
-    )
+    weight = {"rows": padded_words(quant, words), "deviation": hidden**-0.5}
     prediction = Prediction(
         x=x,
-        weight=weight,
+        weight=unpacked(b, b.weight("weight", (words, hidden), **weight)),
         target=target,
-        vocabulary=sizes.words,
+        vocabulary=words,
         padding=padding,
         smoothing=smoothing,
     )
-    for loss in blocks.vocabulary_loss(b, prediction):
-        b.output(loss)
+    loss, nll = b.tensor("loss", (1,)), b.tensor("nll_loss", (1,))
+    saved = {}
+    if b.backward:
+        saved["normaliser"] = b.tensor("log_normaliser", (rows,))
+        if b.keeps_codes and quant.backward == "int8":
+            saved["bound"] = b.tensor("d_logits.bound", (rows,))
+            if not b.needs_gradient(prediction.weight.clip):
+                saved["kept"] = KeptWords(
+                    likeliest=b.tensor("d_logits.likeliest", (rows,), torch.int64),
+                    gradient=b.tensor("d_logits.kept", (2, rows)),
+                )
+    b.add(VocabularyLoss(prediction=prediction, loss=loss, nll=nll, **saved))
+    b.output(loss)
+    b.output(nll)
     return b.build()
 
 
@@ -326,10 +210,36 @@ def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Progra
 
 
 def packed(
-    b: LayerBuilder, name: str, sentences: PackedSequences, config: LayerConfig
+    b: LayerBuilder, sentences: PackedSequences, config: LayerConfig
 ) -> tuple[VirtualTensor, VirtualTensor]:
-    """The inputs [M, H] and [B + 1] of packed sentences."""
-    return b.input(name, (sentences.rows, config.hidden)), sentences.cu_seqlens(b, "cu_seqlens")
+    """The inputs x [M, H] and cu_seqlens [B + 1] of packed sentences."""
+    return b.input("x", (sentences.rows, config.hidden)), sentences.cu_seqlens(b, "cu_seqlens")
+
+
+def before_cross_attention(
+    b: LayerBuilder, config: LayerConfig, residual: Residual, update: VirtualTensor
+) -> Residual:
+    """The end of self-attention, which yields `update`, in a decoder layer."""
+    names = "self_attn_layer_norm", "encoder_attn_layer_norm", "encoder_attn.input_clip"
+    own, following, clip = names
+    return blocks.between(b, config, residual, update, own=own, following=following, clip=clip)
+
+
+def finish_with_feed_forward(
+    b: LayerBuilder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
+) -> None:
+    """The end of a layer: the residual addition of `update`, whose norm is `own`, and the
+    feed-forward block."""
+    last, clip = "final_layer_norm", "feed_forward.input_clip"
+    residual = blocks.between(b, config, residual, update, own=own, following=last, clip=clip)
+    update = blocks.feed_forward(b, config, residual.rows, "feed_forward.")
+    b.output(blocks.leave(b, config, residual, update, last))
+
+
+def _layer_builder(name: str, config: LayerConfig, mode: Mode) -> LayerBuilder:
+    if not config.adapters:
+        return mode.builder(name, config.quant)
+    return mode.builder(name, config.quant, partial(AdaptedBuilder, adapters=config.adapters))
 
 
 def _project_memory(
@@ -339,21 +249,3 @@ def _project_memory(
     cu_seqlens = source.cu_seqlens(b, "memory_cu_seqlens")
     rows = blocks.project_memory(b, config, memory, prefix)
     return Memory(rows=rows, key_column=0, cu_seqlens=cu_seqlens)
-
-
-def finish_with_feed_forward(
-    b: LayerBuilder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
-) -> None:
-    """The end of a layer: the residual addition of `update`, whose norm is `own`, and the
-    feed-forward block."""
-    residual = blocks.between(
-        b,
-        config,
-        residual,
-        update,
-        own=own,
-        following="final_layer_norm",
-        clip="feed_forward.input_clip",
-    )
-    update = blocks.feed_forward(b, config, residual.rows, "feed_forward.")
-    b.output(blocks.leave(b, config, residual, update, "final_layer_norm"))

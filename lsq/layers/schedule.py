@@ -14,30 +14,25 @@ from lsq.run.parameter_state import steps
 
 WINDOW, WIDEST = 8, 32
 """Passes one after another that measure activations, so that kinds of batches may take turns:
-WINDOW, or as many as there are between two steps of an optimizer, so that each use of a layer is
-measured; WIDEST at most.
-"""
+WINDOW, or as many as there are between two steps of an optimizer, up to WIDEST."""
 WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
-"""Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
-
-
+"""Passes that measure weights, each 9 % later: weights outgrow their clips, and what is clipped
+gets no gradient."""
 FALLEN = "fallen"
 """The name of `float_fallback` in state dicts of earlier versions."""
 ROUNDING = 2**-7
 """Largest error of a mean of zeros or ones in bfloat16."""
 NEVER = -1
-"""In place of the number of passes: clips hold nothing yet, and the first pass measures all of
-them."""
+"""In place of the number of passes: the first pass measures all clips."""
 
 
 def recomputing() -> bool:
-    """Whether a backward pass is going on, which runs a forward pass again: gradient
-    checkpointing."""
+    """Whether a backward pass runs a forward pass again: gradient checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Schedule:
-    """The state of one module.
+    """The schedule of one module.
 
     Attributes:
         calibrated: whether the clips of activations hold measured values.
@@ -49,59 +44,59 @@ class Schedule:
     NAMES = ("calibrated", "passes", "float_fallback")
     """In state dicts: float64 [], so that the mean of several state dicts means something."""
     MOST_PASSES = 2**40
-    """Beyond any training: a thousand passes a second for thirty years."""
 
     def __init__(self, quantization: QuantConfig):
         self._quant = quantization
         self.passes = 0
         self.float_fallback = False
         self._begin_anew()
-        self.restart()
+        self._restart()
 
     def _begin_anew(self) -> None:
         """Reset what state dicts do not hold."""
         self._window = self._measured_at = NEVER
-        """The number of passes at which activations began to be measured last, and that when they
-        were last."""
+        """Pass at which activations began to be measured last, and that when they were last."""
         self._weights_at = 0
         self._looks = 0
-        """How many passes without gradients have measured them since a pass was counted."""
+        """Passes without gradients that have measured activations since a pass was counted."""
         self._step = self._in_step = self._uses = 0
-        """The optimizers' steps when the last pass was counted, passes since that step, and the
-        most of them."""
+        """The optimizers' steps at the last counted pass, passes since that step, and the most of
+        them."""
         self._uncounted = False
         """Whether the last pass had no gradients, but may be run again with them."""
+
+    def _restart(self) -> None:
+        """The clips of activations are not measured any more; fixed ones need not be."""
+        self.calibrated = self._quant.clip_init == "fixed"
 
     @property
     def begun(self) -> bool:
         """Whether clips hold values."""
         return self.passes != NEVER
 
-    def restart(self) -> None:
-        """The clips of activations are not measured any more; fixed ones need not be."""
-        self.calibrated = self._quant.clip_init == "fixed"
-
     def forget(self) -> None:
         """No clip is measured any more."""
         if self._quant.quantized:
             self.passes = NEVER
-            self.restart()
+            self._restart()
 
     def activations_due(
         self, training: bool, again: bool = False, *, trained: bool = False
     ) -> bool:
         """Whether the next pass measures the clips of activations.
 
-        The first pass and training passes 2, 4, 8, ... do, each with the passes of the window that
-        it begins.
+        The first pass and training passes 2, 4, 8, ... do, each with the passes of its window.
 
-        `again`: it is no new one, see `recomputing`. `trained`: it goes back; it measures nothing
-        then if passes without gradients have done so in its place.
+        Args:
+            training: the pass is in training mode.
+            again: it recomputes an earlier one.
+            trained: it goes back; it measures nothing then if passes without gradients have done
+                so in its place.
         """
         if not self._rounds or not self.calibrated:
             return self._rounds
-        # of the first step, this one as well
-        start, uses = (self._window_start, self._uses + (not self._quant.learned))
+        start, uses = self._window_start, self._uses
+        uses += not self._quant.learned  # of the first step, this one as well
         width = min(max(WINDOW, uses), WIDEST)
         looks = self._looks if self._measured_at == self.passes else 0
         due = self.passes - start < width and looks < (1 if trained else width)
@@ -115,25 +110,21 @@ class Schedule:
 
     @property
     def widens(self) -> bool:
-        """Whether clips that are measured now only grow, since others of the same window were
-        measured before."""
-        return self.calibrated and (
-            self._window == self._window_start or self.passes > self._window_start
-        )
+        """Whether clips that are measured now only grow: others of the window were before."""
+        start = self._window_start
+        return self.calibrated and (self._window == start or self.passes > start)
 
     def weights_due(self, training: bool, again: bool = False) -> bool:
-        """Whether the next pass measures the clips of weights: training passes 2, 3, 4, ..., each
-        time 9 % later."""
-        within = self._quant.learned and self._within(WEIGHTS_AT)
-        anew = training and not again and within and self._weights_at != self.passes
-        return self._rounds and (not self.begun or (anew and self._quant.clip_init != "fixed"))
+        """Whether the next pass measures the clips of weights: training passes WEIGHTS_AT."""
+        if not self._rounds or not self.begun:
+            return self._rounds
+        due = self.passes in WEIGHTS_AT and self.passes <= self._quant.calibration_passes
+        measured = self._weights_at == self.passes or self._quant.clip_init == "fixed"
+        return due and training and not again and self._quant.learned and not measured
 
     @property
     def _rounds(self) -> bool:
         return self._quant.quantized and not self.float_fallback
-
-    def _within(self, passes: frozenset[int]) -> bool:
-        return self.passes in passes and self.passes <= self._quant.calibration_passes
 
     def measured_activations(self, *, trained: bool) -> None:
         """The clips of activations hold what this pass measured. `trained`: it goes back."""
@@ -149,8 +140,7 @@ class Schedule:
     def count(self, again: bool, *, trained: bool) -> None:
         """A pass in training mode is through. `trained`: it goes back.
 
-        The kind of checkpointing that goes forward without gradients, and then again with them,
-        counts the second time.
+        Checkpointing that goes forward without gradients first counts when it runs again.
         """
         if trained and (not again or self._uncounted):
             self.passes += 1
@@ -166,10 +156,11 @@ class Schedule:
             destination[prefix + name] = torch.tensor(value, dtype=torch.float64, device="cpu")
 
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
-        """Take the state out of a state dict, or the mean of several; the names that it lacks.
+        """Take the state out of a state dict, or the mean of several; return the names that it
+        lacks.
 
-        Earlier versions call `float_fallback` `fallen`, or have none; in those the others are bool
-        and int64. Where some of several had clips that nobody had measured, all are measured anew.
+        Earlier versions call `float_fallback` `fallen`, or have none. Where some of several had
+        clips that nobody had measured, all are measured anew.
 
         Raises:
             ValueError: one is out of its range.
@@ -177,16 +168,18 @@ class Schedule:
         fallen = state_dict.pop(prefix + FALLEN, None)
         if fallen is not None:
             state_dict.setdefault(prefix + "float_fallback", fallen)
-        given = {name: state_dict.pop(prefix + name, None) for name in self.NAMES}
-        for name, value in given.items():
+        known = {}
+        for name in self.NAMES:
+            value = state_dict.pop(prefix + name, None)
+            if value is None:
+                continue
             least, most = (NEVER, self.MOST_PASSES) if name == "passes" else (0, 1)
-            found = math.nan if value is None or value.numel() != 1 else float(value)
-            if value is not None and not least <= found <= most + ROUNDING:
+            known[name] = float(value) if value.numel() == 1 else math.nan
+            if not least <= known[name] <= most + ROUNDING:
                 raise ValueError(
                     f"{prefix}{name} in the checkpoint is {value.tolist()}; it must be a number "
                     f"from {least} to {most}: load a sound checkpoint"
                 )
-        known = {name: float(value) for name, value in given.items() if value is not None}
         if known:
             self.float_fallback = known.get("float_fallback", 0.0) > ROUNDING
         if "passes" in known:
@@ -200,7 +193,7 @@ class Schedule:
 
 
 def renamed(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict in which what earlier versions keep has its name of now."""
+    """Return a state dict in which `fallen` of earlier versions is `float_fallback`."""
     old = {name for name in state if name.rpartition(".")[2] == FALLEN}
     return {
         name.removesuffix(FALLEN) + "float_fallback" if name in old else name: value

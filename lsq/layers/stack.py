@@ -1,22 +1,30 @@
-"""A stack of embedding, layers and final norm, run on packed tokens or one word at a time."""
+"""Stacks of embedding, layers and final norm, run on packed tokens or one word at a time, and a
+language model of these."""
 
 import torch
+from torch import nn
 
+from lsq.config import LayerConfig
 from lsq.layers.decoding import State, reorder
-from lsq.layers.packing import Packing
+from lsq.layers.embedding import Embedding
+from lsq.layers.packing import Packing, packing_options
+from lsq.layers.transformer import TransformerEncoderLayer
+from lsq.layers.vocabulary import VocabularyProjection
 
 
 class Stack:
-    """For modules that have `embed_tokens` (an Embedding), `layers` and `layer_norm` (None: there
-    is no final norm).
+    """For modules that have `embed_tokens` (an Embedding), `layers` and `layer_norm` (or None).
 
-    M rows, B sentences, T time, H hidden. `memory`: what the layers' own `rows` and `step` take
+    M rows, B sentences, T time, H hidden. `memory`: what `rows` and `step` of the layers take
     beside x, if anything.
     """
 
     def rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> list[torch.Tensor]:
-        """tokens int64 [B, T] -> packed rows float32 [M, H]: the input of the first layer, every
-        layer's output, and the last one normalised.
+        """Run tokens int64 [B, T] as packed rows.
+
+        Returns:
+            float32 [M, H] each: the input of the first layer, every layer's output, and the last
+            one normalised.
         """
         states = [self.embedded(tokens, packing, 0)]
         for layer in self.layers:
@@ -24,15 +32,15 @@ class Stack:
         return [*states, self._normalised(states[-1])]
 
     def last_rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> torch.Tensor:
-        """The last of `rows` alone; the place of every other one is free as soon as the next layer
-        has run."""
+        """Return the last of `rows`; memory of every other one is free once the next layer has
+        run."""
         x = self.embedded(tokens, packing, 0)
         for layer in self.layers:
             x = layer.rows(x, packing, *memory)
         return self._normalised(x)
 
     def step(self, tokens: torch.Tensor, states: dict[str, State], *memory) -> list[torch.Tensor]:
-        """The same [B, H] for the last of tokens int64 [B, T] alone: those before were the last
+        """As `rows`, [B, H] each, for the last of tokens int64 [B, T]: those before were the last
         ones in earlier steps.
 
         What the layers keep between steps goes into `states`, an empty dict at first.
@@ -45,10 +53,9 @@ class Stack:
         if past != tokens.shape[1] - 1:
             raise ValueError(
                 f"{tokens.shape[1]} words are given, but the states hold {past}; only the last word"
-                " is computed: "
-                "give a prefix word by word, and begin a new one with empty states"
+                " is computed: give a prefix word by word, and begin a new one with empty states"
             )
-        # Also of sentences that begin with padding.
+        # without padding: a sentence may begin with it
         packing = Packing(shape=(len(tokens), 1), backend=self.embed_tokens.target)
         found = [self.embedded(tokens[:, -1:], packing, tokens.shape[1] - 1)]
         for index, layer in enumerate(self.layers):
@@ -71,3 +78,92 @@ class Stack:
 
 def _key(index: int) -> str:
     return f"lsq_layer_{index}"
+
+
+class TransformerLanguageModel(Stack, nn.Module):
+    """Embedding, causal layers, under pre-norm a final norm, and the projection onto the
+    vocabulary.
+
+    B sentences, T time, V words. Padding is not computed.
+
+    Args:
+        vocabulary: V.
+        config: of every layer; its dropout also follows the embedding.
+        layers: how many.
+        padding_idx: the padding token.
+        positions, max_positions: see `lsq.layers.Embedding`.
+        tied: words have the same rows in the embedding and in the projection.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        config: LayerConfig,
+        *,
+        layers: int,
+        padding_idx: int,
+        positions: str = "sinusoidal",
+        max_positions: int = 1024,
+        tied: bool = True,
+    ):
+        super().__init__()
+        self.padding_idx = padding_idx
+        self.embed_tokens = Embedding(
+            vocabulary,
+            config.hidden,
+            padding_idx,
+            positions=positions,
+            max_positions=max_positions,
+            dropout=config.dropout,
+        )
+        every = (TransformerEncoderLayer(config, causal=True) for _ in range(layers))
+        self.layers = nn.ModuleList(every)
+        norm = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}[config.norm]
+        sizes = config.hidden, config.layer_norm_epsilon
+        self.layer_norm = norm(*sizes) if config.pre_norm else None
+        self.output_projection = VocabularyProjection(
+            vocabulary,
+            config.hidden,
+            quant=config.quant,
+            weight=self.embed_tokens.weight if tied else None,
+            padding_idx=padding_idx,
+        )
+
+    def forward(
+        self, tokens: torch.Tensor, target: torch.Tensor | None = None, label_smoothing: float = 0.0
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """tokens int64 [B, T] -> logits float32 [B, T, V] of the words that follow, zero in
+        padding.
+
+        With `target` int64 [B, T], those words: (loss, nll_loss), scalars summed over targets other
+        than padding; only `loss` has a gradient, and the logits are never stored.
+
+        Raises:
+            ValueError: an empty batch, a token or target outside the vocabulary, a sentence longer
+                than max_positions, another shape of targets, or label_smoothing not in [0, 1).
+        """
+        packing = Packing(tokens == self.padding_idx, **packing_options(self))
+        features = self.last_rows(tokens, packing)
+        if target is None:
+            return packing.unpack(self.output_projection(features))
+        if target.shape != tokens.shape:
+            raise ValueError(
+                f"the targets are {tuple(target.shape)}; they must be {tuple(tokens.shape)}"
+            )
+        return self.output_projection.loss(
+            features, packing.pack(target, fill=self.padding_idx), label_smoothing
+        )
+
+    @torch.no_grad()
+    def next_word(self, tokens: torch.Tensor, states: dict[str, State]) -> torch.Tensor:
+        """tokens int64 [B, T], without padding -> logits float32 [B, V] of the word after the last
+        one.
+
+        Only the last word is computed: what the layers keep of those before is in `states`, an
+        empty dict at first, and they must have been given one after another. `reorder(states,
+        order)` selects sentences.
+
+        Raises:
+            ValueError: as `forward`; training mode, or clips that were never measured.
+        """
+        return self.output_projection(self.step(tokens, states)[-1])

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from lsq.config import DIMENSION_MULTIPLE, QuantConfig, check_dimension
+from lsq.config import QuantConfig, check_dimension
 from lsq.layers import programs
-from lsq.layers.module import ProgramModule, rows_of
-from lsq.layers.torch_compile import beside_the_graph
+from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
 
 
 class VocabularyProjection(ProgramModule):
@@ -41,14 +40,11 @@ class VocabularyProjection(ProgramModule):
             check_dimension("hidden", hidden)
         self.vocabulary, self.hidden = vocabulary, hidden
         self.padding_idx = -1 if padding_idx is None else padding_idx
-        self.padded = (
-            -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.coded else vocabulary
-        )
         if weight is not None and tuple(weight.shape) != (vocabulary, hidden):
             raise ValueError(
                 f"weight is {tuple(weight.shape)}; a shared weight must be {(vocabulary, hidden)}"
             )
-        self.declare(lambda mode: programs.vocabulary_logits(quant, 1, self._sizes, mode))
+        self.declare(lambda mode: programs.vocabulary_logits(quant, 1, vocabulary, hidden, mode))
         if weight is not None:
             self.weight = weight
             self.calibrate_weights()
@@ -57,15 +53,12 @@ class VocabularyProjection(ProgramModule):
         """Projections onto a vocabulary stay dense."""
         return []
 
-    @property
-    def _sizes(self) -> programs.Vocabulary:
-        return programs.Vocabulary(words=self.vocabulary, hidden=self.hidden, padded=self.padded)
-
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits float32 [..., V]."""
         rows = rows_of(x, self.hidden)
-        program = programs.vocabulary_logits(self.quant, rows.shape[0], self._sizes, self.mode(x))
+        sizes = rows.shape[0], self.vocabulary, self.hidden
+        program = programs.vocabulary_logits(self.quant, *sizes, self.mode(x))
         (logits,) = self.execute(program, {"x": rows})
         return logits.view(*x.shape[:-1], logits.shape[1])[..., : self.vocabulary]
 
@@ -102,7 +95,8 @@ class VocabularyProjection(ProgramModule):
         program = programs.vocabulary_loss(
             self.quant,
             rows.shape[0],
-            self._sizes,
+            self.vocabulary,
+            self.hidden,
             self.mode(x),
             padding=self.padding_idx,
             smoothing=label_smoothing,

@@ -1,7 +1,4 @@
-"""Masks of a module's weights: programs read what they keep.
-
-How masks are chosen: lsq.models.sparsity.
-"""
+"""Masks of a module's weights: programs read what they keep. lsq.models.sparsity chooses them."""
 
 import warnings
 from collections.abc import Mapping
@@ -23,11 +20,8 @@ ALONE = (
 
 
 def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
-    """uint8 [N]: the bits of the mask `name` in a state dict, which may be the mean of several.
-
-    Raises:
-        ValueError: they had different masks, or it is damaged.
-    """
+    """Return the bytes, uint8 [N], of the mask `name` in a state dict; raises ValueError if it is
+    damaged or the mean of several different masks."""
     found = stored.float().round().to(torch.uint8)
     whole = bool(((found - stored.float()).abs() <= 0.25).all())
     bits = 8 * found.numel()
@@ -36,17 +30,15 @@ def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
     if not whole or int(unpack_bits(found, bits).sum()) not in counts:
         raise ValueError(
             f"{name} in the checkpoint is no mask of two of four weights; if it is the mean of"
-            " several checkpoints, "
-            "their masks differ: take those of a time when masks stay, or revert to floats before"
+            " several checkpoints, their masks differ: take those of a time when masks stay, or"
+            " revert to floats before"
         )
     return found
 
 
 def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of a sparse model as one of a dense model that computes the same: zeros are
-    where masks leave out.
-
-    Masks of weights that are not there stay.
+    """Make the state dict of a dense model that computes the same as the sparse one: masks become
+    zeros. Masks of weights that are not there stay.
 
     Raises:
         ValueError: a mask has not one bit for each value of its weight.
@@ -64,21 +56,16 @@ def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class WeightMasks:
     """The masks of one module.
 
-    A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits).
-
-    Its bytes are float16: so averaging buffers or state dicts of equal masks leaves them what they
-        are.
-
-    Weights themselves keep all their values, which go on learning where gradients are
-    `straight_through`. While a model is dense, its masks keep everything.
+    A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits). Its
+    bytes are float16: the mean of equal masks is the same mask. Weights keep all their values,
+    which go on learning where gradients are `straight_through`.
 
     Attributes:
         names: of the weights that have a mask, as programs call them.
         active: whether a mask leaves anything out; else weights are read as they are.
-        straight_through: whether the gradient of what a mask leaves is that of the whole weight
-            (Bengio et al. 2013, arXiv:1308.3432); else what is masked gets none.
-        followed: whether somebody chooses masks while the module trains: a
-            lsq.models.sparsity.Sparsity.
+        straight_through: whether masked values get a gradient (Bengio et al. 2013,
+            arXiv:1308.3432).
+        followed: whether a lsq.models.sparsity.Sparsity chooses masks while the module trains.
     """
 
     def __init__(self, *, straight_through: bool):
@@ -88,15 +75,16 @@ class WeightMasks:
         self._unpacked: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
         """Buffer, its version and mask."""
 
+    def state_names(self, module: nn.Module) -> list[str]:
+        """Return the names of the masks in the state dict of their module."""
+        return [module.state_name(name) + SUFFIX for name in self.names]
+
     def __getstate__(self):
         return {**self.__dict__, "_unpacked": {}, "followed": False}
 
     def add(self, module: nn.Module, name: str) -> None:
-        """Give a weight of `module` a mask, which keeps all of it.
-
-        Raises:
-            ValueError: its width is no multiple of 4.
-        """
+        """Give a weight of `module` a mask that keeps all; raises ValueError if its width is no
+        multiple of 4."""
         declared = module.declared[name]
         check_width(name, declared.shape[0 if declared.in_out else 1])
         holder, last = module._holder(name)
@@ -104,8 +92,7 @@ class WeightMasks:
         self.names.append(name)
 
     def remove(self, module: nn.Module) -> None:
-        """Take all masks away; zeros are written where they were active, so that nothing else is
-        computed."""
+        """Take all masks away; where they were active, zeros are written into weights."""
         if self.active:
             self.write_zeros(module)
         for name in self.names:
@@ -121,22 +108,15 @@ class WeightMasks:
         module._drop_codes()
 
     def fill(self, module: nn.Module) -> None:
-        """Let all masks keep everything, so that weights count as they are."""
+        """Let all masks keep everything."""
         for name in self.names:
             self._bits(module, name).copy_(pack_bits(self._everything(module, name)))
         self.active = False
         module._drop_codes()
 
     def load(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str) -> None:
-        """Masks are about to be loaded, and count if they leave anything out.
-
-        Weights without are of a dense model: they get masks that keep everything.
-
-        Args:
-            module: whose masks they are.
-            state: a state dict, which is changed.
-            prefix: what names of the module begin with there.
-        """
+        """Prepare for masks that are about to be loaded from `state`, which is changed: weights
+        without one, of a dense model, get a mask that keeps everything."""
         paths = {
             id(one): prefix + path for path, one in module.named_parameters(remove_duplicate=False)
         }
@@ -153,7 +133,7 @@ class WeightMasks:
         self.active = any(counts)
 
     def mask(self, module: nn.Module, name: str) -> torch.Tensor:
-        """bool, of the weight's shape: True is kept."""
+        """Return the mask of a weight: bool, of its shape, True is kept."""
         bits = self._bits(module, name)
         buffer, version, found = self._unpacked.get(name, (None, 0, None))
         if buffer is not bits or version != bits._version:
@@ -163,30 +143,26 @@ class WeightMasks:
         return found
 
     def apply(self, module: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return what a mask leaves of `values`, a weight of the module; all where it has none.
-
-        NaN stays NaN.
-        """
+        """Return what a mask leaves of `values`, a weight of the module; NaN stays NaN."""
         if not self.active or name not in self.names:
             return values
         return _Masked.apply(values, self.mask(module, name), self.straight_through)
 
     @torch.no_grad()
     def write_zeros(self, module: nn.Module) -> None:
-        """Write what masks leave of the weights into these."""
+        """Write zeros into weights where masks leave values out."""
         for name in self.names:
             for part, kept in self.parts(module, name):
                 part.mul_(kept)
         module._drop_codes()
 
     def parts(self, module: nn.Module, name: str) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters that a weight is made of, each with its part of the mask; raises as
+        """Return the parameters that a weight is made of, each with its part of the mask; raises as
         `check_whole`."""
         check_whole(module, name)
-        found = module.sources(name)
-        return list(
-            zip(found, self.mask(module, name).split([len(part) for part in found]), strict=True)
-        )
+        parts = module.sources(name)
+        masks = self.mask(module, name).split([len(part) for part in parts])
+        return list(zip(parts, masks, strict=True))
 
     def warn_alone(self) -> None:
         """Say once that the module trains and nobody chooses masks."""
@@ -206,11 +182,7 @@ class WeightMasks:
 
 
 def check_whole(module: nn.Module, name: str) -> None:
-    """Refuse a weight of which this process has a part alone.
-
-    Raises:
-        ValueError: it is a shard of FSDP2.
-    """
+    """Raise a ValueError for a shard of FSDP2."""
     if any(map(shards.is_shard, module.sources(name))):
         raise ValueError(
             f"{name} of this {type(module).__name__} is a shard of FSDP2, which masks do not know;"

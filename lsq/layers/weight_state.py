@@ -1,4 +1,4 @@
-"""The state of a module's weights, which answers one question: the codes of a weight, now."""
+"""The codes of a module's weights, as they are now."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
 from lsq.run.backends import Backend
 from lsq.run.frames import Slot
-from lsq.run.parameter_state import WeightCodes, state_of
-from lsq.run.stamp import Stamp, checksum
+from lsq.run.parameter_state import Stamp, WeightCodes, checksum, state_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +27,10 @@ class RoundedWeight:
 
     virtual: Weight
     name: str
+    """Name of the parameter, as programs call it."""
     clip: str
-    """Names of the parameters."""
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    """Inputs of the program that are made from them: names, shapes, dtypes."""
+    """Names, shapes and dtypes of the program's inputs that are made from it."""
     names: frozenset[str]
 
     @property
@@ -61,16 +60,16 @@ def rounded_weights(program: Program) -> tuple[RoundedWeight, ...]:
 class WeightState:
     """The codes of one module's weights.
 
-    A weight that training changes is rounded in every pass, into memory of its own, unless
-    lsq.optim.Adam has rounded it in its step. The memory is that of one parameter and its clip: an
-    earlier pass with others, such as those of torch.func.functional_call, may still await its
-    backward pass. Other weights, and all in eval mode, keep their codes until the stamp on them
-    (lsq.run.stamp) says that weight or clip changed. Those that are codes alone (lsq.freeze) keep
-    their own.
+    A weight that training changes is rounded in every pass, unless lsq.optim.Adam has rounded it in
+    its step, into memory of that parameter and its clip: an earlier pass with others, as of
+    torch.func.functional_call, may still await its backward pass. Other weights, and all in eval
+    mode, keep their codes until their Stamp says that weight or clip changed.
+
+    Args:
+        sums: checksums of another state of the same weights.
     """
 
-    def __init__(self, sums: dict[str, int | None] | None = None):
-        """`sums`: those of another, of the same weights."""
+    def __init__(self, sums: Mapping[str, int | None] | None = None):
         self._weights: dict[str, WeightCodes] = {}
         """By the names of the weights. Never changed in place, since other threads may look."""
         self._sums = dict(sums or {})
@@ -85,14 +84,6 @@ class WeightState:
         every = self._weights.values()
         return {name: tensor for codes in every for name, tensor in codes.tensors.items()}
 
-    @property
-    def stamped(self) -> bool:
-        """Whether codes are kept until a weight changes."""
-        for codes in self._weights.values():
-            if codes.stamp is not None and codes.stamp.exact:
-                return True
-        return False
-
     def clear(self) -> None:
         """Drop all codes."""
         self._weights = {}
@@ -102,39 +93,34 @@ class WeightState:
         self._weights = {other: one for other, one in self._weights.items() if other != name}
 
     def changed(self, name: str, values: Tensor) -> bool:
-        """Whether a weight holds other values than when this was asked last; versions miss what
-        FSDP2 gathers.
-
-        On other devices than the CPU always, since the answer would have to be waited for.
-        """
+        """Whether a weight holds other values than when this was asked last; always on other
+        devices than the CPU, since the answer would have to be waited for."""
         before, self._sums[name] = self._sums.get(name), checksum(values)
         return before is None or before != self._sums[name]
 
-    def drop_outdated(self, module: nn.Module, clips: Mapping[str, Tensor], rows: int) -> list[str]:
-        """Forget kept codes of weights that have changed; names of weights that got other values
-        while their clips stayed, as by `copy_`.
+    def drop_outdated(self, module: nn.Module, program: Program) -> list[str]:
+        """Forget codes of weights of `program` that have changed since.
 
-        Clips that an optimizer or a user has frozen beside weights stay.
-
-        Args:
-            module: whose weights they are.
-            clips: clips by the names of weights.
-            rows: of the pass that asks, see Stamp.changed.
+        Returns:
+            The names of weights that got other values, as by `copy_`, while clips stayed which
+            nobody has frozen.
         """
         replaced = []
-        for name, codes in self._weights.items():
-            if codes.stamp is None or not codes.stamp.exact or name not in clips:
+        for weight in rounded_weights(program) if self._weights else ():
+            codes = self._weights.get(weight.name)
+            if codes is None or codes.stamp is None or not codes.stamp.exact:
                 continue
-            parts, clip = module.sources(name), clips[name]
+            parts, clip = module.sources(weight.name), module.own_parameter(weight.clip)
             if module.changes(parts, clip):
                 continue
+            rows = max((one.shape[0] for one in program.inputs if one.shape), default=1)
             changed = codes.stamp.changed([*parts, clip], rows=rows)
             if changed:
-                self.forget(name)
+                self.forget(weight.name)
                 values_alone = len(parts) not in changed and not codes.stamp.same_values(parts)
                 trains = any(part.requires_grad for part in parts)
                 if values_alone and (clip.requires_grad or not trains):
-                    replaced.append(name)
+                    replaced.append(weight.name)
         return replaced
 
     def codes(
@@ -144,14 +130,8 @@ class WeightState:
         parameters: Mapping[str, Tensor],
         backend: Backend,
     ) -> dict[str, Tensor]:
-        """Codes, scales and other layouts of every weight that `program` reads rounded, by the
-        names of its inputs.
-
-        Args:
-            module: whose weights they are.
-            program: about to run on `backend`.
-            parameters: what it reads, by name.
-        """
+        """Return codes, scales and other layouts of every weight that `program` reads rounded, by
+        the names of its inputs; `parameters`: what it reads."""
         found, lasting = {}, {}
         for weight in rounded_weights(program):
             values, clip = parameters[weight.name], parameters[weight.clip]
@@ -176,7 +156,7 @@ class WeightState:
         changing: bool,
         backend: Backend,
     ) -> WeightCodes:
-        """Codes of a weight as it is; `changing`: training changes it or its clip."""
+        """Round a weight, if that is due; `changing`: training changes it or its clip."""
         codes, owner = self._weights.get(weight.name), (id(values), id(clip))
         alone = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
         if changing:
@@ -189,7 +169,11 @@ class WeightState:
             return codes  # `drop_outdated` has looked at them
         codes = codes or WeightCodes(owner)
         stamped, codes.stamp = None if changing else codes.stamp, None
-        write_codes(codes, weight, values, clip, backend, again=alone)
+        writer = codes.writers.get((backend, weight.virtual.values.dtype, weight.names))
+        if writer is None or not codes.holds(weight.tensors):
+            _write_first(codes, weight, values, clip, backend, prepare=alone)
+        else:
+            writer(values, clip)
         if changing and alone and weight.by_optimizers:
             codes.clip = ref(clip)
             state_of(values).codes = codes
@@ -197,23 +181,6 @@ class WeightState:
             codes.fresh |= weight.names
             codes.stamp = stamped or Stamp([*parts, clip])
         return codes
-
-
-def write_codes(
-    codes: WeightCodes,
-    weight: RoundedWeight,
-    values: Tensor,
-    clip: Tensor,
-    backend: Backend,
-    *,
-    again: bool,
-) -> None:
-    """Write the codes of a weight; `again`: the same parameters will be rounded again."""
-    writer = codes.writers.get((backend, weight.virtual.values.dtype, weight.names))
-    if writer is None or not codes.holds(weight.tensors):
-        _write_first(codes, weight, values, clip, backend, prepare=again)
-    else:
-        writer(values, clip)
 
 
 @torch.inference_mode(False)  # what is kept may be needed where gradients are
@@ -227,7 +194,8 @@ def _write_first(
     *,
     prepare: bool,
 ) -> None:
-    """Allocate what is missing of a weight's codes and write them; `prepare`: to write again."""
+    """Allocate what is missing of a weight's codes and write them; `prepare`: also a writer for
+    later passes."""
     if not codes.holds(weight.tensors):
         for name, shape, dtype in weight.tensors:
             tensor = codes.tensors.get(name)
@@ -256,17 +224,20 @@ def _write_first(
 def write(weight: Weight, backend: Backend) -> None:
     """Write codes, decoded values or packed groups of a weight."""
     if weight.codes is not None:
-        backend.run(RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None))
+        backend.run(_rounding(weight))
     if weight.decoded is not None:
         backend.run(decode_weight(weight))
     if weight.grouped is not None:
         pack_weight(weight, backend.run)
 
 
+def _rounding(weight: Weight) -> RoundWeight:
+    return RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None)
+
+
 def _writer(weight: Weight, backend: Backend) -> Callable[[Tensor, Tensor], None]:
     """Prepare a function that writes the codes of a weight under a clip."""
-    dtypes = weight.values.dtype, weight.clip.dtype
-    operation = RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None)
+    dtypes, operation = (weight.values.dtype, weight.clip.dtype), _rounding(weight)
     scratch = [backend.allocate(*spec) for spec in backend.scratch(operation)]
     leaves = {leaf.name: leaf for leaf in operation.leaves()}
     of_values = Slot(operation, leaves["weight.values"])
@@ -301,8 +272,7 @@ def encoded(
     in_out: bool,
     absmax: bool,
 ) -> Codes:
-    """Round a weight [N, K] to new codes as programs read them (see Weight); `rows`: P, at least
-    N."""
+    """Round a weight [N, K] to new codes as programs read them; `rows`: P, at least N."""
     count, columns = values.shape[::-1] if in_out else values.shape
     stored = backend.allocate((rows, form.stored_columns(columns)), form.storage)
     scale = backend.allocate((rows,), torch.float32)
@@ -316,15 +286,14 @@ def encoded(
         absmax=absmax,
     )
     write(weight, backend)
-    return Codes(
-        format=form, stored=stored, scale=scale, rows=count, columns=columns, in_out=in_out
-    )
+    sizes = {"rows": count, "columns": columns}
+    return Codes(format=form, stored=stored, scale=scale, **sizes, in_out=in_out)
 
 
 def rounded_values(
     rows: Tensor, clip: Tensor, form: WeightFormat | ScaledFormat, backend: Backend
 ) -> Tensor:
-    """Return a weight as products see it: float32 [N, K], of rows [N, K] and clips [N] or [1]."""
+    """Return a weight [N, K] under clips [N] or [1] as products see it: float32 [N, K]."""
     if isinstance(form, WeightFormat):
         stored, scale = form.encode(rows, clip)
         return form.unpack(stored, rows.shape[1]) * scale[:, None]

@@ -1,9 +1,8 @@
 """The exact search of `plan`: which capacities to try, in which orders, and for how long.
 
-The search itself, depth first after Moffitt 2023 (MiniMalloc: A Lightweight Memory Allocator for
-Hardware-Accelerated Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. Its time
-depends on the order in which it tries buffers, with a heavy tail; so it restarts with other orders,
-each time with a larger budget.
+The search itself, depth first after Moffitt 2023 (MiniMalloc, ASPLOS), is C++:
+lsq/csrc/cpu/planner_search.cpp. Its time depends on the order in which it tries buffers, with a
+heavy tail; so it restarts with other orders, each time with a larger budget.
 """
 
 import random
@@ -13,19 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.memory.buffer import Buffer, fixed_offsets, lower_bound
-from lsq.memory.placement import Placement, place, table
+from lsq.memory.planner import Buffer, fixed_offsets, lower_bound, peak_of, place, table
 from lsq.native import loader
 from lsq.native.shared_library import LibraryError
 
 MOST_BUFFERS = 4096
 """The search compares every pair of buffers; beyond so many, the smallest are set aside."""
 SMALL_SHARE = 2**14
-"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside, and placed afterwards where
-they fit."""
+"""Buffers below capacity / SMALL_SHARE are set aside, and placed afterwards where they fit."""
 FIRST_BUDGET = 4096
-"""Positions that the first round may try with each order; every further round may try twice as
-many."""
+"""Positions that the first round tries with each order; every further round tries twice as many."""
 NOISE = 0.4
 """Lives and sizes are shortened at random by up to this share where orders are varied."""
 WAIT = 0.1
@@ -37,17 +33,17 @@ IMPOSSIBLE, FOUND, STOPPED = range(3)
 def improve(
     buffers: Sequence[Buffer],
     loads: Sequence[int],
-    placement: Placement,
+    offsets: list[int],
     target: int,
     seconds: float,
     progress: Callable[[int], None] | None = None,
-) -> Placement:
-    """Look for a better placement into one segment.
+) -> list[int]:
+    """Look for better offsets than the best known ones.
 
     Args:
         buffers: none of size 0.
         loads: the largest live load during each life.
-        placement: the best known one; returned if no better one is found.
+        offsets: the best known ones; returned if no better ones are found.
         target: bytes that are good enough. Half of the time goes to them, half of what remains to
             the middle between them and the best known peak, and so on.
         seconds: time for all of it. KeyboardInterrupt ends it, too.
@@ -63,20 +59,18 @@ def improve(
         )
     deadline = time.perf_counter() + seconds
     worker = _Worker(progress or (lambda tried: None))
-    wanted = capacity = lowest = max(target, lower_bound(buffers))
+    capacity = lowest = max(target, lower_bound(buffers))
     try:
-        while (
-            placement.used[0] > max(wanted, lowest) and (left := deadline - time.perf_counter()) > 0
-        ):
+        while peak_of(buffers, offsets) > lowest and (left := deadline - time.perf_counter()) > 0:
             better = search(buffers, loads, capacity, time.perf_counter() + left / 2, worker)
             if better is None:
                 lowest = capacity + 1
             else:
-                placement = better
-            capacity = (lowest + placement.used[0] - 1) // 2
+                offsets = better
+            capacity = (lowest + peak_of(buffers, offsets) - 1) // 2
     except KeyboardInterrupt:
         pass
-    return placement
+    return offsets
 
 
 class _OutOfTime(Exception):
@@ -123,8 +117,8 @@ class _Worker:
 
 def search(
     buffers: Sequence[Buffer], loads: Sequence[int], capacity: int, deadline: float, worker: _Worker
-) -> Placement | None:
-    """A placement of at most `capacity` bytes; None: there is none, or the deadline came first."""
+) -> list[int] | None:
+    """Offsets within `capacity` bytes; None: there are none, or the deadline came first."""
     smallest = capacity // SMALL_SHARE
     if len(buffers) > MOST_BUFFERS:
         sizes = sorted((buffer.size for buffer in buffers), reverse=True)
@@ -146,8 +140,8 @@ def search(
                     # the others by best fit around those, the largest first
                     by_size = sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
                     known = dict(zip(large, offsets, strict=True))
-                    complete = place(buffers, by_size, fixed=known)
-                    if complete.used[0] <= capacity:
+                    complete = place(buffers, by_size, known)
+                    if peak_of(buffers, complete) <= capacity:
                         return complete
                     if len(buffers) <= MOST_BUFFERS:
                         smallest //= 4
@@ -160,7 +154,7 @@ def _sorting_keys(
     buffers: Sequence[Buffer], loads: Sequence[int], generator: random.Random
 ) -> Iterator[list[tuple]]:
     """One round: load, life and area in three orders, as in MiniMalloc, then three at random."""
-    lives = [buffer.last - buffer.first + 1 for buffer in buffers]
+    lives = [buffer.operations for buffer in buffers]
     areas = [life * buffer.size for life, buffer in zip(lives, buffers, strict=True)]
     for columns in ((loads, lives, areas), (areas, lives, loads), (lives, areas, loads)):
         yield [(-a, -b, -c) for a, b, c in zip(*columns, strict=True)]

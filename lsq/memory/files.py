@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lsq.files import write_text
-from lsq.memory.buffer import LARGEST, Buffer, Plan
+from lsq.memory.planner import LARGEST, Buffer, Plan
 
 REQUIRED = ("id", "lower", "upper", "size")
 OPTIONAL = ("alignment", "offset", "gaps")
@@ -90,10 +90,8 @@ def _buffer(row: dict[str, str | None], alignment: int, inclusive: bool, where: 
     if row.get("gaps"):
         raise ValueError(
             f"{where}: buffer {row['id']!r} has gaps, {row['gaps']!r}, which lsq plan does not"
-            " know; "
-            "clear them, which may need more memory, or give each part of the life a row of its"
-            " own, "
-            "if it may lie at different offsets"
+            " know; clear them, which may need more memory, or give each part of the life a row of"
+            " its own, if it may lie at different offsets"
         )
     numbers["upper"] += inclusive
     if numbers["upper"] <= numbers["lower"]:
@@ -124,10 +122,9 @@ def _number(text: str, name: str, where: str) -> int:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write `id,offset,segment`, whole or not at all."""
-    rows = [(name, offset, plan.segments[name]) for name, offset in plan.offsets.items()]
+    """Write `id,offset`, whole or not at all."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([("id", "offset", "segment"), *rows])
+    csv.writer(text, lineterminator="\n").writerows([("id", "offset"), *plan.offsets.items()])
     write_text(path, text.getvalue())
 
 

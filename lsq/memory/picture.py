@@ -4,27 +4,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lsq import extras
-from lsq.memory.buffer import Buffer, Plan, live_load
+from lsq.memory.planner import Buffer, Plan, live_load
 
 MEBIBYTE = 2**20
 COLOURED = 1000
 """Sizes down to the largest divided by this have colours of their own."""
 
 
-def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, list[Buffer]]:
+def alive_at_peak(buffers: Iterable[Buffer]) -> tuple[int | None, list[Buffer]]:
     """The operation at which most bytes are alive, and the buffers alive then, the largest first.
 
     Without fixed offsets, their sum is the lower bound.
-
-    Raises:
-        ValueError: the plan does not place one of the buffers.
     """
     buffers = list(buffers)
-    missing = [buffer.name for buffer in buffers if buffer.name not in plan.offsets]
-    if missing:
-        raise ValueError(
-            f"buffer {missing[0]!r} is not in the plan; give the buffers that it was made for"
-        )
     curve = live_load(buffers)
     if not curve:
         return None, []
@@ -35,7 +27,7 @@ def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, li
 
 def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     """Draw the live load, and below it a rectangle per buffer, operation by offset, coloured by
-    size; segments are stacked. The suffix of `path` chooses the format (.png, .svg, .pdf).
+    size. The suffix of `path` chooses the format (.png, .svg, .pdf).
 
     Raises:
         ValueError: no buffer occupies bytes, or the format is unknown.
@@ -49,7 +41,6 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     buffers = [buffer for buffer in buffers if buffer.size]
     if not buffers:
         raise ValueError("no buffer occupies any bytes; there is nothing to draw")
-    bases = [sum(plan.capacities[:segment]) for segment in range(len(plan.capacities))]
     figure = Figure(figsize=(11, 8), layout="constrained")
     load_axes, map_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
     times, loads = zip(*live_load(buffers), strict=True)
@@ -67,10 +58,7 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes.legend(loc="lower right")
     largest = max(buffer.size for buffer in buffers) / MEBIBYTE
     rectangles = PolyCollection(
-        [
-            _corners(buffer, bases[plan.segments[buffer.name]] + plan.offsets[buffer.name])
-            for buffer in buffers
-        ],
+        [_corners(buffer, plan.offsets[buffer.name]) for buffer in buffers],
         array=[buffer.size / MEBIBYTE for buffer in buffers],
         norm=LogNorm(vmin=largest / COLOURED, vmax=largest, clip=True),
         cmap="viridis",
@@ -78,10 +66,8 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
         linewidths=0.2,
     )
     map_axes.add_collection(rectangles)
-    for base in bases[1:]:
-        map_axes.axhline(base / MEBIBYTE, color="black", linewidth=0.8)
     map_axes.set(xlabel="operation", ylabel="offset (MiB)", xlim=(times[0], times[-1]))
-    map_axes.set_ylim(0, max(1, sum(plan.capacities)) / MEBIBYTE)
+    map_axes.set_ylim(0, max(1, plan.peak) / MEBIBYTE)
     figure.colorbar(rectangles, ax=map_axes, label="size (MiB)")
     figure.savefig(path, dpi=120)
 

@@ -1,24 +1,177 @@
-"""`plan`: offsets for buffers, so that those alive at one time do not overlap and the peak is low.
+"""Buffers with their lives, and `plan`, which chooses their offsets.
 
-The problem is dynamic storage allocation, which is NP-hard. A few greedy orders reach the lower
-bound on most programs; the method "exact" searches where they do not. Every plan is checked by
-lsq.memory.validator before it is returned.
+Those that are alive at one time must not overlap, and the peak should be low. The problem is
+dynamic storage allocation, which is NP-hard. A few greedy orders reach the lower bound on most
+programs; the method "exact" searches where they do not. Every plan is checked.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy
+import torch
 
-from lsq.memory.buffer import LARGEST, Buffer, Plan, fixed_offsets, live_load, lower_bound
-from lsq.memory.placement import Placement, capacity_of, place
-from lsq.memory.validator import check, overlaps
+from lsq.native import loader
 
 TIME_LIMIT = 30.0
 """Default seconds of "exact"."""
-GRANULARITY = 2 * 2**20
-"""Bytes; capacities of segments under a cap are multiples, as CUDA's virtual memory has them."""
+NO_OFFSET = -1
+"""Stands for None in C++."""
+LARGEST = 2**62
+"""Sizes, offsets and operation indices stay below this, so that sums of two fit into 64 bits."""
+DEFAULT_ALIGNMENT = 256
+"""Bytes: what cudaMalloc gives, and more than any vector instruction needs."""
+SHOWN = 5
+"""Faults that an error message lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """Bytes that hold one value from the operation that writes it to the last one that reads it.
+
+    Raises:
+        ValueError: a number is out of range, the life is empty, or the offset is not aligned.
+    """
+
+    name: str
+    size: int
+    """Bytes; 0 is allowed and occupies nothing."""
+    first: int
+    last: int
+    """Indices of the first and last operation that use it."""
+    alignment: int = DEFAULT_ALIGNMENT
+    """The offset is a multiple of this power of two."""
+    offset: int | None = None
+    """Bytes from the start of the memory, fixed; None: the planner chooses."""
+
+    def __post_init__(self):
+        ranges = {"size": 0, "first": -LARGEST, "last": -LARGEST, "alignment": 1, "offset": 0}
+        for name, lowest in ranges.items():
+            value = getattr(self, name)
+            in_range = isinstance(value, int) and lowest <= value <= LARGEST
+            if not in_range and not (name == "offset" and value is None):
+                self._refuse(
+                    f"{name} is {value!r}; it must be a whole number from {lowest} to 2^62"
+                )
+        if self.last < self.first:
+            self._refuse(
+                f"it lives from {self.first} to {self.last}; last must not be before first"
+            )
+        if self.alignment & (self.alignment - 1):
+            self._refuse(f"alignment is {self.alignment}; it must be a power of two")
+        if (self.offset or 0) % self.alignment:
+            self._refuse(
+                f"offset is {self.offset}; it must be a multiple of its alignment, {self.alignment}"
+            )
+
+    def _refuse(self, reason: str) -> None:
+        raise ValueError(f"buffer {self.name!r}: {reason}")
+
+    @property
+    def operations(self) -> int:
+        """Length of its life."""
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The offset of every buffer."""
+
+    offsets: dict[str, int]
+    """Buffer -> bytes from the start of the memory."""
+    peak: int
+    """Bytes up to the end of the highest buffer."""
+    lower_bound: int
+    """Bytes that every plan needs."""
+    method: str
+    """The planner's method."""
+    seconds: float
+    """Time that planning took."""
+    capacity_met: bool | None = None
+    """Whether the plan keeps to the requested capacity; None without one."""
+
+    @property
+    def gap(self) -> float:
+        """Peak above the lower bound, relative to it; 0 is optimal."""
+        return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def live_load(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
+    """(operation, bytes alive from it on) wherever that changes, in order of time."""
+    changes: dict[int, int] = {}
+    for buffer in buffers:
+        changes[buffer.first] = changes.get(buffer.first, 0) + buffer.size
+        changes[buffer.last + 1] = changes.get(buffer.last + 1, 0) - buffer.size
+    times = sorted(changes)
+    return list(zip(times, itertools.accumulate(map(changes.get, times)), strict=True))
+
+
+def lower_bound(buffers: Sequence[Buffer]) -> int:
+    """Bytes that every plan needs: the largest live load, or the highest fixed end."""
+    ends = [each.offset + each.size for each in buffers if each.size and each.offset is not None]
+    return max([*(load for _, load in live_load(buffers)), *ends], default=0)
+
+
+def overlaps(
+    buffers: Sequence[Buffer], offsets: Sequence[int]
+) -> Iterator[tuple[int, Buffer, Buffer]]:
+    """Yield (operation, a, b) where two buffers share bytes at one time.
+
+    The sweep over time shares nothing with the planner. It keeps the living buffers in order of
+    their offsets and compares neighbours: it finds at least one pair if there are any, not every
+    pair.
+    """
+    events = [(each.first, 1, number) for number, each in enumerate(buffers) if each.size]
+    events += [(each.last + 1, 0, number) for number, each in enumerate(buffers) if each.size]
+    alive: list[tuple[int, int]] = []
+    for moment, starts, number in sorted(events):
+        entry = (offsets[number], number)
+        at = bisect_left(alive, entry)
+        if not starts:
+            alive.pop(at)
+            continue
+        insort(alive, entry)
+        for (start, below), (end, above) in itertools.pairwise(alive[max(0, at - 1) : at + 2]):
+            if start + buffers[below].size > end:
+                yield moment, buffers[below], buffers[above]
+
+
+def check(buffers: Sequence[Buffer], plan: Plan) -> None:
+    """Accept a right plan in silence.
+
+    Raises:
+        ValueError: the plan is wrong; the message names the first faults.
+    """
+    faults = list(_faults(buffers, plan))
+    if faults:
+        more = f" (and {len(faults) - SHOWN} more)" if len(faults) > SHOWN else ""
+        raise ValueError(f"the plan is wrong: {'; '.join(faults[:SHOWN])}{more}")
+
+
+def _faults(buffers: Sequence[Buffer], plan: Plan) -> Iterator[str]:
+    names = {buffer.name for buffer in buffers}
+    for name in plan.offsets.keys() - names:
+        yield f"unknown: {name!r} has an offset, but is not a buffer"
+    missing = sorted(names - plan.offsets.keys())
+    if missing:
+        yield from (f"no offset: {name!r}" for name in missing)
+        return
+    offsets = [plan.offsets[buffer.name] for buffer in buffers]
+    for buffer, offset in zip(buffers, offsets, strict=True):
+        lies = f"{buffer.name!r} lies at {offset}"
+        if buffer.offset not in (None, offset):
+            yield f"moved: {lies}, but its offset is given as {buffer.offset}"
+        if offset < 0:
+            yield f"negative offset: {lies}"
+        if offset % buffer.alignment:
+            yield f"misaligned: {lies}, which is no multiple of {buffer.alignment}"
+        if buffer.size and offset + buffer.size > plan.peak:
+            yield f"beyond the peak: {buffer.name!r} ends at {offset + buffer.size} of {plan.peak}"
+    for moment, a, b in overlaps(buffers, offsets):
+        yield f"overlap: {a.name!r} and {b.name!r} at operation {moment}"
 
 
 def by_load(buffers: Sequence[Buffer]) -> list[int]:
@@ -27,16 +180,14 @@ def by_load(buffers: Sequence[Buffer]) -> list[int]:
     This packs training programs best: buffers that cross the peak must be packed tightly.
     """
     loads = busiest_loads(buffers)
-    keys = [(-load, -each.size, each.first) for load, each in zip(loads, buffers, strict=True)]
-    return sorted(range(len(buffers)), key=keys.__getitem__)
+    return sorted(
+        range(len(buffers)), key=lambda i: (-loads[i], -buffers[i].size, buffers[i].first)
+    )
 
 
 def by_area(buffers: Sequence[Buffer]) -> list[int]:
     """Largest size times length of life first; then as given."""
-    return sorted(
-        range(len(buffers)),
-        key=lambda i: -buffers[i].size * (buffers[i].last - buffers[i].first + 1),
-    )
+    return sorted(range(len(buffers)), key=lambda i: -buffers[i].size * buffers[i].operations)
 
 
 def by_size(buffers: Sequence[Buffer]) -> list[int]:
@@ -65,10 +216,10 @@ def plan(
     method: str = "portfolio",
     capacity: int | None = None,
     time_limit: float = TIME_LIMIT,
-    cap: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Plan:
-    """Place buffers. The result depends on the arguments alone, unless "exact" runs out of time.
+    """Choose the offsets of buffers. The result depends on the arguments alone, unless "exact" runs
+    out of time.
 
     Args:
         buffers: their names differ.
@@ -79,47 +230,35 @@ def plan(
             peak. `capacity_met` says whether the capacity (for "exact" without one, the lower
             bound) was met.
         time_limit: seconds for the search of "exact". KeyboardInterrupt ends the search, too.
-        cap: largest segment in bytes; memory is split into as many segments as that takes, each
-            rounded up to a multiple of 2 MiB (or to the cap).
         progress: called by "exact" several times a second with the number of positions tried.
 
     Raises:
-        ValueError: an argument or a buffer is wrong, or the segments are too small.
+        ValueError: an argument or a buffer is wrong.
         LibraryError: "exact" needs the C++ host library, which is not built.
     """
     start = time.perf_counter()
     buffers = list(buffers)
-    _check_options(method, capacity, time_limit, cap)
-    _check_buffers(buffers, cap)
-    orders = ORDERS.get(method, ORDERS["portfolio"])
+    _check_options(method, capacity, time_limit)
+    _check_buffers(buffers)
     occupying = [buffer for buffer in buffers if buffer.size]
     bound = lower_bound(occupying)
     target = bound if capacity is None else capacity
-    if cap is not None:
-        placement, capacities = _fill_segments(occupying, orders, cap)
-    else:
-        placement = _best_order(occupying, orders, target)
-        if method == "exact":
-            left = start + time_limit - time.perf_counter()
-            loads = busiest_loads(occupying)
-            from lsq.memory import exact  # for `lsq plan` alone
+    offsets = _best_order(occupying, ORDERS.get(method, ORDERS["portfolio"]), target)
+    if method == "exact":
+        from lsq.memory import exact  # for `lsq plan` alone
 
-            placement = exact.improve(occupying, loads, placement, target, left, progress)
-        capacities = placement.used
-    names = [buffer.name for buffer in occupying]
+        left = start + time_limit - time.perf_counter()
+        loads = busiest_loads(occupying)
+        offsets = exact.improve(occupying, loads, offsets, target, left, progress)
+    peak = peak_of(occupying, offsets)
+    chosen = zip((buffer.name for buffer in occupying), offsets, strict=True)
     result = Plan(
-        offsets={buffer.name: buffer.offset or 0 for buffer in buffers}
-        | dict(zip(names, placement.offsets, strict=True)),
-        segments=dict.fromkeys((buffer.name for buffer in buffers), 0)
-        | dict(zip(names, placement.segments, strict=True)),
-        used=tuple(placement.used),
-        capacities=tuple(capacities),
+        offsets={buffer.name: buffer.offset or 0 for buffer in buffers} | dict(chosen),
+        peak=peak,
         lower_bound=bound,
         method=method,
         seconds=time.perf_counter() - start,
-        capacity_met=placement.used[0] <= target
-        if capacity is not None or method == "exact"
-        else None,
+        capacity_met=peak <= target if capacity is not None or method == "exact" else None,
     )
     check(buffers, result)
     return result
@@ -147,59 +286,91 @@ def busiest_loads(buffers: Sequence[Buffer]) -> list[int]:
     return busiest.tolist()
 
 
-def _best_order(buffers: Sequence[Buffer], orders: Sequence[Callable], target: int) -> Placement:
-    """One segment by the best of several orders; stop where `target` bytes are enough."""
+def _best_order(buffers: Sequence[Buffer], orders: Sequence[Callable], target: int) -> list[int]:
+    """Offsets by the best of several orders; stop where `target` bytes are enough."""
     best = None
     for order in orders:
-        placement = place(buffers, order(buffers), fixed=fixed_offsets(buffers))
-        if best is None or placement.used[0] < best.used[0]:
-            best = placement
-        if best.used[0] <= target:
+        offsets = place(buffers, order(buffers), fixed_offsets(buffers))
+        if best is None or peak_of(buffers, offsets) < peak_of(buffers, best):
+            best = offsets
+        if peak_of(buffers, best) <= target:
             break
     return best
 
 
-def _fill_segments(
-    buffers: Sequence[Buffer], orders: Sequence[Callable], cap: int
-) -> tuple[Placement, list[int]]:
-    """Segments of at most `cap` bytes, and the bytes to allocate for each.
+def peak_of(buffers: Sequence[Buffer], offsets: Sequence[int]) -> int:
+    """Bytes up to the end of the highest buffer."""
+    ends = (offset + buffer.size for buffer, offset in zip(buffers, offsets, strict=True))
+    return max(ends, default=0)
 
-    The order wins that has the smallest (sum of capacities, number of segments, largest segment).
+
+def fixed_offsets(buffers: Sequence[Buffer]) -> dict[int, int]:
+    """Index -> offset of the buffers that no plan may move."""
+    return {i: buffer.offset for i, buffer in enumerate(buffers) if buffer.offset is not None}
+
+
+def place(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int]) -> list[int]:
+    """Offsets by best fit, algorithm 3 of Pisarchyk and Lee 2020 (Efficient Memory Management for
+    Deep Neural Net Inference): one buffer after the other goes into the smallest gap between those
+    that are alive at the same time, else above them all.
+
+    Args:
+        buffers: none of size 0.
+        order: indices into `buffers`.
+        fixed: index -> offset; those buffers go first.
     """
-    for buffer in buffers:
-        if buffer.size > cap:
-            raise ValueError(
-                f"buffer {buffer.name!r} has {buffer.size} bytes, but the largest segment may have"
-                f" {cap}"
-            )
-    results = []
-    for order in orders:
-        placement = place(buffers, order(buffers), [cap] * max(1, len(buffers)), GRANULARITY)
-        count = max(1, sum(used > 0 for used in placement.used))  # empty segments are the last
-        capacities = [capacity_of(used, cap, GRANULARITY) for used in placement.used[:count]]
-        results.append((replace(placement, used=placement.used[:count]), capacities))
-    return min(results, key=lambda result: (sum(result[1]), len(result[1]), max(result[1])))
+    order = [*(i for i in order if i in fixed), *(i for i in order if i not in fixed)]
+    if not loader.available():
+        return reference(buffers, order, fixed)
+    numbers = {"dtype": torch.int64, "device": "cpu"}  # whatever torch.set_default_device says
+    indices, limit = torch.tensor(order, **numbers), torch.tensor([LARGEST], **numbers)
+    offsets, segments = torch.zeros(2, len(buffers), **numbers)
+    rows, used = table(buffers, fixed), torch.zeros(1, **numbers)
+    # lsq/csrc/cpu/planner.cpp can fill several segments: here one, rounded to 1 byte
+    loader.call("lsq_place", rows, indices, len(order), limit, 1, 1, offsets, segments, used)
+    return offsets.tolist()
 
 
-def _check_options(method: str, capacity: int | None, time_limit: float, cap: int | None) -> None:
+def reference(
+    buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int]
+) -> list[int]:
+    """`place` in plain Python; `order` begins with the buffers that have fixed offsets."""
+    offsets = [0] * len(buffers)
+    placed: list[tuple[int, int]] = []  # (offset, index), in order of offset
+    for i in order:
+        buffer, gaps, start = buffers[i], [], 0
+        for offset, j in placed:
+            if buffers[j].first <= buffer.last and buffer.first <= buffers[j].last:
+                if start + buffer.size <= offset:
+                    gaps.append((offset - start, start))
+                end = -(-(offset + buffers[j].size) // buffer.alignment) * buffer.alignment
+                start = max(start, end)
+        offsets[i] = fixed[i] if i in fixed else min(gaps)[1] if gaps else start
+        insort(placed, (offsets[i], i))
+    return offsets
+
+
+def table(buffers: Sequence[Buffer], fixed: Mapping[int, int]) -> torch.Tensor:
+    """int64 [n, 5], which C++ reads as struct Buffer of lsq/csrc/cpu/planner.h."""
+    rows = [
+        (each.size, each.first, each.last, each.alignment, fixed.get(i, NO_OFFSET))
+        for i, each in enumerate(buffers)
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
+
+
+def _check_options(method: str, capacity: int | None, time_limit: float) -> None:
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; allowed: {', '.join(map(repr, METHODS))}")
-    for name, size in (("capacity", capacity), ("cap", cap)):
-        if size is not None and not (isinstance(size, int) and 0 < size <= LARGEST):
-            raise ValueError(
-                f"{name} is {size!r}; it must be a whole number of bytes from 1 to 2^62"
-            )
-    if cap is not None and method == "exact":
+    if capacity is not None and not (isinstance(capacity, int) and 0 < capacity <= LARGEST):
         raise ValueError(
-            'method is "exact", which plans one segment; leave out cap, or use "portfolio"'
+            f"capacity is {capacity!r}; it must be a whole number of bytes from 1 to 2^62"
         )
-    if cap is not None and capacity is not None:
-        raise ValueError("capacity bounds one segment; with cap, leave it out")
     if not time_limit > 0:
         raise ValueError(f"time_limit is {time_limit!r}; it must be a number of seconds above 0")
 
 
-def _check_buffers(buffers: Sequence[Buffer], cap: int | None) -> None:
+def _check_buffers(buffers: Sequence[Buffer]) -> None:
     if sum(buffer.size + buffer.alignment + (buffer.offset or 0) for buffer in buffers) > LARGEST:
         raise ValueError(
             "sizes, alignments and offsets of all buffers add up to more than 2^62 bytes"
@@ -210,11 +381,6 @@ def _check_buffers(buffers: Sequence[Buffer], cap: int | None) -> None:
             raise ValueError(f"two buffers are called {buffer.name!r}; names must differ")
         names.add(buffer.name)
     fixed = [buffer for buffer in buffers if buffer.offset is not None]
-    if fixed and cap is not None:
-        raise ValueError(
-            f"buffer {fixed[0].name!r} has an offset, {fixed[0].offset}, and cap makes several"
-            " segments, of which an offset names none; leave out one of the two"
-        )
     for moment, a, b in overlaps(fixed, [buffer.offset for buffer in fixed]):
         raise ValueError(
             f"buffers {a.name!r} and {b.name!r} overlap at operation {moment} at the offsets"

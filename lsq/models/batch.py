@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from lsq.layers.packing import Packing
-from lsq.run.stamp import FEW_ROWS, Stamp
+from lsq.run.parameter_state import FEW_ROWS, Stamp
 
 Result = TypeVar("Result")
 _local = threading.local()

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lsq import files, quant
 from lsq.config import require_model
-from lsq.dist import replicas
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.layers.schedule import Schedule, renamed
@@ -109,6 +108,8 @@ def average_clips(model: nn.Module, group: ProcessGroup | None = None) -> Remova
         raise ValueError(
             "there is one process; average_clips is for several, after init_process_group"
         )
+    from lsq.dist import replicas  # a single process loads none of it
+
     return replicas.share(model, group)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lsq.layers.in_place import InPlace
 from lsq.layers.schedule import recomputing
-from lsq.run import rehearsal
+from lsq.run.executor import active_rehearsal
 
 logger = logging.getLogger(__name__)
 TOKENS = 8
@@ -47,7 +47,7 @@ def compare(
     if attention not in ("eager", "sdpa"):
         logger.info("a %s is not compared with its program: its attention is %s", kind, attention)
         return True
-    later = recomputing() or rehearsal.active() is not None
+    later = recomputing() or active_rehearsal.get() is not None
     if later or tokens < 2 or type(x) is not torch.Tensor or x.is_meta:
         return False
     device = x.device.type

@@ -10,9 +10,10 @@ from torch import nn
 from lsq.layers.coded_weight import CodedWeight
 from lsq.layers.head import Head
 from lsq.layers.in_place import InPlace
+from lsq.layers.programs import padded_words
 from lsq.layers.weight_state import encoded
 from lsq.models.conversion import check_bare
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.quant import WeightFormat
 from lsq.run import parameter_state
 
@@ -131,7 +132,7 @@ def _freeze(module: InPlace, name: str) -> tuple[int, int, int]:
         module.own_parameter(declared.clip),
         module.quant.weight_form(name),
         module.target,
-        rows=module.vocabulary.padded
+        rows=padded_words(module.quant, len(values))
         if isinstance(module, Head)
         else values.shape[declared.in_out],
         in_out=declared.in_out,

@@ -16,16 +16,14 @@ from torch import nn
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
+from lsq.layers.builder import Mode, in_floats
 from lsq.layers.coded_weight import CodedWeight
-from lsq.layers.float_fallback import in_floats
 from lsq.layers.in_place import InPlace
 from lsq.layers.model_formats import config_at
-from lsq.layers.module import ProgramModule
+from lsq.layers.module import ProgramModule, beside_the_graph
 from lsq.layers.packing import Packing, packing_options
 from lsq.layers.positions import position_inputs
-from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
-from lsq.layers.torch_compile import beside_the_graph
 from lsq.models.adapters import Adapted, adapted, block_matrix
 from lsq.models.batch import causal, encoder_packing_of, everything, packing_of, rotation_of
 from lsq.models.comparison import compare
@@ -42,8 +40,8 @@ from lsq.models.exact import (
     unknown_attention,
 )
 from lsq.models.fused_weights import Joined, RoundedWeights, lie_together
-from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program
+from lsq.program.tensor import Kind, Parameter
 from lsq.run.backends import Backend, backend
 from lsq.run.executor import FLOATS, Execution
 

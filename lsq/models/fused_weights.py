@@ -9,11 +9,11 @@ from torch import nn
 
 from lsq.layers.in_place import InPlace
 from lsq.layers.weight_state import rounded_values
-from lsq.program.parameters import Kind, Parameter
+from lsq.program.tensor import Kind, Parameter
 from lsq.quant import WeightFormat, largest_clips
 from lsq.quant.numbers import ScaledFormat
 from lsq.run import shards
-from lsq.run.stamp import Stamp
+from lsq.run.parameter_state import Stamp
 
 
 def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.observe.statistics import program_modules
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 
 ACTIVATION_FIELDS = ("activation_format", "bits")
 """Those of clip_format.FIELDS that say what clips of activations mean."""

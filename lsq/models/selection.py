@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
-from lsq.layers.head import head_class
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import Projection, QuantizedLinear, in_out_of
 from lsq.models.architectures import fused_class
@@ -86,7 +85,7 @@ def conversions(
             obstacles[name] = obstacle
         kind = None
         if reason is None:
-            kind = head_class() if head else _linear_class(type(module))
+            kind = _head_class() if head else _linear_class(type(module))
         layer = Layer(
             name=name,
             inputs=inputs,
@@ -162,6 +161,12 @@ def _is_conv1d(module: nn.Module) -> bool:
         and isinstance(weight, torch.Tensor)
         and weight.dim() == 2
     )
+
+
+def _head_class() -> type[InPlace]:
+    from lsq.layers.head import head_class  # which models without a vocabulary do not need
+
+    return head_class()
 
 
 def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:

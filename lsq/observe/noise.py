@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from lsq.layers.blocks import PackedSequences
-from lsq.layers.float_fallback import in_floats
-from lsq.layers.programs import origins
+from lsq.layers.builder import call_of, in_floats
 from lsq.program.backend import Backend
-from lsq.program.parameters import CLIPS
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import CLIPS, VirtualTensor
 from lsq.run.executor import Execution
 
 LEAST, MOST = -60.0, 120.0
@@ -183,13 +181,13 @@ def _smaller(
     program: Program, tensors: Mapping[str, Tensor], rows: int
 ) -> tuple[Program, Tensor | None]:
     """The program of a sample, and which rows it takes; None: the first ones."""
-    origin = origins[program]
-    arguments = dict(origin.arguments)
+    build, arguments = call_of(program)
+    arguments = dict(arguments)
     every = arguments.get("rows")
     if every is not None:
         arguments["rows"] = count = min(rows, every)
         index = torch.arange(count, device=tensors["x"].device) * every // max(count, 1)
-        return origin.build(**arguments), index
+        return build(**arguments), index
     if "sentences" not in arguments:
         return program, None
     ends = {
@@ -201,7 +199,7 @@ def _smaller(
     arguments |= {
         name: PackedSequences(rows=rows[count - 1], count=count) for name, rows in ends.items()
     }
-    return origin.build(**arguments), None
+    return build(**arguments), None
 
 
 def _part(tensor: Tensor, virtual: VirtualTensor, index: Tensor | None) -> Tensor:

@@ -141,7 +141,7 @@ class Updates:
 
     def _tables(self) -> dict[str, Table]:
         """On a GPU: all structs in its memory, and which block takes what of them."""
-        place = self._backend.place
+        place = self._backend.device
         self._packed = b""
         for step in self._steps:
             for tensor in (step.weight, step.first, step.second):

@@ -13,43 +13,32 @@ SENT_ALIGNMENT = 16
 
 
 class Backend:
-    """Where operations run.
-
-    Attributes:
-        name: for people.
-        place: the device whose tensors it works on.
-        activations: the dtype of activations in programs that are built for it; other floats are
-            float32.
-        starts_scales: whether an operation writes all scales of a pass at its beginning.
-        leaves_sums: whether operations leave sums over rows in parts, for one operation to finish
-            at the end of a pass.
-        transposed_weights: whether the int8 products that go back read codes of weights transposed,
-            which come in then.
-        refillable: whether what `prepare` made sees tensors that are put into its operations later.
-        packed_rows: up to how many rows a product reads its weight as a packed format stores it,
-            instead of as codes.
-        packs_weights: whether decoding wants weights packed (lsq.ops.packed_project), not as plain
-            codes.
-        multiplies_groups: whether products of int8 codes with scales of groups are fast
-            (lsq.ops.grouped_product).
-        either_border: whether floats at the borders of a product may be float32 or bfloat16,
-            whatever activations are.
-        few_sizes: whether preparing takes so long that batches should be filled up to one of a few
-            sizes.
-    """
+    """Where operations run, and what programs for it look like."""
 
     name: str
-    place: torch.device = torch.device("cpu")
+    """For people."""
+    device: torch.device = torch.device("cpu")
+    """Where its tensors lie."""
     activations: torch.dtype = torch.float32
+    """Of activations in programs; other floats are float32."""
     starts_scales: bool = False
+    """One operation writes all scales of a pass at its beginning."""
     leaves_sums: bool = False
+    """Operations leave sums over rows in parts, for one operation to finish at the end."""
     transposed_weights: bool = False
+    """Int8 products that go back read codes of weights transposed, which come in then."""
     refillable: bool = False
+    """What `prepare` made sees tensors that are put into its operations later."""
     packed_rows: int = 0
+    """Up to so many rows, a product reads its weight as a packed format stores it."""
     packs_weights: bool = False
+    """Decoding wants weights packed (lsq.ops.packed_project), not as plain codes."""
     multiplies_groups: bool = False
+    """Products of int8 codes with scales of groups are fast (lsq.ops.grouped_product)."""
     few_sizes: bool = False
+    """Preparing takes so long that batches should be filled up to one of a few sizes."""
     either_border: bool = False
+    """Floats at the borders of a product may be float32 or bfloat16, whatever activations are."""
 
     def __deepcopy__(self, memo):
         return self  # a copy of a module runs where the module does
@@ -76,22 +65,22 @@ class Backend:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Fresh memory."""
-        return torch.empty(shape, dtype=dtype, device=self.place)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Small tensors of the CPU on this device, aligned for kernels, in one copy that nobody
         waits for."""
-        if self.place.type == "cpu":
+        if self.device.type == "cpu":
             return list(tensors)
         given = [tensor.contiguous() for tensor in tensors]
         sizes = [-(-tensor.nbytes // SENT_ALIGNMENT) * SENT_ALIGNMENT for tensor in given]
         staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
-        for tensor, place in zip(given, staged.split(sizes), strict=True):
-            place[: tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
-        arrived = staged.to(self.place, non_blocking=True)
+        for tensor, part in zip(given, staged.split(sizes), strict=True):
+            part[: tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
+        arrived = staged.to(self.device, non_blocking=True).split(sizes)
         return [
-            place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for tensor, place in zip(given, arrived.split(sizes), strict=True)
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, part in zip(given, arrived, strict=True)
         ]
 
     def run(self, operation: Operation) -> None:
@@ -101,11 +90,10 @@ class Backend:
             ValueError: a tensor lies elsewhere, or is not what the operation takes here.
         """
         for tensor in (*operation.inputs, *operation.outputs):
-            if tensor.device != self.place:
+            if tensor.device != self.device:
                 raise ValueError(
                     f"{operation.name} was given a tensor on {tensor.device}, but runs on"
-                    f" {self.place}; move it "
-                    "with .to()"
+                    f" {self.device}; move it with .to()"
                 )
         scratch = [self.allocate(*wanted) for wanted in self.scratch(operation)]
         self.prepare([(operation, scratch)])()

@@ -1,28 +1,29 @@
-"""Builds a program: records the forward operations, then walks them backwards and appends their
-gradients."""
+"""Builds a program: records the forward operations, then appends their gradients, last first."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
-from lsq.config import Adapter, QuantConfig
+from lsq.config import QuantConfig
 from lsq.native import tiles
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
-from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program, lifetimes_of
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import CLIPS, Kind, Parameter, VirtualTensor
 from lsq.program.values import SEEN, Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT, Grain
+
+ProductGradient = tuple[VirtualTensor | None, RoundedGradient | None]
+"""Floats, or rounded."""
 
 
 class Recorder:
     """Collects operations over virtual tensors.
 
-    Args:
-        wanted: inputs and parameters of these names alone need a gradient; None: all do.
+    `wanted`: inputs and parameters of these names alone need a gradient; None: all do.
     """
 
     def __init__(self, wanted: Collection[str] | None = None):
@@ -40,14 +41,13 @@ class Recorder:
         self, name: str, shape, dtype=torch.float32, role: str = "temporary"
     ) -> VirtualTensor:
         """A new virtual tensor; a number is appended to a name that is taken."""
-        unique, number = name, 2
+        unique, numbers = name, itertools.count(2)
         while unique in self._names:
-            unique, number = f"{name}.{number}", number + 1
+            unique = f"{name}.{next(numbers)}"
         self._names.add(unique)
         return VirtualTensor(name=unique, shape=tuple(shape), dtype=dtype, role=role)
 
     def like(self, name: str, tensor: VirtualTensor) -> VirtualTensor:
-        """A new tensor with the shape and dtype of another."""
         return self.tensor(name, tensor.shape, tensor.dtype)
 
     def input(self, name: str, shape, dtype=torch.float32) -> VirtualTensor:
@@ -79,7 +79,6 @@ class Recorder:
         self._outputs.append(tensor)
 
     def add(self, operation: Operation) -> Operation:
-        """Append an operation."""
         self._operations.append(operation)
         needless = self._wanted is not None and self._needless.issuperset(operation.inputs)
         for tensor in operation.outputs:
@@ -106,8 +105,7 @@ class Builder(Recorder):
         training: dropout is active.
         backward: the program gets a backward pass, or one for the inputs and parameters of these
             names alone; without one, weights come in as codes.
-        backend: where it will run, which decides how much scratch memory operations take and how
-            wide activations are.
+        backend: where it will run.
     """
 
     def __init__(
@@ -124,21 +122,16 @@ class Builder(Recorder):
         self.training, self.backward = training, bool(backward)
         self._backend = backend
         self._gradients: dict[VirtualTensor, VirtualTensor] = {}
-        self._product_gradients: dict[
-            VirtualTensor, tuple[VirtualTensor | None, RoundedGradient | None]
-        ] = {}
+        self._product_gradients: dict[VirtualTensor, ProductGradient] = {}
         self._accumulated: dict[VirtualTensor, VirtualTensor] = {}
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
-        self.adapters: dict[str, Adapter] = {}
-        """By the names of their weights."""
         self.activations: dict[str, VirtualTensor] = {}
         """Names of those that a clip was asked for, in order -> what is read of them."""
         self.key = self.input("random_key", (1,), torch.int64)
 
     def make_add(self, a: VirtualTensor, b: VirtualTensor, total: VirtualTensor) -> Operation:
-        """The operation that adds two tensors into a third."""
         raise NotImplementedError
 
     def first_operations(self, forward: Sequence[Operation]) -> Sequence[Operation]:
@@ -181,8 +174,7 @@ class Builder(Recorder):
     def coded(self, name: str, shape, clip: str, *, by_row: bool = False) -> Coded:
         """An activation that is rounded under the clip of that name.
 
-        `by_row`: round each row under its own largest magnitude, unless clips learn. The clip then
-        only records the largest magnitude.
+        `by_row`: each row under its own largest magnitude, unless clips learn.
         """
         rows, columns = shape
         learns = self.backward and self.quant.learned
@@ -231,20 +223,16 @@ class Builder(Recorder):
         weight = self._weights[name]
         if weight.format is None or self.quant.coded:
             return weight
-        if group and weight.group in (0, group):
-            size = (tiles.packed_group_bytes(*shape, group),)
-            weight.group, weight.grouped = (
-                group,
-                weight.grouped or self.input(name + ".grouped", size, torch.uint8),
-            )
-        else:
+        if not group or weight.group not in (0, group):
             weight.decoded = weight.decoded or self.input(name + ".decoded", shape)
+        elif not weight.grouped:
+            size = (tiles.packed_group_bytes(*shape, group),)
+            weight.group, weight.grouped = group, self.input(name + ".grouped", size, torch.uint8)
         return weight
 
     def _new_weight(
         self, name: str, shape: tuple[int, int], rows: int | None, in_out: bool, start: dict
     ) -> Weight:
-        """The weight that all calls of `weight` share, with codes where products read those."""
         form = self.quant.weight_form(name)
         clip = None if form is None else name + "_clip"
         held = shape[::-1] if in_out else shape
@@ -291,13 +279,11 @@ class Builder(Recorder):
             self._needless.add(leaf)
 
     def gradient_of(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """The gradient of `tensor`, complete once all readers of the tensor were differentiated;
-        None: no reader."""
+        """The gradient of `tensor`, if any; complete once all its readers were differentiated."""
         return self._gradients.get(tensor)
 
     def gradient_sum(self, *tensors: VirtualTensor | None) -> VirtualTensor | None:
-        """The sum of those gradients that exist, of tensors that hold the same values; None if
-        there is none."""
+        """The sum of the gradients that exist of tensors that hold the same values, if any."""
         total = None
         for tensor in tensors:
             gradient = self._gradients.get(tensor)
@@ -313,8 +299,7 @@ class Builder(Recorder):
         self._gradients[tensor] = gradient if before is None else self._sum(before, gradient)
 
     def take_gradient(self, tensor: VirtualTensor) -> VirtualTensor | None:
-        """The gradient so far of `tensor` and its copies, for who adds it to a contribution and
-        accumulates the sum."""
+        """Take the gradient so far of `tensor` and its copies, to add it to a contribution."""
         producer = self._producers.get(tensor)
         copies = producer.same_values if producer is not None else ()
         same = copies if tensor in copies else (tensor,)
@@ -324,8 +309,7 @@ class Builder(Recorder):
         return total
 
     def accumulate_into(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, VirtualTensor]:
-        """Accumulate into the gradient that a product of `tensor` will take: (sum so far, new
-        sum)."""
+        """Reserve the gradient that a product of `tensor` will take: (sum so far, new sum)."""
         before = self._accumulated.get(tensor)
         self._accumulated[tensor] = self.tensor("d_" + tensor.name + ".accumulated", tensor.shape)
         return before, self._accumulated[tensor]
@@ -356,11 +340,8 @@ class Builder(Recorder):
         self._leaf_gradients[parameter] = gradient
         return gradient
 
-    def product_gradient(
-        self, tensor: VirtualTensor
-    ) -> tuple[VirtualTensor | None, RoundedGradient | None]:
-        """Where the gradient of a product's result goes: floats, or rounded, whichever the products
-        behind it want.
+    def product_gradient(self, tensor: VirtualTensor) -> ProductGradient:
+        """Where the gradient of a product's result goes, as the products behind it want it.
 
         Raises:
             ValueError: the result has two readers.
@@ -379,16 +360,12 @@ class Builder(Recorder):
             self._product_gradients[tensor] = found
         return found
 
-    def product_gradient_of(
-        self, tensor: VirtualTensor
-    ) -> tuple[VirtualTensor | None, RoundedGradient | None]:
-        """The gradient that the reader of a product's result wrote, or that came in for a result of
-        the program."""
+    def product_gradient_of(self, tensor: VirtualTensor) -> ProductGradient:
+        """The gradient that the reader of a product wrote, or that came in for a result."""
         return self._product_gradients.get(tensor, (self._gradients.get(tensor), None))
 
     def bias_gradient(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """Where the gradient of the bias of the product that made `tensor` goes; None where there
-        is no bias."""
+        """Where the gradient of the bias of the product that made `tensor` goes, if any."""
         producer = self._producers.get(tensor)
         return self.parameter_gradient(None if producer is None else producer.product_bias)
 
@@ -398,8 +375,7 @@ class Builder(Recorder):
         output_gradients, differentiable, gradients = (), (), ()
         if self.backward:
             output_gradients = tuple(
-                self.tensor("d_" + output.name, output.shape, output.dtype, role="input")
-                for output in self._outputs
+                self.tensor("d_" + one.name, one.shape, one.dtype, "input") for one in self._outputs
             )
             self._gradients.update(zip(self._outputs, output_gradients, strict=True))
             for operation in reversed(forward):
@@ -411,7 +387,11 @@ class Builder(Recorder):
         begun = tuple(self.first_operations(forward))
         operations = (*begun, *self._operations)
         self._narrow()
-        scratch = tuple(self._scratch(operation) for operation in operations)
+        scratch = tuple(map(self._scratch, operations))
+        used = [
+            (*one.inputs, *one.outputs, *extra)
+            for one, extra in zip(operations, scratch, strict=True)
+        ]
         return Program(
             name=self.name,
             operations=operations,
@@ -426,10 +406,7 @@ class Builder(Recorder):
             differentiable=differentiable,
             gradients=gradients,
             lifetimes=lifetimes_of(
-                [
-                    (*one.inputs, *one.outputs, *extra)
-                    for one, extra in zip(operations, scratch, strict=True)
-                ],
+                used,
                 len(begun) + len(forward),
                 (*self._inputs, *self._parameters.values()),
                 tuple(self._outputs),
@@ -443,11 +420,10 @@ class Builder(Recorder):
         for operation in self._operations:
             for leaf in operation.leaves():
                 kinds[leaf.of(operation)].add(leaf.kind)
+        kinds.pop(None, None)
         for tensor, found in kinds.items():
-            float_activation = (
-                found == {"Activations"} and tensor is not None and tensor.dtype == torch.float32
-            )
-            if float_activation and tensor.role != "parameter":
+            floats = found == {"Activations"} and tensor.dtype == torch.float32
+            if floats and tensor.role != "parameter":
                 tensor.dtype = self._backend.activations
 
     def _scratch(self, operation: Operation) -> tuple[VirtualTensor, ...]:
@@ -457,8 +433,7 @@ class Builder(Recorder):
         )
 
     def _leaves(self):
-        """Everything that has a gradient to give away, with that gradient: float inputs, then
-        parameters."""
+        """Inputs, then parameters, that have a gradient to give away, with that gradient."""
         found = self._gradients | self._leaf_gradients
         leaves = {tensor: found[tensor] for tensor in self._inputs if tensor in found}
         leaves.update(

@@ -1,7 +1,8 @@
-"""Finds the CUDA side of operations: that of lsq.ops.project lies in lsq.ops.project_cuda.
+"""Functions of operations for a GPU, which files beside theirs register here: lsq.ops.project_cuda
+for lsq.ops.project.
 
-Such a file registers functions for its operations here. It is imported when one of them is first
-asked for, so that programs for the CPU load none.
+Such a file is imported when one of its operations is first asked for: programs for the CPU load
+none.
 """
 
 import functools
@@ -39,17 +40,14 @@ def _load(module: str) -> None:
 
 @_from_file_beside
 def launches(operation, *scratch: torch.Tensor) -> list[Launch | Product]:
-    """See Operation.cuda."""
     raise ValueError(f"operation {operation.name} has no CUDA implementation")
 
 
 @_from_file_beside
 def scratch_of(operation) -> Sequence[Spec]:
-    """See Operation.cuda_scratch."""
     return ()
 
 
 @_from_file_beside
 def leave_sums(operation, tensor: Callable) -> Sequence:
-    """See Operation.leave_sums."""
     return ()

@@ -1,16 +1,15 @@
 """The words in which values and operations are declared; lsq/native/declarations.py says what they
 mean in C++.
 
-A declaration is a class with annotated fields. The same class stands for an operation of a program,
-where its tensors
-are virtual, and for one call, where they are real: `bind` makes the one of the other.
+The same class stands for an operation of a program, where its tensors are virtual, and for one
+call, where they are real: `bind` makes the one of the other.
 """
 
 import dataclasses
 import functools
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Annotated, Generic, Self, TypeVar
 
@@ -73,13 +72,12 @@ class factor(property):
     """Marks a property that C++ sees as float."""
 
 
-def extent(axis: int, *places: str) -> size:
+def extent(axis: int, *names: str) -> size:
     """A size that is read off a tensor: `rows = extent(0, "x")`.
 
-    `places` are dotted names; the first tensor that is there counts, and 0 stands for none of them.
+    `names` are dotted; the first tensor that is there counts, and 0 stands for none of them.
     """
-
-    paths = [place.split(".") for place in places]
+    paths = [name.split(".") for name in names]
 
     def find(holder: "Declared") -> int:
         found = (attribute(holder, path) for path in paths)
@@ -106,19 +104,26 @@ def attribute(holder, path: Path):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A tensor field of a declaration, or of a value in it."""
+    """A tensor field of a declaration, or of a value in it; in `_layout` any other, too."""
 
     path: Path
     kind: str
     written: bool
     optional: bool
+    """Whether it, or a value that would have it, may be missing."""
+    may_miss: bool
+    """Whether it may be missing where its holder is there."""
+    where: str
+    """For messages."""
+    offset: int
+    """Bytes from the beginning of the struct."""
 
     @property
     def name(self) -> str:
-        return _dotted(self.path)
+        """ "sums0.parts" for the path ("sums", 0, "parts")."""
+        return "".join(str(x) if isinstance(x, int) else f".{x}" for x in self.path)[1:]
 
     def of(self, holder: "Declared"):
-        """The tensor in `holder`; None where it, or the value that would have it, is missing."""
         return attribute(holder, self.path)
 
     def owner(self, holder: "Declared") -> "Declared":
@@ -141,59 +146,38 @@ class Declared:
         if cls.__module__ == __name__ or "fields" in vars(cls):
             return
         marked = [name for name, value in vars(cls).items() if isinstance(value, size | factor)]
+        base = cls.__base__
         for name in (*cls.__annotations__, *marked):
-            if hasattr(cls.__base__, name) and name not in cls.__base__.may_hide:
-                base = cls.__base__.__name__
+            if hasattr(base, name) and name not in base.may_hide:
                 raise ValueError(
-                    f"{cls.__name__}.{name} would hide {base}.{name}; call it something else"
+                    f"{cls.__name__}.{name} would hide {base.__name__}.{name}; call it something"
+                    " else"
                 )
-        found = [
+        parsed = (
             declarations.parse(cls.__name__, name, text)
             for name, text in cls.__annotations__.items()
-        ]
-        for field in filter(None, found):
+        )
+        fields = [field for field in parsed if field is not None]
+        for field in fields:
             if field.optional and field.name not in vars(cls):
                 setattr(cls, field.name, None)
         dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
-        derived = [
-            declarations.Field(
-                name, declarations.MARKS[type(vars(cls)[name]).__name__], derived=True
-            )
-            for name in marked
-        ]
-        cls.fields = (*filter(None, found), *derived)
-        cls._given = tuple(
-            (field.name, cls._kind_of(field.name)) for field in dataclasses.fields(cls)
-        )
-        nearby = {
-            name: one
-            for name, one in vars(sys.modules[cls.__module__]).items()
-            if isinstance(one, type)
-        }
-        bases = {name: one.__base__.__name__ for name, one in (nearby | _DECLARED).items()}
+        kinds = {name: declarations.MARKS[type(vars(cls)[name]).__name__] for name in marked}
+        fields += [declarations.Field(name, kind, derived=True) for name, kind in kinds.items()]
+        cls.fields = tuple(fields)
+        cls._given = tuple((one.name, cls._kind_of(one.name)) for one in dataclasses.fields(cls))
+        nearby = vars(sys.modules[cls.__module__]).items()
+        types = {name: one for name, one in nearby if isinstance(one, type)} | _DECLARED
         declarations.check(
-            declarations.Declaration(cls.__name__, cls.__base__.__name__, cls.fields), bases
+            declarations.Declaration(cls.__name__, base.__name__, cls.fields),
+            {name: one.__base__.__name__ for name, one in types.items()},
         )
         _DECLARED[cls.__name__] = cls
 
     @classmethod
     @functools.cache
     def leaves(cls) -> tuple[Leaf, ...]:
-        """Every tensor field, those of values included, in order."""
-        return tuple(cls._leaves(written=False))
-
-    @classmethod
-    def _leaves(cls, written: bool) -> Iterator[Leaf]:
-        for field in cls.fields:
-            out = field.direction == "Out" or (written and field.direction != "In")
-            if field.kind in KINDS:
-                yield Leaf((field.name,), field.kind, out, field.optional)
-            elif issubclass(_DECLARED.get(field.kind, int), Value):
-                optional = field.optional or field.count > 0
-                for begin in _paths(field):
-                    for leaf in _DECLARED[field.kind]._leaves(out):
-                        path = (*begin, *leaf.path)
-                        yield Leaf(path, leaf.kind, leaf.written, leaf.optional or optional)
+        return tuple(leaf for leaf in _layout(cls, written=False)[0] if leaf.kind in KINDS)
 
     def bind(self, resolve: Callable) -> Self:
         """A copy with resolve(tensor) for every tensor."""
@@ -218,22 +202,21 @@ class Declared:
             value = getattr(self, name)
             if kind == _PLAIN or (kind == _VALUE and value is None):
                 found[name] = value
-            elif kind != _TENSOR:
-                values = value if kind == _ARRAY else [value]
-                for number, held in enumerate(values):
-                    path = (name, number) if kind == _ARRAY else (name,)
-                    inner = held.attributes().items()
-                    found |= {f"{_dotted(path)}.{end}": attribute for end, attribute in inner}
+            elif kind == _VALUE:
+                found |= {f"{name}.{end}": one for end, one in value.attributes().items()}
+            elif kind == _ARRAY:
+                for number, held in enumerate(value):
+                    found |= {
+                        f"{name}{number}.{end}": one for end, one in held.attributes().items()
+                    }
         return found
 
     @classmethod
     def _kind_of(cls, name: str) -> int:
         field = next((field for field in cls.fields if field.name == name), None)
-        if field is None:
-            return _PLAIN
-        if field.kind in KINDS:
+        if field is not None and field.kind in KINDS:
             return _TENSOR
-        if not issubclass(_DECLARED.get(field.kind, int), Value):
+        if field is None or _value_class(field.kind) is None:
             return _PLAIN
         return _ARRAY if field.count else _VALUE
 
@@ -244,11 +227,33 @@ class Declared:
             ValueError: a tensor is not contiguous, or has another dtype or shape than was declared,
                 or something is missing.
         """
-        words: list = []
-        shapes: list = []
-        self._add_words(words, shapes, address, ())
+        words, shapes = [], []
+        for field in self.fields:
+            if field.count and not 0 < len(getattr(self, field.name)) <= field.count:
+                raise ValueError(
+                    f"{type(self).__name__}.{field.name} has {len(getattr(self, field.name))}"
+                    f" values; allowed: 1 to {field.count}"
+                )
+        for leaf in _layout(type(self), written=False)[0]:
+            value, dtypes = leaf.of(self), KINDS.get(leaf.kind)
+            missing = value is None and (leaf.may_miss or leaf.owner(self) is None)
+            if value is None and dtypes is None and not missing:
+                raise ValueError(f"{leaf.where} is None; it must be a {leaf.kind}")
+            if dtypes is None:
+                if _value_class(leaf.kind) is None:
+                    words.append(0 if missing else value)
+                continue
+            shapes.append(None if missing else getattr(value, "shape", ()))
+            if missing:
+                words.append(0)
+            elif (
+                isinstance(value, torch.Tensor) and value.dtype in dtypes and value.is_contiguous()
+            ):
+                words.append(address(value) or NOWHERE)
+            else:
+                _refuse(value, dtypes, leaf.where)
         check_shapes(type(self), tuple(shapes))
-        return _layout(type(self)).pack(*words)
+        return _struct(type(self)).pack(*words)
 
     @functools.cached_property
     def packed(self):
@@ -257,79 +262,16 @@ class Declared:
         """
         return loader.words(self.pack())
 
-    def _add_words(
-        self, words: list, shapes: list, address: Callable, holders: tuple["Declared", ...]
-    ) -> None:
-        for field in self.fields:
-            value = getattr(self, field.name)
-            dtypes = KINDS.get(field.kind)
-            if dtypes is None:
-                if isinstance(value, Declared):
-                    value._add_words(words, shapes, address, (*holders, self))
-                elif field.count:
-                    self._add_array(field, words, shapes, address, holders)
-                elif value is not None:
-                    words.append(value)
-                elif field.optional:
-                    _add_missing(_DECLARED[field.kind], words, shapes)
-                else:
-                    raise ValueError(
-                        f"{_path(holders, self)}.{field.name} is None; it must be a {field.kind}"
-                    )
-            elif value is None and field.optional:
-                words.append(0)
-                shapes.append(None)
-            elif (
-                isinstance(value, torch.Tensor) and value.dtype in dtypes and value.is_contiguous()
-            ):
-                words.append(address(value) or NOWHERE)
-                shapes.append(value.shape)
-            else:
-                _refuse(value, dtypes, f"{_path(holders, self)}.{field.name}")
-
-    def _add_array(self, field, words, shapes, address, holders) -> None:
-        values = getattr(self, field.name)
-        if not 0 < len(values) <= field.count:
-            raise ValueError(
-                f"{_path(holders, self)}.{field.name} has {len(values)} values; allowed: 1 to"
-                f" {field.count}"
-            )
-        for value in values:
-            value._add_words(words, shapes, address, (*holders, self))
-        for _ in range(field.count - len(values)):
-            _add_missing(_DECLARED[field.kind], words, shapes)
-
 
 _PLAIN, _TENSOR, _VALUE, _ARRAY = range(4)
-"""Kinds of fields."""
 _DECLARED: dict[str, type] = {}
+"""Classes by name, since annotations are names."""
 NOWHERE = 256
 """In the place of the address of a tensor without elements, which is there all the same."""
 
 
 class Value(Declared):
     """Tensors that belong together and flow between operations."""
-
-
-def _add_missing(cls: type[Declared], words: list, shapes: list) -> None:
-    words.extend(_zeros(cls))
-    shapes.extend([None] * len(cls.leaves()))
-
-
-def _dotted(path: Path) -> str:
-    """("sums", 0, "parts") -> "sums0.parts"."""
-    return "".join(str(part) if isinstance(part, int) else f".{part}" for part in path)[1:]
-
-
-def _paths(field: declarations.Field) -> list[Path]:
-    """The path of each value of a field."""
-    if not field.count:
-        return [(field.name,)]
-    return [(field.name, number) for number in range(field.count)]
-
-
-def _path(holders: tuple[Declared, ...], last: Declared) -> str:
-    return ": ".join(type(one).__name__ for one in (*holders, last))
 
 
 def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
@@ -343,54 +285,62 @@ def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
     )
 
 
+def _value_class(kind: str) -> type[Value] | None:
+    held = _DECLARED.get(kind)
+    return held if held is not None and issubclass(held, Value) else None
+
+
 @functools.cache
-def _layout(cls: type) -> struct.Struct:
-    return struct.Struct("".join(_letters(cls)))
-
-
-def _letters(cls: type) -> Iterator[str]:
-    """The format for `struct`, field by field: natural alignment, whole structs as long as C++ has
-    them."""
+def _layout(cls: type[Declared], written: bool) -> tuple[tuple[Leaf, ...], int]:
+    """Every field of the struct, those of a value behind it, and bytes: naturally aligned, as every
+    C++ compiler of a 64-bit machine lays it out. `written`: unless a field says otherwise."""
+    found, offset = [], 0
     for field in cls.fields:
-        held = _DECLARED.get(field.kind)
-        if field.kind == "float":
-            yield "f"
-        elif held is not None and issubclass(held, Value):
-            yield f"0q{''.join(_letters(held))}0q" * (field.count or 1)
-        else:
-            yield "P" if field.kind in KINDS else "q"
-    yield "0q"
+        out = field.direction == "Out" or (written and field.direction != "In")
+        held = _value_class(field.kind)
+        inner, size = _layout(held, out) if held else ((), 4 if field.kind == "float" else 8)
+        offset += -offset % (8 if held else size)
+        may_miss = field.optional or field.count > 0
+        begins = [(field.name, n) for n in range(field.count)] or [(field.name,)]
+        for begin in begins:
+            where = f"{cls.__name__}.{field.name}"
+            found.append(Leaf(begin, field.kind, out, may_miss, may_miss, where, offset))
+            for leaf in inner:
+                changed = {
+                    "path": (*begin, *leaf.path),
+                    "optional": leaf.optional or may_miss,
+                    "where": f"{cls.__name__}: {leaf.where}",
+                    "offset": offset + leaf.offset,
+                }
+                found.append(dataclasses.replace(leaf, **changed))
+            offset += size
+    return tuple(found), offset + -offset % 8
 
 
 @functools.cache
-def address_words(cls: type) -> dict[Path, int]:
+def _struct(cls: type[Declared]) -> struct.Struct:
+    leaves, size = _layout(cls, written=False)
+    letters, end = "", 0
+    for leaf in leaves:
+        if _value_class(leaf.kind) is None:
+            letter = "P" if leaf.kind in KINDS else "f" if leaf.kind == "float" else "q"
+            letters += f"{leaf.offset - end}x{letter}"
+            end = leaf.offset + struct.calcsize(letter)
+    return struct.Struct(f"{letters}{size - end}x")
+
+
+@functools.cache
+def address_words(cls: type[Declared]) -> dict[Path, int]:
     """By path: the number of the 8-byte word in the struct that is the tensor's address."""
-    found, before = {}, ""
-    for field, letters in zip(cls.fields, _letters(cls), strict=False):
-        first = struct.calcsize(before + "0q") // 8
-        if field.kind in KINDS:
-            found[field.name,] = first
-        elif letters.startswith("0q"):
-            held = _DECLARED[field.kind]
-            for number, begin in enumerate(_paths(field)):
-                offset = first + number * (_layout(held).size // 8)
-                words = address_words(held).items()
-                found |= {(*begin, *path): offset + word for path, word in words}
-        before += letters
-    return found
-
-
-@functools.cache
-def _zeros(cls: type) -> tuple[int, ...]:
-    return _layout(cls).unpack(bytes(_layout(cls).size))
+    return {leaf.path: leaf.offset // 8 for leaf in cls.leaves()}
 
 
 @functools.lru_cache(maxsize=4096)
 def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) -> None:
-    """Refuse tensors of other shapes than the docstrings of their fields state; None stands for one
-    that is missing.
+    """Refuse tensors of other shapes than the docstrings of their fields state.
 
-    A name of a size means the same in all fields of one declaration.
+    A name of a size means the same in all fields of one declaration. None stands for a tensor that
+    is missing.
 
     Raises:
         ValueError: a tensor does not fit the others.
@@ -425,35 +375,28 @@ its value."""
 @functools.cache
 def _rules(cls: type[Declared]) -> list[tuple[int, Path, str, Shapes]]:
     """(which leaf, whose names of sizes they are, field, allowed shapes) of each tensor of which
-    something is stated.
-
-    Those come first that leave no choice.
+    something is stated; those first that leave no choice.
     """
     found = []
     for number, leaf in enumerate(cls.leaves()):
-        holder: type[Declared] = cls
+        holder = cls.__name__
         for depth, part in enumerate(leaf.path):
             if isinstance(part, int):
                 continue
-            declared = declarations.declarations().get(holder.__name__)
-            field = (
-                next((one for one in declared.fields if one.name == part), None)
-                if declared
-                else None
-            )
-            if field is not None and field.shapes and leaf.path[depth + 1 :] in _MATRIX:
-                found.append((number, leaf.path[:depth], leaf.name, field.shapes))
-            holder = _DECLARED.get(field.kind) if field is not None else None
-            if holder is None:
+            declared = declarations.declarations().get(holder)
+            fields = {} if declared is None else {one.name: one for one in declared.fields}
+            if part not in fields:
                 break
-    return sorted(found, key=lambda rule: _choices(rule[-1]))
+            if fields[part].shapes and leaf.path[depth + 1 :] in _MATRIX:
+                found.append((number, leaf.path[:depth], leaf.name, fields[part].shapes))
+            holder = fields[part].kind
 
+    def choices(rule: tuple) -> tuple[int, int]:
+        names = [name for sizes in rule[-1] for name in sizes]
+        formulas = sum(not (name.isidentifier() or name.isdecimal()) for name in names)
+        return len(rule[-1]), formulas
 
-def _choices(allowed: Shapes) -> tuple[int, int]:
-    """The number of allowed shapes, and of sizes in them that are formulas."""
-    return len(allowed), sum(
-        not (name.isidentifier() or name.isdecimal()) for sizes in allowed for name in sizes
-    )
+    return sorted(found, key=choices)
 
 
 def _sizes(
@@ -481,5 +424,4 @@ def _sizes(
 
 @functools.cache
 def _formula(text: str) -> CodeType:
-    """Compile a size that is computed of others, once."""
     return compile(text, "declarations", "eval")

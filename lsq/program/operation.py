@@ -1,9 +1,8 @@
 """Operations: declared classes, each with its reference, its gradient and its implementations.
 
-`reference` is plain PyTorch; every implementation is tested against it. `cpu` and `cuda` write into
-tensors that are already allocated: `cpu` at once, `cuda` by the launches and products that it
-returns (lsq.native.launch), so that many operations can be replayed as one list. M rows, N columns
-wherever shapes are given.
+`reference` is plain PyTorch, the oracle of the others. `cpu` and `cuda` write into tensors that are
+already allocated: `cpu` at once, `cuda` by the launches and products that it returns
+(lsq.native.launch), so that many operations can be replayed as one list. M rows, N columns.
 """
 
 import functools
@@ -25,7 +24,7 @@ class Operation(Declared):
     """A fused operation.
 
     Subclasses declare fields (see lsq.native.declarations) and override the methods below. Their
-    CUDA launches lie in a file of their own (see lsq.program.cuda).
+    CUDA launches lie in a file of their own (lsq.program.cuda).
     """
 
     fields = ()
@@ -56,7 +55,6 @@ class Operation(Declared):
         loader.run(self)
 
     def cuda_scratch(self) -> Sequence[Spec]:
-        """Scratch memory of `cuda`."""
         return cuda.scratch_of(self)
 
     def cuda(self, *scratch: torch.Tensor) -> list[Launch | Product]:
@@ -68,20 +66,16 @@ class Operation(Declared):
         return cuda.launches(self, *scratch)
 
     def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
-        """Leave sums over rows in parts from now on, in a program for a GPU.
+        """Leave sums over rows in parts, in a program for a GPU; return the PartialSums to add up.
 
-        Args:
-            tensor: makes a virtual tensor of a name, a shape and a dtype.
-
-        Returns:
-            the lsq.ops.sums.PartialSums that have to be added up.
+        `tensor` makes a virtual tensor of a name, a shape and a dtype.
         """
         return cuda.leave_sums(self, tensor)
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
         """The float values that this operation rounds under a clip, for calibration.
 
-        Here, for operations with a float result `out`: `run` runs this one without its rounding.
+        Here, of operations with a float result `out`, by `run` without the rounding.
         """
         rounding, bare = self.rounding(), self.bind(lambda tensor: tensor)
         for field in self.fields:
@@ -109,12 +103,10 @@ class Operation(Declared):
 
     @property
     def inputs(self) -> tuple:
-        """Every tensor that is read."""
         return self._tensors(written=False)
 
     @property
     def outputs(self) -> tuple:
-        """Every tensor that is written."""
         return self._tensors(written=True)
 
     def _tensors(self, written: bool) -> tuple:

@@ -21,7 +21,6 @@ class Program:
     name: str
     operations: tuple[Operation, ...]
     scratch: tuple[tuple[VirtualTensor, ...], ...]
-    """Scratch memory of each operation."""
     forward_length: int
     inputs: tuple[VirtualTensor, ...]
     parameters: tuple[VirtualTensor, ...]
@@ -82,10 +81,8 @@ class Program:
 
     @cached_property
     def _written(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        return tuple(
-            (*written, *scratch)
-            for written, scratch in zip(self.outputs_of, self.scratch, strict=True)
-        )
+        pairs = zip(self.outputs_of, self.scratch, strict=True)
+        return tuple((*outputs, *scratch) for outputs, scratch in pairs)
 
     def written(self, index: int) -> tuple[VirtualTensor, ...]:
         """Tensors that operation `index` needs memory for: its outputs, then its scratch."""
@@ -105,13 +102,28 @@ class Program:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of `saved`."""
         return sum(tensor.size for tensor in self.saved)
 
     def __str__(self) -> str:
-        from lsq.program.program import describe
-
-        return describe(self)
+        """Each operation's inputs, outputs, shapes, dtypes and the outputs' lifetimes."""
+        lines = [
+            f"program {self.name}: {self.forward_length} operations forward, "
+            f"{len(self.operations) - self.forward_length} backward"
+        ]
+        for heading, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
+            lines.append(f"  {heading}: " + ", ".join(map(repr, tensors)))
+        for index, operation in enumerate(self.operations):
+            if index == self.forward_length:
+                lines.append("  backward")
+            read = ", ".join(tensor.name for tensor in operation.inputs)
+            lines.append(f"  {index:3d}  {operation.name}({read})")
+            for tensor in operation.outputs:
+                first, last = self.lifetimes[tensor]
+                lines.append(f"         -> {tensor!r}  alive {first}..{last}")
+            lines += [f"         uses {tensor!r}" for tensor in self.scratch[index]]
+        lines.append(f"  saved for the backward pass: {self.saved_bytes:,} bytes")
+        lines += [f"         {tensor!r}: {tensor.size:,} bytes" for tensor in self.saved]
+        return "\n".join(lines)
 
 
 def lifetimes_of(
@@ -138,33 +150,3 @@ def lifetimes_of(
         if tensor is not None:
             lifetimes[tensor] = (lifetimes[tensor][0], len(used) - 1)
     return lifetimes
-
-
-def describe(program: Program) -> str:
-    """The program with each operation's inputs, outputs, shapes, dtypes and the outputs'
-    lifetimes."""
-    lines = [
-        f"program {program.name}: {program.forward_length} operations forward, "
-        f"{len(program.operations) - program.forward_length} backward"
-    ]
-    for heading, tensors in (("inputs", program.inputs), ("outputs", program.outputs)):
-        lines.append(f"  {heading}: " + ", ".join(map(repr, tensors)))
-    for index, operation in enumerate(program.operations):
-        if index == program.forward_length:
-            lines.append("  backward")
-        lines.append(
-            f"  {index:3d} "
-            f" {operation.name}({', '.join(tensor.name for tensor in operation.inputs)})"
-        )
-        lines.extend(
-            f"         -> {_with_lifetime(program, tensor)}" for tensor in operation.outputs
-        )
-        lines.extend(f"         uses {tensor!r}" for tensor in program.scratch[index])
-    lines.append(f"  saved for the backward pass: {program.saved_bytes:,} bytes")
-    lines.extend(f"         {tensor!r}: {tensor.size:,} bytes" for tensor in program.saved)
-    return "\n".join(lines)
-
-
-def _with_lifetime(program: Program, tensor: VirtualTensor) -> str:
-    first, last = program.lifetimes[tensor]
-    return f"{tensor!r}  alive {first}..{last}"

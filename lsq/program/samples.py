@@ -1,9 +1,7 @@
-"""Plausible random tensors for whatever declared operations read, for checks and benchmarks on any
-backend.
+"""Plausible random tensors for whatever declared operations read, for checks and benchmarks.
 
 What a tensor is drawn from follows from its declaration: the field of a value that it is in, else
-its kind and whether it is a parameter. An operation may hold real tensors beside virtual ones;
-these stay as they are.
+its kind and whether it is a parameter. Real tensors that an operation holds stay.
 """
 
 from collections.abc import Callable
@@ -28,24 +26,24 @@ class Sampler:
     """Draws tensors.
 
     Args:
-        place: where they lie.
+        device: where they lie.
         activations: their dtype; other floats are float32.
         seed: of the random numbers.
     """
 
     def __init__(
         self,
-        place: torch.device | str = "cpu",
+        device: torch.device | str = "cpu",
         activations: torch.dtype = torch.float32,
         seed: int = 0,
     ):
-        self.place, self.activations = torch.device(place), activations
-        self._generator = torch.Generator(self.place).manual_seed(seed)
+        self.device, self.activations = torch.device(device), activations
+        self._generator = torch.Generator(self.device).manual_seed(seed)
 
     def operation(self, operation: Operation) -> Operation:
         """A copy with real tensors: drawn where it reads, memory that holds anything where it
         only writes."""
-        bound = placed(operation, self.place, self.activations)
+        bound = placed(operation, self.device, self.activations)
         for leaf in operation.leaves():
             if not leaf.written and isinstance(leaf.of(operation), VirtualTensor):
                 leaf.of(bound).copy_(self.tensor(operation, leaf))
@@ -56,109 +54,84 @@ class Sampler:
         like, holder = leaf.of(operation), leaf.owner(operation)
         within = _WITHIN_VALUES.get((type(holder), leaf.path[-1]))
         if within is not None:
-            return within(self, like.shape, holder)
-        return getattr(self, f"_{leaf.kind.lower()}")(like, operation, leaf, holder)
+            draw, value, by_code = within
+            return draw(self, like.shape, value / holder.format.largest if by_code else value)
+        return self._of_kind(like, operation, leaf, holder)
+
+    def _of_kind(self, like, operation: Operation, leaf: Leaf, holder) -> torch.Tensor:
+        shape, dtype, limit = like.shape, like.dtype, operation.limits().get(leaf.name)
+        is_parameter = getattr(like, "role", "") == "parameter"
+        match leaf.kind:
+            case "Activations":
+                return self.normal(shape, 0.2 if is_parameter else 1.0)
+            case "Floats":  # statistics and factors are above 0
+                return self.normal(shape, 0.2) if is_parameter else self.around(shape, 1.0)
+            case "Parameters" | "AnyFloats":
+                return self.normal(shape, GRADIENT)
+            case "Codes":
+                form = getattr(holder, "format", None)
+                largest = torch.iinfo(dtype).max if form is None else form.largest
+                return self.whole(-largest, largest, shape, dtype)
+            case "Bits":  # one in eight is set
+                first, second, third = (self.whole(0, 255, shape, dtype) for _ in range(3))
+                return first & second & third
+            case "Bytes":  # finite as floats of any width
+                return self.whole(0x3C, 0x3F, shape, dtype)
+            case "Key":
+                return KEY
+            case "Indices":
+                return self.whole(0, (limit or SMALLEST_LIMIT) - 1, shape, dtype)
+        if limit is None:
+            raise ValueError(
+                f"{operation.name}.limits does not say where {leaf.name} ends; add it there"
+            )
+        # offsets: sentences as equal in length as can be
+        sentences = shape[0] - 1
+        numbers = torch.arange(sentences + 1, dtype=dtype, device=self.device)
+        return numbers * limit // max(1, sentences)
+
+    def _all(self, shape, value: float) -> torch.Tensor:
+        return torch.full(shape, value)
 
     def normal(self, shape, deviation: float = 1.0) -> torch.Tensor:
         """float32 around 0."""
-        return deviation * torch.randn(shape, generator=self._generator, device=self.place)
+        return deviation * torch.randn(shape, generator=self._generator, device=self.device)
 
     def around(self, shape, value: float) -> torch.Tensor:
         """float32 from half of `value` to one and a half."""
-        return value * (0.5 + torch.rand(shape, generator=self._generator, device=self.place))
+        return value * (0.5 + torch.rand(shape, generator=self._generator, device=self.device))
 
     def whole(self, low: int, high: int, shape, dtype: torch.dtype) -> torch.Tensor:
         """Whole numbers from `low` to `high`, both included."""
         return torch.randint(
-            low, high + 1, shape, generator=self._generator, device=self.place, dtype=dtype
-        )
-
-    # One for each kind of tensor
-
-    def _activations(self, like, operation, leaf, holder):
-        return self.normal(like.shape, 0.2 if getattr(like, "role", "") == "parameter" else 1.0)
-
-    def _floats(self, like, operation, leaf, holder):
-        """Statistics and factors are above 0."""
-        return (
-            self.normal(like.shape, 0.2)
-            if like.role == "parameter"
-            else self.around(like.shape, 1.0)
-        )
-
-    def _parameters(self, like, operation, leaf, holder):
-        return self.normal(like.shape, GRADIENT).to(like.dtype)
-
-    def _anyfloats(self, like, operation, leaf, holder):
-        return self.normal(like.shape, GRADIENT)
-
-    def _codes(self, like, operation, leaf, holder):
-        largest = (
-            holder.format.largest if hasattr(holder, "format") else torch.iinfo(like.dtype).max
-        )
-        return self.whole(-largest, largest, like.shape, like.dtype)
-
-    def _bits(self, like, operation, leaf, holder):
-        """One in eight is set."""
-        first, second, third = (self.whole(0, 255, like.shape, like.dtype) for _ in range(3))
-        return first & second & third
-
-    def _bytes(self, like, operation, leaf, holder):
-        """Finite as floats of any width."""
-        return self.whole(0x3C, 0x3F, like.shape, like.dtype)
-
-    def _key(self, like, operation, leaf, holder):
-        return KEY
-
-    def _indices(self, like, operation, leaf, holder):
-        return self.whole(
-            0, operation.limits().get(leaf.name, SMALLEST_LIMIT) - 1, like.shape, like.dtype
-        )
-
-    def _offsets(self, like, operation, leaf, holder):
-        """Sentences as equal in length as can be."""
-        end, sentences = operation.limits().get(leaf.name), like.shape[0] - 1
-        if end is None:
-            raise ValueError(
-                f"{operation.name}.limits does not say where {leaf.name} ends; add it there"
-            )
-        return (
-            torch.arange(sentences + 1, dtype=like.dtype, device=self.place)
-            * end
-            // max(1, sentences)
+            low, high + 1, shape, generator=self._generator, device=self.device, dtype=dtype
         )
 
 
-_WITHIN_VALUES: dict[tuple[type, str], Callable] = {
-    (Coded, "scale"): lambda draw, shape, value: draw.around(
-        shape, ACTIVATION_CLIP / value.format.largest
-    ),
-    (Coded, "clip"): lambda draw, shape, value: torch.full(shape, ACTIVATION_CLIP),
-    (StartedScale, "clip"): lambda draw, shape, value: torch.full(shape, ACTIVATION_CLIP),
-    (Coded, "error"): lambda draw, shape, value: draw.normal(shape, 0.3 / value.format.largest),
-    (Weight, "scale"): lambda draw, shape, value: draw.around(
-        shape, WEIGHT_CLIP / value.format.largest
-    ),
-    (Weight, "clip"): lambda draw, shape, value: draw.around(shape, WEIGHT_CLIP),
-    (Weight, "values"): lambda draw, shape, value: draw.normal(shape, WEIGHT_CLIP / 2),
-    (RoundedGradient, "scale"): lambda draw, shape, value: draw.around(
-        shape, GRADIENT / value.format.largest
-    ),
-    (RoundedGradient, "weight_scale"): lambda draw, shape, value: draw.around(shape, WEIGHT_CLIP),
+_WITHIN_VALUES: dict[tuple[type, str], tuple[Callable, float, bool]] = {
+    (Coded, "scale"): (Sampler.around, ACTIVATION_CLIP, True),
+    (Coded, "clip"): (Sampler._all, ACTIVATION_CLIP, False),
+    (StartedScale, "clip"): (Sampler._all, ACTIVATION_CLIP, False),
+    (Coded, "error"): (Sampler.normal, 0.3, True),
+    (Weight, "scale"): (Sampler.around, WEIGHT_CLIP, True),
+    (Weight, "clip"): (Sampler.around, WEIGHT_CLIP, False),
+    (Weight, "values"): (Sampler.normal, WEIGHT_CLIP / 2, False),
+    (RoundedGradient, "scale"): (Sampler.around, GRADIENT, True),
+    (RoundedGradient, "weight_scale"): (Sampler.around, WEIGHT_CLIP, False),
 }
-"""Fields of values -> how they are drawn, where their kind alone does not say."""
+"""Fields of values, where their kind alone does not say how they are drawn: how, the value, and
+whether that is of the largest code."""
 
 
 def placed(
     operation: Operation,
-    place: torch.device | str = "meta",
+    device: torch.device | str = "meta",
     activations: torch.dtype = torch.float32,
     made: dict[VirtualTensor, torch.Tensor] | None = None,
 ) -> Operation:
-    """A copy with real tensors that hold anything, activations in a dtype; on "meta" they take no
-    memory.
+    """A copy with real tensors that hold anything, activations in a dtype.
 
-    made: real tensors that are there already; it gains the others.
+    `made`: real tensors that are there already; it gains the others.
     """
     kinds = {
         leaf.of(operation): leaf.kind
@@ -169,11 +142,11 @@ def placed(
 
     def make(tensor):
         if isinstance(tensor, torch.Tensor):
-            return tensor.to(place)
+            return tensor.to(device)
         narrow = kinds[tensor] == "Activations" and tensor.role != "parameter"
         dtype = activations if narrow and tensor.dtype == torch.float32 else tensor.dtype
         if tensor not in made:
-            made[tensor] = torch.empty(tensor.shape, dtype=dtype, device=place)
+            made[tensor] = torch.empty(tensor.shape, dtype=dtype, device=device)
         return made[tensor]
 
     return operation.bind(make)
@@ -188,11 +161,11 @@ def border_tensors(program: Program, seed: int = 0) -> dict[VirtualTensor, torch
             if not leaf.written:
                 readers.setdefault(leaf.of(operation), (operation, leaf))
     transposed = {weight.transposed: weight.codes for weight in program.weights.values()}
-    draw, found = Sampler(seed=seed), {}
+    draw, tensors = Sampler(seed=seed), {}
     for virtual in borders:
-        found[virtual] = torch.zeros(virtual.shape, dtype=virtual.dtype)
+        tensors[virtual] = torch.zeros(virtual.shape, dtype=virtual.dtype)
         if virtual in transposed:
-            found[virtual].copy_(found[transposed[virtual]].t())
+            tensors[virtual].copy_(tensors[transposed[virtual]].t())
         elif virtual in readers:
-            found[virtual].copy_(draw.tensor(*readers[virtual]))
-    return found
+            tensors[virtual].copy_(draw.tensor(*readers[virtual]))
+    return tensors

@@ -1,11 +1,61 @@
-"""Virtual tensors: what a program's operations read and write before there is memory for it."""
+"""Virtual tensors, before there is memory for them, and parameters that a module makes real."""
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
-from lsq.program.parameters import Parameter
+
+class Kind(Enum):
+    WEIGHT = "of a product; rounded, where anything is"
+    BIAS = "added to a product"
+    TABLE = "rows that are looked up"
+    ADAPTER = "of low rank, added to a weight"
+    NORM_WEIGHT = "of a norm"
+    NORM_BIAS = "of a norm"
+    WEIGHT_CLIP = "of a weight; measured, then learned"
+    ACTIVATION_CLIP = "of an activation; measured, then learned"
+
+
+CLIPS = (Kind.WEIGHT_CLIP, Kind.ACTIVATION_CLIP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    name: str
+    """Its name in a module's state dict."""
+    shape: tuple[int, ...]
+    kind: Kind
+    start: float = 0.0
+    """Initial value of every element, unless bound or deviation is given."""
+    bound: float = 0.0
+    """Elements begin uniformly in ±bound, if not 0."""
+    deviation: float = 0.0
+    """Elements begin normally distributed, if not 0."""
+    clip: str | None = None
+    """The name of a WEIGHT's clip, if it is rounded."""
+    in_out: bool = False
+    """Whether a WEIGHT is [K, N]; its transpose is rounded."""
+
+    def initialise(self, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            if self.bound:
+                tensor.uniform_(-self.bound, self.bound)
+            elif self.deviation:
+                tensor.normal_(std=self.deviation)
+            else:
+                tensor.fill_(self.start)
+
+
+def fan_in(inputs: int) -> float:
+    """1 / sqrt(inputs): the bound from which torch.nn.Linear draws weights and biases."""
+    return 1.0 / math.sqrt(inputs)
+
+
+def xavier(outputs: int, inputs: int) -> float:
+    """The bound of Glorot & Bengio 2010 for a matrix [outputs, inputs]."""
+    return math.sqrt(6.0 / (inputs + outputs))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -24,6 +74,11 @@ class VirtualTensor:
     def size(self) -> int:
         """Bytes."""
         return self.numel() * self.dtype.itemsize
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether it does not cross a border of its program."""
+        return self.role == "temporary"
 
     def numel(self) -> int:
         """Elements."""

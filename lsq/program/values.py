@@ -23,14 +23,11 @@ from lsq.quant import Format, Grain, WeightFormat, arithmetic, random
 from lsq.quant.numbers import ScaledFormat
 
 SEEN = ".seen"
-"""Ends the name of the input of a program where the largest magnitude under a clip is recorded."""
+"""Ends the name of the input that records the largest magnitude under a clip."""
 
 
 class Coded(Value):
-    """An activation [M, N] as integers: codes * scale.
-
-    Its gradient is by convention the one before the rounding.
-    """
+    """An activation [M, N] as integers: codes * scale. Its gradient is that before the rounding."""
 
     format: Host[Format]
     codes: Codes
@@ -50,13 +47,11 @@ class Coded(Value):
     """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN.
     """
     started: Host[bool] = False
-    """Whether an operation before has written the scale, so that only a NaN has to change it; see
-    lsq.ops.scales."""
+    """Whether an operation before has written the scale: only a NaN changes it (lsq.ops.scales)."""
 
     @size
     def by_row(self) -> int:
-        """Whether each row is rounded under its own largest magnitude, and nothing under the
-        clip."""
+        """Whether each row is rounded under its own largest magnitude, not under the clip."""
         return int(self.format.grain == Grain.ROW)
 
     @factor
@@ -66,8 +61,7 @@ class Coded(Value):
 
     @factor
     def clip_factor(self) -> float:
-        """What the sum of a clip's gradient is multiplied by: 1 (PACT), or that of LSQ where an
-        error is kept."""
+        """Of the sum of a clip's gradient: 1 (PACT), or that of LSQ where an error is kept."""
         return (
             1.0
             if self.error is None
@@ -75,17 +69,15 @@ class Coded(Value):
         )
 
     def bare(self) -> Coded:
-        """Codes and scale alone."""
         return Coded(format=self.format, codes=self.codes, scale=self.scale)
 
     @property
     def scale_of_codes(self) -> torch.Tensor:
-        """Scale to multiply codes by: [1], or [M, 1]."""
+        """[1], or [M, 1]."""
         return self.scale[:, None] if self.by_row else self.scale
 
     @property
     def started_scale(self) -> StartedScale:
-        """The scale as it is without NaN."""
         return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -104,7 +96,7 @@ class Coded(Value):
         return {"codes": codes, "scale": scale, "clipped": clipped, "error": error, "seen": seen}
 
     def decode(self) -> torch.Tensor:
-        """Reference: the values, float32 [M, N]."""
+        """Reference: float32 [M, N]."""
         return self.codes.to(torch.float32) * self.scale_of_codes
 
     def straight_through(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,12 +128,11 @@ class Rows(Value):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Codes, or floats."""
         return self.floats if self.coded is None else self.coded.codes
 
     @property
     def scale(self) -> torch.Tensor | float:
-        """Scale of the codes: [1], or [M, 1]."""
+        """[1], or [M, 1]."""
         return 1.0 if self.coded is None else self.coded.scale_of_codes
 
     @property
@@ -149,15 +140,11 @@ class Rows(Value):
         return self.coded and self.coded.clip
 
     def bare(self) -> Rows:
-        """Codes and their scale alone, or floats."""
         return self if self.coded is None else Rows(coded=self.coded.bare())
 
 
 class Weight(Value):
-    """A weight [N, K]: its codes, and what they were made from.
-
-    In float mode there are `values` alone.
-    """
+    """A weight [N, K]: its codes, and what they were made from; in float mode `values` alone."""
 
     format: Host[WeightFormat | ScaledFormat | None]
     codes: Codes | None
@@ -180,8 +167,7 @@ class Weight(Value):
     in_out: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
     absmax: bool = False
-    """Whether its clip is the largest magnitude of each row whenever codes are made, so that
-    nothing is clipped."""
+    """Whether its clip is the largest magnitude of each row, so that nothing is clipped."""
 
     @factor
     def largest(self) -> float:
@@ -194,20 +180,17 @@ class Weight(Value):
 
     @property
     def written(self) -> tuple:
-        """What is made from values and clip: codes, scale, and the codes transposed where they are
-        wanted; or what is decoded, or grouped.
-        """
+        """What is made from values and clip."""
         found = self.codes, self.scale, self.transposed, self.decoded, self.grouped
         return tuple(one for one in found if one is not None)
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The operand of products: codes, decoded values, or the values in float mode."""
+        """The operand of products."""
         return next(one for one in (self.codes, self.decoded, self.values) if one is not None)
 
     @property
     def operand_in_out(self) -> bool:
-        """Whether the operand of products is [K, N]."""
         return self.in_out and self.codes is None and self.decoded is None
 
     @property
@@ -254,19 +237,16 @@ class Dropout(Value):
 
     @factor
     def keep(self) -> float:
-        """Factor of the elements that stay."""
         return random.keep_factor(self.probability)
 
     def apply(self, x: torch.Tensor, element: torch.Tensor | None = None) -> torch.Tensor:
-        """Reference: x, any shape, after dropout; see lsq.quant.random.dropout."""
+        """Reference: x, any shape, after dropout."""
         return random.dropout(x, self.probability, self.key, self.subsequence, element)
 
 
 class RoundedGradient(Value):
     """The gradient [M, N] of a product, times the scales of its weight's rows, rounded per row at
-    random.
-
-    With the weight's scales folded in, both backward products are exact in the weight's codes.
+    random: so both backward products are exact in the weight's codes.
     """
 
     format: Host[Format]

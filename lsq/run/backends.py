@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,10 +10,13 @@ from lsq.native import loader, tiles
 from lsq.program.backend import Backend, Call
 from lsq.program.operation import Operation, Spec
 
-if TYPE_CHECKING:
-    from lsq.run.cuda import CUDA
-
-NAMES = ("reference", "cpu", "cuda", "emulated")
+ACTIVATIONS = {
+    "reference": (torch.float32,),
+    "cpu": (torch.float32,),
+    "cuda": (torch.bfloat16, torch.float32),
+    "emulated": (torch.float32, torch.bfloat16),
+}
+"""By name of a backend: the dtypes that activations may have there, the usual one first."""
 
 
 class Reference(Backend):
@@ -66,28 +68,19 @@ class CPU(Backend):
         return run
 
 
-ACTIVATIONS = {
-    "reference": (torch.float32,),
-    "cpu": (torch.float32,),
-    "cuda": (torch.bfloat16, torch.float32),
-    "emulated": (torch.float32, torch.bfloat16),
-}
-"""The dtypes that activations may have on each backend, the usual one first."""
-
-
 def backend(name: str, activations: torch.dtype | None = None) -> Backend:
     """The backend of that name, one for all.
 
     Args:
-        name: one of NAMES.
+        name: "reference", "cpu", "cuda" or "emulated".
         activations: their dtype in programs; None: bfloat16 on "cuda", float32 elsewhere.
 
     Raises:
         ValueError: there is no backend of that name, or it has no such activations.
         RuntimeError: there is no GPU ("cuda"), or no C++ compiler ("emulated").
     """
-    if name not in NAMES:
-        raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, NAMES))}")
+    if name not in ACTIVATIONS:
+        raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
     allowed = ACTIVATIONS[name]
     activations = activations or allowed[0]
     if activations not in allowed:
@@ -95,24 +88,7 @@ def backend(name: str, activations: torch.dtype | None = None) -> Backend:
             f"activations are {activations}; the backend {name!r} has them in"
             f" {' or '.join(map(str, allowed))}"
         )
-    if name == "cuda":
-        return _on_gpu(0, activations)
-    return _emulated(activations) if name == "emulated" else _on_cpu(name)
-
-
-Maker = Callable[[torch.device, torch.dtype | None], Backend]
-"""(device, dtype of activations; None: the usual one) -> what runs there."""
-
-
-def register(device_type: str, make: Maker) -> Maker | None:
-    """Say what runs on tensors of a type of device, which lsq need not know; `make` returns the
-    same one each time.
-
-    Returns:
-        what was said before.
-    """
-    before, _makers[device_type] = _makers.get(device_type), make
-    return before
+    return _on_gpu(name, 0, activations) if name in ("cuda", "emulated") else _on_cpu(name)
 
 
 def for_device(device: torch.device, activations: torch.dtype | None = None) -> Backend:
@@ -126,11 +102,11 @@ def for_device(device: torch.device, activations: torch.dtype | None = None) -> 
     Raises:
         ValueError: nothing runs on devices of that type.
     """
-    if device.type not in _makers:
+    if device.type not in MAKERS:
         raise ValueError(
-            f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(_makers)}"
+            f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(MAKERS)}"
         )
-    return _makers[device.type](device, activations)
+    return MAKERS[device.type](device, activations)
 
 
 def run(operation: Operation) -> None:
@@ -144,22 +120,16 @@ def run(operation: Operation) -> None:
 
 
 @functools.cache
-def _on_gpu(index: int, activations: torch.dtype) -> "CUDA":
-    from lsq.run.cuda import CUDA, gpu  # here, since on a CPU nothing of it is needed
-
-    return CUDA(gpu(index), activations=activations)
-
-
-@functools.cache
-def _emulated(activations: torch.dtype) -> "CUDA":
-    from lsq.run.cuda import CUDA, emulated_device
-
-    return CUDA(emulated_device(), activations=activations)
-
-
-@functools.cache
 def _on_cpu(name: str) -> Backend:
-    return {"reference": Reference, "cpu": CPU}[name]()
+    return CPU() if name == "cpu" else Reference()
+
+
+@functools.cache
+def _on_gpu(name: str, index: int, activations: torch.dtype) -> Backend:
+    from lsq.run.cuda import CUDA, emulated_device, gpu  # on a CPU nothing of it is needed
+
+    device = gpu(index) if name == "cuda" else emulated_device()
+    return CUDA(device, activations=activations)
 
 
 def _of_cpu(device: torch.device, activations: torch.dtype | None) -> Backend:
@@ -168,8 +138,11 @@ def _of_cpu(device: torch.device, activations: torch.dtype | None) -> Backend:
 
 def _of_gpu(device: torch.device, activations: torch.dtype | None) -> Backend:
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _on_gpu(index, activations or ACTIVATIONS["cuda"][0])
+    return _on_gpu("cuda", index, activations or ACTIVATIONS["cuda"][0])
 
 
-_makers: dict[str, Maker] = {"cpu": _of_cpu, "cuda": _of_gpu}
-"""By type of device. A registry, since devices of others are registered (tests have one)."""
+MAKERS: dict[str, Callable[[torch.device, torch.dtype | None], Backend]] = {
+    "cpu": _of_cpu,
+    "cuda": _of_gpu,
+}
+"""By type of device: (device, dtype of activations; None: the usual one) -> what runs there."""

@@ -13,28 +13,31 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lsq import emulator
+from lsq import emulator, gemm
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
+from lsq.gemm.product_key import ProductKey, key_of
 from lsq.native import compiler
 from lsq.native.addresses import StructAddresses, contiguous_address, tensor_address
 from lsq.native.device import Device
+from lsq.native.launch import Launch, Product
 from lsq.native.launch_list import LaunchList, Part
 from lsq.native.products import ProductLibrary, find_cublaslt
 from lsq.native.runtime import Driver
 from lsq.program.backend import Backend, Call
 from lsq.program.declare import address_words
 from lsq.program.operation import Operation, Spec
+from lsq.program.program import Program
+from lsq.program.samples import placed
 
 KEPT = 1024
 """Lists that are kept for calls on the same memory; those used longest ago are dropped."""
 
 
 def require_gpu(index: int = 0) -> tuple[str, Driver]:
-    """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees, by its
-    number.
+    """(architecture that kernels are compiled for, driver) of a GPU that PyTorch sees.
 
-    No context is made, so that a process may ask about a GPU that another one will use.
+    No context is made.
 
     Raises:
         RuntimeError: there is no such GPU, no driver or compiler, or its driver is older than the
@@ -66,26 +69,24 @@ def gpu_fault(index: int = 0) -> str | None:
 def emulated_device(
     sanitize: bool = False,
     choose: Choose = first_candidate,
-    place: torch.device = torch.device("cpu"),  # noqa: B008
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Device:
     """The emulator: runs kernels on the CPU, for tests and for `lsq doctor --emulate`.
 
-    Args:
-        sanitize: see lsq.emulator.
-        choose: picks the algorithms of products.
-        place: whose tensors it works on; the CPU must be able to read their memory.
+    `sanitize`: see lsq.emulator. `choose` picks the algorithms of products. `device`: whose tensors
+    it works on; the CPU must be able to read their memory.
 
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    driver = Driver(str(emulator.build_driver(sanitize)), place.index or 0)
+    driver = Driver(str(emulator.build_driver(sanitize)), device.index or 0)
     library = str(emulator.build_products(sanitize))
     return Device(
         name="CUDA emulator on the CPU",
         driver=driver,
-        place=place,
+        place=device,
         compile=lambda kernel: emulator.compile_kernels(kernel.source, kernel.defines, sanitize),
-        products=Products(place, current=driver.current, library=library, choose=choose),
+        products=Products(device, current=driver.current, library=library, choose=choose),
     )
 
 
@@ -93,35 +94,27 @@ def emulated_device(
 def gpu(index: int = 0, choose: Choose | None = None) -> Device:
     """A GPU that PyTorch sees, by its number.
 
-    Args:
-        choose: picks the algorithms of products; None: as they are tuned.
-
-    Raises:
-        RuntimeError, ValueError: it cannot be used; see `require_gpu`.
+    `choose` picks the algorithms of products; None: as they are tuned. Raises as `require_gpu`.
     """
     target, driver = require_gpu(index)
-    place = torch.device("cuda", index)
+    device = torch.device("cuda", index)
     return Device(
-        name=torch.cuda.get_device_name(place),
+        name=torch.cuda.get_device_name(device),
         driver=driver,
-        place=place,
+        place=device,
         compile=lambda kernel: (
             compiler.compile_kernels(kernel.source, kernel.defines, target).image
         ),
         products=Products(
-            place, current=driver.current, choose=choose or TunedChoice(lookup.table("cuda"))
+            device, current=driver.current, choose=choose or TunedChoice(lookup.table("cuda"))
         ),
     )
 
 
 class CUDA(Backend):
-    """Runs what `Operation.cuda` returns on a device; operations that are prepared together are one
-    list.
+    """Runs what `Operation.cuda` returns; operations that are prepared together are one list.
 
-    Args:
-        target: the device.
-        activations: the dtype of activations in programs: float32 or bfloat16.
-        kept: lists that `run` keeps.
+    `activations`: their dtype in programs, float32 or bfloat16. `kept`: lists that `run` keeps.
     """
 
     few_sizes = True
@@ -134,9 +127,9 @@ class CUDA(Backend):
     def __init__(
         self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT
     ):
-        self.device = target
+        self.target = target
         self.activations = activations
-        self.name, self.place = target.name, target.place
+        self.name, self.device = target.name, target.place
         self._most = kept
         self._kept: OrderedDict[tuple, LaunchList] = OrderedDict()
         self._lock = threading.Lock()
@@ -145,11 +138,11 @@ class CUDA(Backend):
         return operation.cuda_scratch()
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
-        tensor_address(tensor, self.place, name)
+        tensor_address(tensor, self.device, name)
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
-        parts = [part_of(*call, self.place) for call in calls]
-        made = LaunchList(self.device, parts)
+        parts = [part_of(*call, self.device) for call in calls]
+        made = LaunchList(self.target, parts)
         moving = [
             part.addresses for (_, scratch), part in zip(calls, parts, strict=True) if scratch
         ]
@@ -165,9 +158,8 @@ class CUDA(Backend):
         """Run one operation now, on the current stream; the caller keeps its tensors until it is
         done.
 
-        Launches that need no scratch are kept for calls on the same memory: buckets of gradients
-        and their messages lie at the same addresses in every step. What is kept knows addresses,
-        shapes and dtypes, and holds no tensor. Threads may share it.
+        Launches that need no scratch are kept for calls on the same memory, and hold no tensor:
+        buckets of gradients and their messages lie at the same addresses in every step.
         """
         if self.scratch(operation):
             super().run(operation)
@@ -183,7 +175,7 @@ class CUDA(Backend):
         with self._lock:
             found = self._kept.get(key)
             if found is None:
-                found = LaunchList(self.device, [part_of(operation, (), self.place, hold=False)])
+                found = LaunchList(self.target, [part_of(operation, (), self.device, hold=False)])
                 self._kept[key] = found
             self._kept.move_to_end(key)
             if len(self._kept) > self._most:
@@ -192,12 +184,7 @@ class CUDA(Backend):
 
 
 class AbsentGPU(CUDA):
-    """A GPU that is not here: programs are built for it, to be planned, counted or compiled, and
-    nothing runs.
-
-    Args:
-        activations: their dtype in programs: float32 or bfloat16.
-    """
+    """A GPU that is not here: programs are built for it, to be planned, counted or compiled."""
 
     name = "cuda"
 
@@ -206,16 +193,16 @@ class AbsentGPU(CUDA):
 
 
 def part_of(
-    operation: Operation, scratch: Sequence[torch.Tensor], place: torch.device, *, hold: bool = True
+    operation: Operation,
+    scratch: Sequence[torch.Tensor],
+    device: torch.device,
+    *,
+    hold: bool = True,
 ) -> Part:
-    """The launches of an operation on real tensors, for a list (lsq.native.launch_list.LaunchList).
+    """The launches of an operation on real tensors that lie on `device`, for a LaunchList.
 
-    Args:
-        operation: its struct, Operation.packed, is read at every run.
-        scratch: tensors for itself, which stay; where their memory lies is looked up when addresses
-            `follow`.
-        place: the device where they must lie.
-        hold: whether the list keeps the operation and its memory.
+    The list reads the struct of the operation at every run, and the addresses of `scratch` when
+    they `follow`. `hold`: whether it keeps the operation and its memory.
 
     Raises:
         ValueError: the operation cannot take these tensors.
@@ -230,13 +217,49 @@ def part_of(
     for leaf in operation.leaves():
         tensor = leaf.of(operation)
         if tensor is not None:
-            contiguous_address(tensor, place, f"{operation.name}.{leaf.name}")
+            contiguous_address(tensor, device, f"{operation.name}.{leaf.name}")
             addresses.know_field(leaf.of(bound), words[leaf.path])
     for tensor, known in zip(scratch, memory, strict=True):
-        contiguous_address(tensor, place, f"scratch memory of {operation.name}")
+        contiguous_address(tensor, device, f"scratch memory of {operation.name}")
         addresses.know_scratch(known, tensor)
     return Part(entries=bound.cuda(*memory), addresses=addresses, title=operation.name)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def products_of(program: Program, activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
+    """List the products of a program on a GPU, each once, in the order of the program.
+
+    `activations`: their dtype.
+
+    Raises:
+        ValueError: an operation has no CUDA implementation, or cannot take these shapes.
+    """
+    with gemm.requested() as keys:
+        for operation in program.operations:
+            entries = _entries(operation, activations, {})
+            keys += [key_of(entry) for entry in entries if isinstance(entry, Product)]
+    return list(dict.fromkeys(keys))
+
+
+def launched_by_operation(
+    program: Program, activations: torch.dtype
+) -> list[list[Launch | Product]]:
+    """List what a GPU does for each operation, without memory: what several read is one tensor.
+
+    Raises as `products_of`.
+    """
+    shared = {}
+    return [_entries(operation, activations, shared) for operation in program.operations]
+
+
+def _entries(
+    operation: Operation, activations: torch.dtype, shared: dict
+) -> list[Launch | Product]:
+    bound = placed(operation, "meta", activations, shared)
+    scratch = [
+        torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()
+    ]
+    return bound.cuda(*scratch)

@@ -1,9 +1,9 @@
-"""Runs a program, and hangs it into PyTorch's autograd as one node.
+"""Runs a program as one node of PyTorch's autograd.
 
-The outputs of operations come from the run's frame: fresh memory, or the offsets that a plan of the
-whole step has for them. A pass is prepared once and runs as a whole. Where somebody looks on
-(hooks, profile), and on the reference, it goes operation by operation: outputs are allocated when
-it runs and dropped after their last reader.
+The outputs of operations come from the run's frame: fresh memory, or the offsets of a step's plan.
+A pass is prepared once and runs as a whole. Where somebody looks on (hooks, profile), and on the
+reference, it goes operation by operation: outputs are allocated when it runs and dropped after
+their last reader.
 """
 
 import functools
@@ -11,7 +11,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +21,14 @@ from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run import bucket_views, shards
-from lsq.run.frames import Frame, FreshFrame, Values
-from lsq.run.planned import StepMemory
+from lsq.run.frames import Frame, FreshFrame, Values, claim
+from lsq.run.shards import copies
 
+if TYPE_CHECKING:
+    from lsq.run.planned import StepMemory
+
+active_rehearsal: ContextVar = ContextVar("rehearsal", default=None)
+"""The lsq.run.step.Rehearsal that goes on in this thread, if any; others go on computing."""
 _seconds: defaultdict[str, float] | None = None
 
 
@@ -49,18 +55,17 @@ class Hooks:
 
 NO_HOOKS = Hooks()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that are converted at the borders of a program."""
+"""Converted at the borders of a program."""
 
 
 class Execution:
-    """A program with the tensors of one call: `Execution(program, backend)(tensors by name) ->
-    outputs`.
+    """A program with the tensors of one call: `Execution(program, backend)(tensors by name)`.
 
     Args:
         program: what to run.
         backend: where.
         hooks: called around each operation of the forward pass.
-        memory: planned memory for runs with a backward pass; without, all tensors get fresh memory.
+        memory: planned memory for runs with a backward pass; None: all tensors get fresh memory.
         owner: who runs, for the memory.
         fleeting: names of parameters that the backward pass may find with other values, so that it
             keeps copies.
@@ -72,7 +77,7 @@ class Execution:
         backend: Backend,
         *,
         hooks: Hooks = NO_HOOKS,
-        memory: StepMemory | None = None,
+        memory: "StepMemory | None" = None,
         owner: object = None,
         fleeting: Collection[str] = (),
     ):
@@ -80,9 +85,7 @@ class Execution:
         self.memory, self.owner, self.fleeting = memory, owner, fleeting
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run forward.
-
-        Gradients flow to the inputs and parameters of a program that has a backward pass.
+        """Run forward; gradients flow to inputs and parameters if the program has a backward pass.
 
         Floats may come as any of FLOATS, whatever dtype the program was built for; outputs have
         that dtype.
@@ -96,15 +99,16 @@ class Execution:
             if tensor is None or tensor.dtype is not virtual.dtype or tensor.shape != virtual.shape:
                 _check(virtual, tensor, program)
         if program.output_gradients:
-            frame = self._fresh()
-            if self.memory is not None:
+            if self.memory is None:
+                frame = FreshFrame(self.backend.device)
+            else:
                 frame = self.memory.open(self.owner, program, tensors)
             graph = [virtual for virtual, tensor in borders.items() if tensor.requires_grad]
             run = self, frame, borders, graph
             return _Node.apply(run, *[borders[virtual] for virtual in graph])
         with torch.no_grad():
             values = _as_read(borders)
-            self.run_pass(range(program.forward_length), values, self._fresh())
+            self.run_pass(range(program.forward_length), values, FreshFrame(self.backend.device))
             return tuple([values[output] for output in program.outputs])
 
     def run_pass(self, indices: range, values: Values, frame: Frame) -> None:
@@ -116,9 +120,6 @@ class Execution:
             if indices.start:
                 values.update({**frame.kept(self.program), **values})
             self.run(indices, values, frame, hooks)
-
-    def _fresh(self) -> FreshFrame:
-        return FreshFrame(self.backend.place)
 
     def run(self, indices: range, values: Values, frame: Frame, hooks: Hooks = NO_HOOKS) -> None:
         """Run `indices` one by one on `values`, which gains their outputs and loses what has no
@@ -158,10 +159,7 @@ def _check(virtual: VirtualTensor, tensor: torch.Tensor | None, program: Program
 
 
 def _as_read(borders: Mapping[VirtualTensor, torch.Tensor]) -> Values:
-    """Convert border tensors to what the program reads, without copies where none is needed.
-
-    Autograd is off.
-    """
+    """Convert border tensors to what the program reads, without needless copies."""
     values = {}
     for virtual, tensor in borders.items():
         if tensor.dtype is not virtual.dtype and tensor.dtype in FLOATS:
@@ -178,11 +176,9 @@ SECOND = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Refuse create_graph=True at once, where PyTorch's own decorator waits for the second
-    derivative.
+    """Refuse create_graph=True at once, where PyTorch waits for the second derivative.
 
-    A gradient without a way back to the input counts as a constant: a Hessian would be zero without
-        an error.
+    A gradient without a way back to the input counts as a constant: a Hessian would be zero.
     """
 
     @functools.wraps(backward)
@@ -195,8 +191,6 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 class _Node(torch.autograd.Function):
-    """One program as one node of the autograd graph, applied to the tensors that want gradients."""
-
     @staticmethod
     def forward(ctx, run: tuple, *_):
         execution, frame, borders, graph = run
@@ -212,7 +206,7 @@ class _Node(torch.autograd.Function):
         values = {**values, **borders}  # borders as they came, not converted copies
         fleeting = [one for one in saved if one.name in execution.fleeting and one in borders]
         if fleeting:
-            copied = shards.copies([values[virtual].detach() for virtual in fleeting])
+            copied = copies([values[virtual].detach() for virtual in fleeting])
             values.update(zip(fleeting, copied, strict=True))
         ctx.save_for_backward(*[values[virtual] for virtual in saved])
         return tuple([values[output] for output in program.outputs])
@@ -225,7 +219,7 @@ class _Node(torch.autograd.Function):
         values |= _as_read(dict(zip(program.output_gradients, gradients, strict=True)))
         results = dict(zip(program.differentiable, program.gradients, strict=True))
         wanted = [results.get(virtual) for virtual in ctx.graph]
-        frame.bucket_views = bucket_views.claim(wanted, ctx.next_functions)
+        frame.bucket_views = claim(wanted, ctx.next_functions)
         frame.enter(backward=True)
         try:
             ctx.execution.run_pass(program.backward_range, values, frame)

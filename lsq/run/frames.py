@@ -1,41 +1,37 @@
 """Memory of one run of a program, and passes that are prepared once and run as a whole.
 
 A *frame* hands out the tensors that operations write: fresh memory here, the offsets of a step's
-plan in lsq.run.planned. A pass is prepared once. Everything inside it has its tensors for good.
-What crosses its borders (inputs, parameters, results, what is saved) may lie elsewhere in each run:
-its addresses are put in before, and nothing of it is held afterwards.
+plan in lsq.run.planned. Everything inside a prepared pass has its tensors for good. What crosses
+its borders may lie elsewhere in each run: its addresses are put in before.
 """
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from lsq.memory import kept
-from lsq.memory.workspace import Room, Workspace
+from lsq.memory.kept import Room, Workspace
+from lsq.native.addresses import ALIGNMENT
 from lsq.program.backend import Backend
 from lsq.program.declare import NOWHERE, Leaf, address_words
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run.step import is_placed
+from lsq.run.parameter_state import known_state, state_of
 
 Values = dict[VirtualTensor, torch.Tensor]
 
 
 def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
-    """Memory of its own for a virtual tensor."""
     if device.type == "cpu":
         return kept.tensor(tensor.shape, tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 class Slot:
-    """A tensor field of a bound operation and of its struct, for tensors of one shape and dtype.
-
-    Args:
-        operation: has a contiguous tensor there.
-        leaf: which one.
-    """
+    """A tensor field of a bound operation and of its struct, for tensors of one shape and dtype."""
 
     __slots__ = ("fields", "name", "struct", "word")
 
@@ -44,12 +40,11 @@ class Slot:
         self.struct, self.word = operation.packed, address_words(type(operation))[leaf.path]
 
     def put(self, tensor: torch.Tensor) -> None:
-        """From now on the operation works on `tensor`."""
+        """Let the operation work on `tensor` from now on."""
         self.fields[self.name] = tensor
         self.struct[self.word] = tensor.data_ptr() or NOWHERE
 
     def clear(self) -> None:
-        """Let go of the tensor."""
         self.fields[self.name] = None
 
     def update(self) -> None:
@@ -61,8 +56,7 @@ class PreparedPass:
     """The operations `indices` of a program on memory of theirs.
 
     Args:
-        program: on a backend whose prepared work sees what is put into its operations later
-            (Backend.refillable).
+        program: on a backend that is `refillable`.
         indices: of the pass.
         inside: the tensors that do not cross its borders, scratch memory among them.
         borders: the others, of this run.
@@ -135,9 +129,7 @@ class PreparedPass:
 class Frame:
     """The memory of one run of a program.
 
-    Attributes:
-        bucket_views: where gradients of this pass belong that have memory already; see
-            lsq.run.bucket_views.
+    `bucket_views`: where gradients of this pass belong that have memory already.
     """
 
     def __init__(self):
@@ -203,14 +195,10 @@ class FreshFrame(Frame):
 
 
 class FreshPasses:
-    """The operations `indices` of a program, prepared in as many rooms as there are threads that
-    run them at a time.
+    """The operations `indices` of a program, prepared once for each room.
 
     What lives inside the pass alone shares a workspace, in which other passes work before and
-    after.
-
-    Attributes:
-        handed_on: what they write that is needed afterwards.
+    after; `handed_on` is needed afterwards.
     """
 
     def __init__(self, program: Program, indices: range):
@@ -218,15 +206,14 @@ class FreshPasses:
         self._inside = [
             tensor
             for tensor in written
-            if is_placed(tensor) and program.lifetimes[tensor][1] in indices
+            if tensor.is_temporary and program.lifetimes[tensor][1] in indices
         ]
         inside = set(self._inside)
         self.handed_on = [tensor for tensor in written if tensor not in inside]
         self._prepared: dict[Room, tuple[Workspace, PreparedPass]] = {}
 
     def run(self, program: Program, indices: range, backend: Backend, values: Values) -> None:
-        """Run them on `values`, which has all that crosses their borders."""
-        with kept.room(backend.place) as room:
+        with kept.room(backend.device) as room:
             if room not in self._prepared:
                 self._prepared[room] = self._prepare(room, program, indices, backend, values)
             workspace, prepared = self._prepared[room]
@@ -246,3 +233,87 @@ class FreshPasses:
             for number, tensor in enumerate(self._inside)
         }
         return workspace, PreparedPass(program, indices, backend, inside=inside, borders=values)
+
+
+class BucketView:
+    """The memory where the gradient of a parameter belongs, such as its part of DDP's bucket.
+
+    A backward pass writes there at once. Autograd makes the first gradient of a step a parameter's
+    `grad` as it is; where that lies in its bucket already, DDP has nothing to copy. A view is given
+    out once for each exchange, and only while there is no `grad`, to which further gradients are
+    added.
+    """
+
+    def __init__(self, parameter: Tensor, view: Tensor):
+        self._parameter = weakref.ref(parameter)
+        self._view = view
+        self._usable = view.is_contiguous() and (
+            view.device.type == "cpu" or view.data_ptr() % ALIGNMENT == 0
+        )
+        self.free = True
+        """Whether nothing is there that is still wanted, apart from `grad`."""
+        state_of(parameter).bucket_view = weakref.ref(self)
+
+    def fits(self, parameter: Tensor, gradient: VirtualTensor) -> bool:
+        """Whether a gradient of `parameter` can be written there now."""
+        same = (
+            self._parameter() is parameter
+            and self._usable
+            and self._view.shape == tuple(gradient.shape)
+        )
+        return same and self.free and parameter.grad is None and self._view.dtype == gradient.dtype
+
+    def take(self) -> Tensor:
+        """A new tensor there, held nowhere else: autograd would clone it."""
+        self.free = False
+        return self._view.detach()
+
+
+class Bucket:
+    """The views in a bucket, which may take other memory or other parameters."""
+
+    def __init__(self):
+        self._storage: torch.UntypedStorage | None = None
+        self._views: list[BucketView] = []
+
+    def exchanged(self, buffer: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """All gradients are in the bucket `buffer`: the next backward pass may write there.
+
+        `pairs`: (parameter, view of its gradient), looked at where `buffer` is new.
+        """
+        storage = buffer.untyped_storage()
+        if self._storage is None or storage._cdata != self._storage._cdata:
+            self._storage, self._views = storage, [BucketView(*pair) for pair in pairs]
+        for view in self._views:
+            view.free = True
+
+
+def claim(
+    gradients: Sequence[VirtualTensor | None], functions: Sequence[tuple]
+) -> dict[VirtualTensor, Tensor]:
+    """The views that gradients go to in the backward pass that runs now.
+
+    `gradients`: one for each tensor that a node of autograd was applied to, whose `next_functions`
+    are `functions`.
+    """
+    found = {}
+    for gradient, (function, _) in zip(gradients, functions, strict=True):
+        parameter = getattr(function, "variable", None)
+        view = None if parameter is None or gradient is None else _view_of(parameter)
+        if view is not None and view.fits(parameter, gradient) and _accumulates(function):
+            found[gradient] = view.take()
+    return found
+
+
+def _view_of(parameter: Tensor) -> BucketView | None:
+    state = known_state(parameter)
+    return state and state.bucket_view and state.bucket_view()
+
+
+def _accumulates(function) -> bool:
+    """Whether a gradient becomes `grad` in this backward pass: under torch.autograd.grad it is its
+    caller's."""
+    try:
+        return torch._C._will_engine_execute_node(function)
+    except RuntimeError:  # so it says of leaves under torch.autograd.grad
+        return False

@@ -1,28 +1,23 @@
-"""Guard mode: planned memory in which nothing goes unnoticed.
+"""Guard mode: planned memory in which every access is checked.
 
-* A tensor that is written must not overlap one that the plan still has alive.
-* A tensor that is read must be alive by the plan, and its red zone, MARGIN bytes behind its end,
-  untouched.
-* What is written begins as poison, and what has died becomes poison: NaN, or 0x80, which no code
-  is. Should a kernel read where it must not, its results show it.
+What is written must not overlap a living tensor. What is read must be alive, and its red zone,
+MARGIN bytes behind its end, untouched. New and dead memory holds poison: NaN, or 0x80, which no
+code is.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.run.planned import PlannedFrame, StepMemory
-from lsq.run.step import Key, is_placed, operations_of
+from lsq.run.step import Key
 
 MARGIN = 256
-"""Bytes of red zone behind every tensor."""
+"""Bytes of red zone behind every tensor, of RED."""
 RED = 0xA5
-"""The byte in red zones."""
 POISON = 0x80
-"""The byte in dead memory; floating-point tensors hold NaN."""
 
 
 class MemoryGuardError(RuntimeError):
@@ -31,21 +26,17 @@ class MemoryGuardError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Alive:
-    """A tensor that the plan has alive."""
-
     label: str
     start: int
     end: int
     """Bytes from the start of the arena; `end` is where the red zone begins."""
     last: int
-    """The last operation of the step that may read it."""
     until: int | None
     """If it is borrowed: position of the pass after which its bytes are reused."""
     tensor: torch.Tensor
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or with bytes of POISON."""
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
     else:
@@ -53,48 +44,43 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 class GuardedFrame(PlannedFrame):
-    """A PlannedFrame that reports every access to its memory."""
-
-    def __init__(self, memory: "GuardedMemory", node: int, program: Program, **options):
-        super().__init__(memory, node, program, **{**options, "repeated": False})
-        self._length = program.forward_length
-        self._writers: dict[VirtualTensor, tuple[int, int]] = {
-            tensor: (index, number)
-            for index in range(len(program.operations))
-            for number, tensor in enumerate(program.written(index))
-            if is_placed(tensor)
-        }
+    def __init__(self, memory: "GuardedMemory", node: int, **options):
+        super().__init__(memory, node, **{**options, "repeated": False})
+        self._writers: dict[VirtualTensor, Key] = {}
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        operation = program.operations[index]
-        what = self._label(index, operation)
-        now = self.memory.moment(self.node, index >= self._length, index)
+        what, now = self._label(program, index), self._moment(program, index)
         self.memory.pass_by(now - 1, "a pass that was left out")
-        for tensor in operation.inputs:
+        for tensor in program.operations[index].inputs:
             if tensor in self._writers:
-                self.memory.read((self.node, *self._writers[tensor]), tensor.name, what)
+                self.memory.read(self._writers[tensor], tensor.name, what)
         made = super().tensors_for(program, index)
-        for number, tensor in enumerate(made):
-            offset = self.offset(index, number)
+        for number, (tensor, virtual) in enumerate(zip(made, program.written(index), strict=True)):
+            key, offset = (self.node, index, number), self.offset(index, number)
+            if virtual.is_temporary:
+                self._writers[virtual] = key
             if offset is not None:
                 seen = self.memory.arena.tensor(offset, tensor.shape, tensor.dtype)
-                self.memory.write((self.node, index, number), seen, offset, what)
+                self.memory.write(key, seen, offset, what)
         return made
 
     def done(self, program: Program, index: int) -> None:
-        moment = self.memory.moment(self.node, index >= self._length, index)
-        self.memory.pass_by(moment, self._label(index, program.operations[index]))
+        self.memory.pass_by(self._moment(program, index), self._label(program, index))
 
-    def _label(self, index: int, operation: Operation) -> str:
-        direction = "backward" if index >= self._length else "forward"
-        return f"{operation.name} ({direction} of {self.memory.names[self.node]})"
+    def _moment(self, program: Program, index: int) -> int:
+        """When the operation runs, in the count of the step."""
+        step = self.memory.step
+        position = self.memory.positions[self.node, index >= program.forward_length]
+        return step.starts[position] + index - step.passes[position].operations.start
+
+    def _label(self, program: Program, index: int) -> str:
+        direction = "backward" if index >= program.forward_length else "forward"
+        name = program.operations[index].name
+        return f"{name} ({direction} of {self.memory.names[self.node]})"
 
 
 class GuardedMemory(StepMemory):
-    """A StepMemory that checks every access.
-
-    Its plan needs a margin of MARGIN bytes behind every tensor.
-    """
+    """A StepMemory that checks every access; its plan needs a margin of MARGIN bytes."""
 
     frame = GuardedFrame
 
@@ -102,25 +88,14 @@ class GuardedMemory(StepMemory):
         super().__init__(*arguments, **options)
         self.alive: dict[Key, Alive] = {}
         self.fired = 0
-        """Faults found."""
 
     def next_step(self) -> None:
         super().next_step()
         self.alive.clear()
 
     def fire(self, message: str) -> None:
-        """Report a fault.
-
-        Raises:
-            MemoryGuardError: always.
-        """
         self.fired += 1
         raise MemoryGuardError(f"memory guard: {message}")
-
-    def moment(self, node: int, backward: bool, index: int) -> int:
-        """The operation `index` of a node's program in the count of the step."""
-        position = self._positions[node, backward]
-        return self.step.starts[position] + index - operations_of(self.step.passes[position]).start
 
     def red_zone(self, one: Alive) -> torch.Tensor:
         return self.arena.tensor(one.end, (MARGIN,), torch.uint8)

@@ -1,27 +1,111 @@
 """State of parameters that modules and optimizers share: codes of weights, limits of clips.
 
-A module notes here, in its training passes, where the codes of a weight lie and how far a clip may
-step. lsq.optim.Adam does both in its step. Other optimizers know nothing of it: a hook before their
-steps withdraws codes and keeps where clips were. States lie beside parameters, not on them, so that
-copies of parameters take none along.
+A module notes here where the codes of a weight lie and how far a clip may step; lsq.optim.Adam does
+both in its step. Before the steps of others, a hook withdraws codes and keeps where clips were.
+States lie beside parameters, not on them, so that copies of parameters take none along.
 """
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from lsq.native import loader
 from lsq.program.values import Weight
-from lsq.run import shards
-from lsq.run.shards import copies
-from lsq.run.stamp import Stamp
+from lsq.run.shards import copies, is_shard, local
+
+SMALL = 2**12
+"""Values of the largest tensor that is compared whole in every pass."""
+FEW_ROWS = 64
+"""A pass of fewer rows compares SAMPLES of larger tensors: to read them takes too long."""
+SAMPLES = 61
+
+
+class Stamp:
+    """A record of tensors, to see later whether they still hold the same values.
+
+    PyTorch counts what writes to a tensor, but not through `.data`, arrays of numpy or another
+    process. So on the CPU values are compared, all of them by a checksum, or samples; on other
+    devices the answer would have to be waited for.
+
+    `exact`: whether all values can be compared later, not samples alone.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, exact: bool = True):
+        self.exact = exact
+        self._counted = [_counted(tensor) for tensor in tensors]
+        self._samples = [_sample(tensor).clone() for tensor in tensors]
+        self._sums = [checksum(tensor) if exact else None for tensor in tensors]
+
+    def holds(self, tensors: Sequence[Tensor], *, rows: int = 0) -> bool:
+        return not self.changed(tensors, rows=rows)
+
+    def changed(self, tensors: Sequence[Tensor], *, rows: int = 0) -> set[int]:
+        """Numbers of the tensors that are not the same memory with the same values.
+
+        `rows`: of the pass that asks; with fewer than FEW_ROWS, some values of large tensors may
+        change unseen.
+        """
+        if len(tensors) != len(self._counted):
+            return set(range(max(len(tensors), len(self._counted))))
+        return {
+            number
+            for number, tensor in enumerate(tensors)
+            if self._counted[number] != _counted(tensor)
+            or not self._same(number, tensor, whole=rows >= FEW_ROWS)
+        }
+
+    def same_values(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the first tensors hold the same, wherever they lie; True on other devices than
+        the CPU."""
+        return self._sums[: len(tensors)] == [checksum(tensor) for tensor in tensors]
+
+    def _same(self, number: int, tensor: Tensor, *, whole: bool) -> bool:
+        if tensor.device.type != "cpu":
+            return True
+        total = self._sums[number]
+        if whole and total is not None and tensor.numel() > SMALL:
+            return total == checksum(tensor)
+        return torch.equal(self._samples[number], _sample(tensor))
+
+
+def checksum(tensor: Tensor) -> int | None:
+    """A checksum of all values and their order; None on other devices than the CPU."""
+    if tensor.device.type != "cpu":
+        return None
+    values = tensor.detach().contiguous()
+    if not loader.available():
+        return zlib.crc32(values.view(-1).view(torch.uint8).numpy())
+    found = torch.empty(1, dtype=torch.int64, device="cpu")
+    loader.call("lsq_checksum", values, values.nbytes, found)
+    return found.item()
+
+
+def _counted(tensor: Tensor) -> tuple:
+    """What PyTorch counts of a tensor. Inference tensors have no version."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), version, tensor.shape
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A view of all values of a tensor, or of some all over it; of nothing on other devices than
+    the CPU."""
+    values = tensor.detach().flatten()
+    if tensor.device.type != "cpu":
+        return values[:0]
+    return values if len(values) <= SMALL else values[:: len(values) // SAMPLES]
 
 
 class WeightCodes:
@@ -33,8 +117,7 @@ class WeightCodes:
         fresh: names of the tensors that were written when `stamp` was made.
         stamp: what weight and clip were then; None: nothing is valid. It is exact where a module
             wrote the codes, and not where an optimizer did.
-        rounded, rounded_names: where an optimizer writes codes of a new weight, and the names of
-            these tensors; None: it cannot.
+        rounded, rounded_names: where an optimizer writes codes, if it can.
         clip: the parameter under which it is rounded.
         writers: what a module has prepared to write the codes, by backend, dtype and layouts.
     """
@@ -66,7 +149,6 @@ class WeightCodes:
         self.fresh = set(self.rounded_names)
 
     def holds(self, tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> bool:
-        """Whether there is memory for all of these names and shapes."""
         for name, shape, _ in tensors:
             tensor = self.tensors.get(name)
             if tensor is None or tensor.shape != shape:
@@ -76,9 +158,7 @@ class WeightCodes:
     def current(self, names: Iterable[str], weight: Tensor, clip: Tensor) -> bool:
         """Whether an optimizer wrote these tensors, and neither weight nor clip changed since.
 
-        Changes are those that PyTorch counts, steps of other optimizers, new memory, and on the CPU
-        whatever changes the samples of a Stamp. Memory that other processes write to is never
-        current.
+        Memory that other processes write to is never current.
         """
         stamp = self.stamp
         if stamp is None or stamp.exact or not self.fresh.issuperset(names):
@@ -94,11 +174,8 @@ class WeightCodes:
 
 @dataclass(eq=False)
 class ParameterState:
-    """The state of one parameter."""
-
     finalizer: weakref.finalize | None = None
     codes: WeightCodes | None = None
-    """The codes of a weight that an optimizer writes."""
     limit: float = 0.0
     """Largest relative change of a clip in a step; 0: any."""
     before: Tensor | None = None
@@ -106,10 +183,8 @@ class ParameterState:
     optimizer: weakref.ref | None = None
     """The optimizer that limits the steps of a clip."""
     bucket_view: weakref.ref | None = None
-    """The lsq.run.bucket_views.BucketView of its gradient."""
 
     def limited(self) -> bool:
-        """Whether an optimizer limits the steps of this clip."""
         return self.optimizer is not None and self.optimizer() is not None
 
 
@@ -129,7 +204,6 @@ def state_of(parameter: Tensor) -> ParameterState:
 
 
 def known_state(parameter: Tensor) -> ParameterState | None:
-    """The state of a parameter, if there is one."""
     return _states.get(id(parameter))
 
 
@@ -187,39 +261,68 @@ def limit_steps(clips: Iterable[Tensor], step: float) -> None:
         torch._foreach_minimum_(values, torch._foreach_mul(before, 1 + step))
 
 
+def limit_shards(clips: Iterable[tuple[Tensor, float]]) -> None:
+    """Note the limits of clips that are shards of FSDP2; see MeasuredClips.settle."""
+    for clip, limit in clips:
+        state_of(clip).limit = limit
+
+
 class OptimizerSteps:
-    """The steps of all optimizers of this process, from `watch` on.
+    """The steps of all optimizers of this process, and the modules that they may train.
 
     Attributes:
-        count: how many there were.
+        count: how many steps there were since `watch`.
         before: functions that are called first of all before each step.
+        wrapped: by models, the DistributedDataParallel that was last made of each.
+        wraps: how many of them were made.
     """
 
     def __init__(self):
-        self.count = 0
+        self.count = self.wraps = 0
         self.before: list[Callable[[Optimizer], None]] = []
-        self.watching = self._limits_shards = False
+        self.wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._watching = self._limits_shards = False
         self._shards: list[tuple[Tensor, Tensor, float]] = []
         """(own part of a clip, its values before the step, limit) where nobody else limits it."""
 
+    def know(self, module: nn.Module, before: Callable[[Optimizer], None]) -> None:
+        """`module` may be trained; `before` is called before each step, for all modules once."""
+        self._modules.setdefault(module)
+        if before not in self.before:
+            self.before.append(before)
+            register_module_module_registration_hook(self._note_wrapper)
+
+    def _note_wrapper(self, module: nn.Module, name: str, child: nn.Module) -> None:
+        """Called by PyTorch for each child: DDP says nowhere else what it wraps."""
+        if isinstance(module, DistributedDataParallel):
+            self.wrapped[child] = weakref.ref(module)
+            self.wraps += 1
+
+    def modules(self) -> list[nn.Module]:
+        """Every module that may be trained, in the order in which they were made, which is that of
+        all processes."""
+        return [one for one in self._modules if "measured" in vars(one)]  # not reverted since
+
     def watch(self) -> None:
         """Have PyTorch call a hook before each step: a module has made its first training pass."""
-        if not self.watching:
-            self.watching = True
+        if not self._watching:
+            self._watching = True
             register_optimizer_step_pre_hook(self._before_step)
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_) -> None:
-        """Withdraw what another optimizer has kept up, of which this one knows nothing.
+        """Withdraw what another optimizer has kept up.
 
-        It may step through `.data`, which PyTorch does not count: for the codes under clips it is
-        counted here.
+        It may step through `.data`, which PyTorch does not count; for clips it is counted here.
         """
         self.count += 1
         for function in tuple(self.before):  # one may take itself out
             function(optimizer)
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        limit_shards(shards.settle_all(any(map(shards.is_shard, parameters))))
+        limit_shards(self._settle(any(map(is_shard, parameters))))
         self._shards.clear()
         changing = []
         for parameter in parameters:
@@ -230,8 +333,8 @@ class OptimizerSteps:
                 state.codes.stamp = None
             if state.optimizer is not None and state.optimizer() is optimizer:
                 continue
-            if state.limit and shards.is_shard(parameter):
-                part = shards.local(parameter)
+            if state.limit and is_shard(parameter):
+                part = local(parameter)
                 self._shards.append((part, part.clone(), state.limit))
             elif state.limit:
                 changing.append(parameter)
@@ -243,6 +346,17 @@ class OptimizerSteps:
             self._limits_shards = True
             register_optimizer_step_post_hook(self._after_step)
 
+    def _settle(self, sharded: bool) -> list[tuple[Tensor, float]]:
+        """Write what passes of all modules have measured to shards: (each shard, limit of its
+        steps). `sharded`: whether the optimizer has shards."""
+        found = []
+        for module in self.modules():
+            measured = module.measured
+            measured.before_step(module)
+            if sharded or measured.unsettled():
+                found += measured.settle(module.clips())
+        return found
+
     @torch.no_grad()
     def _after_step(self, *_) -> None:
         for part, before, limit in self._shards:
@@ -251,9 +365,4 @@ class OptimizerSteps:
 
 
 steps = OptimizerSteps()
-
-
-def limit_shards(clips: Iterable[tuple[Tensor, float]]) -> None:
-    """Note the limits of clips that are shards of FSDP2; see shards.settle_all."""
-    for clip, limit in clips:
-        state_of(clip).limit = limit
+"""A registry, since optimizers are given parameters and no modules."""

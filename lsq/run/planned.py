@@ -1,48 +1,46 @@
 """Planned memory of a training step: every tensor at the offset of a plan, in one arena.
 
-User code may hold on to what crosses a program's border: results that go straight into other
-programs, their gradients on the way back, and gradients of the leaves of autograd's graph, of which
-the first becomes `parameter.grad` and stays until the next step begins. Such tensors are *borrowed*
-from the arena: whoever keeps one longer (no zero_grad, a list of states, hooks,
-torch.autograd.grad) keeps it for good, since it is copied out before its bytes are reused.
+User code may hold on to results that go into other programs, their gradients, and gradients of the
+leaves of autograd's graph. Such tensors are *borrowed* from the arena: whoever keeps one longer (no
+zero_grad, a list of states, hooks) keeps it for good, since it is copied out before its bytes are
+reused.
 """
 
 import math
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
-from lsq.memory.arena import Arena
+from lsq.memory.kept import Arena
 from lsq.program.backend import Backend
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.run.frames import Frame, PreparedPass, Values, fresh
-from lsq.run.rehearsal import described
-from lsq.run.step import StepPlan, is_placed, signature
+from lsq.run.step import Borrow, StepPlan, signature
 
-ADVICE = (
-    "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan"
-    " (release_memory; LsqCallback without largest_batch; in fairseq --lsq-memory naive)"
+UNPLANNED = (
+    "train without a plan (release_memory; LsqCallback without largest_batch; in fairseq"
+    " --lsq-memory naive)"
 )
+ADVICE = f"rehearse the step as it is now (lsq.layers.memory.plan_memory), or {UNPLANNED}"
+CLASSES = 5
 PREPARED_KEPT = 2048
 """Prepared passes that a memory keeps, those used last; one takes about 30 KB."""
 
 
 class BorrowedTensor:
-    """A tensor in the arena in other hands, with a storage of its own, which shows whether anybody
-    holds it.
+    """A tensor in the arena in other hands, with a storage of its own.
 
     Args:
         tensor: that one.
         memory: dies with its storage.
-        until: position of the pass in the step after which its bytes are reused.
-        keep: hold it until then, so that autograd never makes it the parameter's gradient. A
-            contribution that others are added to in place must not be held.
+        borrow: until when, and whether to hold it until then, so that autograd never makes it the
+            parameter's gradient. A contribution that others are added to in place must not be held.
         leaf: whose `grad` it may become.
         label: for people.
     """
@@ -51,20 +49,17 @@ class BorrowedTensor:
         self,
         tensor: torch.Tensor,
         memory: weakref.ref,
-        *,
-        until: int,
-        keep: bool,
+        borrow: Borrow,
         leaf: weakref.ref | None,
         label: str,
     ):
-        self.until, self.label = until, label
-        self._held = tensor if keep else None
+        self.until, self.label = borrow.until, label
+        self._held = tensor if borrow.keep else None
         self._tensor, self._memory = weakref.ref(tensor), memory
         self.leaf, self._address = leaf, tensor.data_ptr()
 
     def find_gradient(self) -> None:
-        """Autograd makes it the `grad` of a leaf as another tensor on the same memory, which is the
-        borrowed one from then on."""
+        """Autograd makes another tensor on the same memory the `grad` of a leaf: follow it."""
         leaf = self.leaf and self.leaf()
         gradient = None if leaf is None or self._memory() is None else leaf.grad
         if (
@@ -75,66 +70,13 @@ class BorrowedTensor:
             self._tensor = weakref.ref(gradient)
 
     def copy_out(self) -> bool:
-        """Move it to memory of its own if anybody holds it; whether its bytes are free now, which
-        they are not where somebody holds a view."""
+        """Move it to memory of its own if anybody holds it; whether its bytes are free then: not
+        while somebody holds a view."""
         self._held = None
         self.find_gradient()
         if self._memory() is not None and (tensor := self._tensor()) is not None:
             tensor.data = tensor.data.clone()
         return self._memory() is None
-
-
-class BorrowedTensors:
-    """All tensors that are borrowed from an arena now."""
-
-    def __init__(self, arena: Arena):
-        self._arena = arena
-        self._open: list[BorrowedTensor] = []
-        _everywhere.add(self)
-
-    def borrow(self, offset: int, shape, dtype: torch.dtype, **options) -> torch.Tensor:
-        """A tensor at byte `offset` to give away; `options` as BorrowedTensor takes them."""
-        tensor, memory = self._arena.lend(offset, shape, dtype)
-        borrowed = BorrowedTensor(tensor, memory, **options)
-        self._open.append(borrowed)
-        # once backward() is through: until then hooks may still replace the gradient
-        if borrowed.leaf is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(borrowed.find_gradient)
-        return tensor
-
-    def copy_out(self, position: float = math.inf) -> None:
-        """Move what was borrowed until a pass before `position`, and is still held, to memory of
-        its own; views stay."""
-        self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
-
-    def end(self, position: float) -> None:
-        """Free the bytes of what was borrowed until a pass before `position`.
-
-        Raises:
-            RuntimeError: somebody holds a view of it.
-        """
-        self.copy_out(position)
-        held = next((one for one in self._open if one.until < position), None)
-        if held is not None:
-            raise RuntimeError(
-                f"{held.label} lies in planned memory that is needed again, and something still"
-                " holds a view of it; clone the views of results and gradients that you keep, or"
-                " train without a plan (release_memory; LsqCallback without largest_batch; in"
-                " fairseq --lsq-memory naive)"
-            )
-
-
-_everywhere: weakref.WeakSet[BorrowedTensors] = weakref.WeakSet()
-"""Of all arenas: before a fork all of them copy out."""
-
-
-def _before_fork() -> None:
-    """Arenas are zeros in a forked process: gradients that it may read are moved."""
-    for borrowed in list(_everywhere):
-        borrowed.copy_out()
-
-
-os.register_at_fork(before=_before_fork)
 
 
 class PlannedFrame(Frame):
@@ -143,9 +85,8 @@ class PlannedFrame(Frame):
     Args:
         memory: the plan's.
         node: which run of the step it is.
-        program: what runs; it has the operations of the planned program, and no larger tensors.
-        leaves: references to the leaves of autograd's graph that the program reads, by name. What
-            was planned as the first gradient of a leaf is borrowed if it is one.
+        leaves: the leaves of autograd's graph that the program reads, by name. What was planned as
+            the first gradient of a leaf is borrowed if it is one.
         repeated: whether it has run before.
     """
 
@@ -153,7 +94,6 @@ class PlannedFrame(Frame):
         self,
         memory: "StepMemory",
         node: int,
-        program: Program,
         *,
         leaves: Mapping[str, weakref.ref],
         repeated: bool,
@@ -162,7 +102,6 @@ class PlannedFrame(Frame):
         self.memory, self.node = memory, node
         self._leaves, self._repeated = leaves, repeated
         self.step_number: int | None = None
-        """Number of the step in which the forward pass ran."""
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
         return [
@@ -177,7 +116,7 @@ class PlannedFrame(Frame):
             return False
         for index in indices:
             for number, tensor in enumerate(program.outputs_of[index]):
-                if not is_placed(tensor):
+                if not tensor.is_temporary:
                     values[tensor] = self._tensor(tensor, index, number)
         self._prepared(program, indices, backend, values).run(values)
         return True
@@ -198,12 +137,11 @@ class PlannedFrame(Frame):
         return self._inside(program)
 
     def _inside(self, program: Program) -> Values:
-        """Everything that has a place."""
         return {
             tensor: self._tensor(tensor, index, number)
             for index in range(len(program.operations))
             for number, tensor in enumerate(program.written(index))
-            if is_placed(tensor)
+            if tensor.is_temporary
         }
 
     def _tensor(self, tensor: VirtualTensor, index: int, number: int) -> torch.Tensor:
@@ -213,18 +151,12 @@ class PlannedFrame(Frame):
         offset = self.offset(index, number)
         if offset is None or not tensor.size:
             return fresh(tensor, self.memory.arena.device)
-        if is_placed(tensor):
+        if tensor.is_temporary:
             return self.memory.arena.tensor(offset, tensor.shape, tensor.dtype)
         borrow = self.memory.step.borrowed[self.node, index, number]
-        return self.memory.borrowed.borrow(
-            offset,
-            tensor.shape,
-            tensor.dtype,
-            until=borrow.until,
-            keep=borrow.keep,
-            leaf=borrow.leaf and self._leaves[borrow.leaf.name],
-            label=f"{tensor.name} of {self.memory.names[self.node]}",
-        )
+        leaf = borrow.leaf and self._leaves[borrow.leaf.name]
+        label = f"{tensor.name} of {self.memory.names[self.node]}"
+        return self.memory.borrow(offset, tensor, borrow, leaf, label)
 
     def offset(self, index: int, number: int) -> int | None:
         """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh
@@ -247,8 +179,7 @@ class StepMemory:
 
     Passes must come in the planned order, else tensors would lie where others still live. Some may
     be left out. A forward pass that is out of turn begins the next step; what the step before has
-    saved is gone then, and its backward passes are refused. So is a pass that begins while another
-    one runs, and a batch larger than planned.
+    saved is gone then, and its backward passes are refused.
 
     Args:
         step: the plan.
@@ -273,9 +204,12 @@ class StepMemory:
         self.names = names
         self.outside = outside
         self.arena = Arena(step.plan.peak, device)
-        self.borrowed = BorrowedTensors(self.arena)
+        self._open: list[BorrowedTensor] = []
+        # arenas are zeros in a forked process: gradients that it may read are moved
+        copy_out = weakref.WeakMethod(self.copy_out)
+        os.register_at_fork(before=lambda: (found := copy_out()) and found())
         self._owners = [weakref.ref(owner) for owner in owners]
-        self._positions = {
+        self.positions = {
             (each.node, each.backward): position for position, each in enumerate(step.passes)
         }
         self._programs = {one.node: one.program for one in step.passes}
@@ -323,7 +257,7 @@ class StepMemory:
                 f"{program.name} is run by a module that was not part of the planned step; {ADVICE}"
             )
         node = next(
-            (node for node in nodes if self._positions[node, False] > self._position), nodes[0]
+            (node for node in nodes if self.positions[node, False] > self._position), nodes[0]
         )
         repeated = program in self._fitting[node]
         if not repeated:
@@ -333,7 +267,7 @@ class StepMemory:
             for name, tensor in tensors.items()
             if tensor.is_leaf and tensor.requires_grad
         }
-        return self.frame(self, node, program, leaves=leaves, repeated=repeated)
+        return self.frame(self, node, leaves=leaves, repeated=repeated)
 
     def _check(self, node: int, program: Program) -> None:
         planned = self._programs[node]
@@ -375,25 +309,48 @@ class StepMemory:
             raise
 
     def leave(self) -> None:
-        """The pass that runs is over."""
         self._busy.release()
 
     def _begin_forward(self, frame: PlannedFrame) -> None:
-        position = self._positions[frame.node, False]
+        position = self.positions[frame.node, False]
         if position <= self._position:
             self.next_step()
         self.end_borrowed(position)
         self._position, frame.step_number = position, self._step_number
 
     def next_step(self) -> None:
-        """Whatever lies in the arena is not needed any more."""
         self.end_borrowed(math.inf)
         self._step_number += 1
 
+    def borrow(self, offset: int, virtual: VirtualTensor, *options) -> torch.Tensor:
+        """A tensor at byte `offset` to give away; `options` as BorrowedTensor takes them."""
+        tensor, memory = self.arena.lend(offset, virtual.shape, virtual.dtype)
+        borrowed = BorrowedTensor(tensor, memory, *options)
+        self._open.append(borrowed)
+        # once backward() is through: until then hooks may still replace the gradient
+        if borrowed.leaf is not None:
+            torch.autograd.Variable._execution_engine.queue_callback(borrowed.find_gradient)
+        return tensor
+
+    def copy_out(self, position: float = math.inf) -> None:
+        """Move what was borrowed until a pass before `position`, and is still held, to memory of
+        its own; views stay."""
+        self._open = [one for one in self._open if one.until >= position or not one.copy_out()]
+
     def end_borrowed(self, position: float) -> None:
-        """Free what was borrowed until a pass before `position`; raises as
-        `BorrowedTensors.end`."""
-        self.borrowed.end(position)
+        """Free the bytes of what was borrowed until a pass before `position`.
+
+        Raises:
+            RuntimeError: somebody holds a view of it.
+        """
+        self.copy_out(position)
+        held = next((one for one in self._open if one.until < position), None)
+        if held is not None:
+            raise RuntimeError(
+                f"{held.label} lies in planned memory that is needed again, and something still"
+                " holds a view of it; clone the views of results and gradients that you keep, or"
+                f" {UNPLANNED}"
+            )
 
     def _begin_backward(self, frame: PlannedFrame, name: str) -> None:
         if frame.step_number != self._step_number:
@@ -401,7 +358,7 @@ class StepMemory:
                 f"what {name} has saved for its backward pass is gone: its model has begun another"
                 f" step since; {ADVICE}"
             )
-        position = self._positions.get((frame.node, True), -1)
+        position = self.positions.get((frame.node, True), -1)
         if position <= self._position:
             raise RuntimeError(
                 f"the backward pass of {name} has begun before, or comes out of the planned order;"
@@ -409,3 +366,15 @@ class StepMemory:
             )
         self.end_borrowed(position)
         self._position = position
+
+
+def described(outside: Mapping[str, int]) -> str:
+    """Describe the bytes that modules of others keep, by class."""
+    if not outside:
+        return "nothing is kept"
+    largest = Counter(outside).most_common(CLASSES)
+    parts = [f"{name} {size / 2**20:.1f}" for name, size in largest]
+    if len(outside) > CLASSES:
+        parts.append(f"{len(outside) - CLASSES} others")
+    total = sum(outside.values()) / 2**20
+    return f"{total:.1f} MiB are kept by modules that are not lsq's ({', '.join(parts)})"

@@ -1,17 +1,15 @@
 """Clips that passes have measured, until the parameters and all processes hold the values.
 
-Under FSDP2 a pass sees gathered copies of clips, which are gone afterwards; optimizers step on
-shards. So what passes measure is written to the shards before an optimizer steps, and steps are
-limited there. Where several processes train a model, they average it before that
-(lsq.dist.replicas).
+Under FSDP2 a pass sees gathered copies of clips; optimizers step on shards. So what passes measure
+is written to the shards before an optimizer steps. Where several processes train a model, they
+average it before that (lsq.dist.replicas).
 """
 
 import weakref
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 LEAST_JUMP, BACK = 0.1, 0.1
@@ -25,36 +23,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
     return tensor.to_local() if is_shard(tensor) else tensor
-
-
-@runtime_checkable
-class HasClips(Protocol):
-    """A module whose training passes see clips."""
-
-    measured: "MeasuredClips"
-
-    def clips(self) -> Mapping[str, Tensor]:
-        """All clips by name."""
-
-    def limit_clip_steps(self) -> None:
-        """Let no clip have changed by more than a step may."""
-
-
-_modules: weakref.WeakKeyDictionary[HasClips, None] = weakref.WeakKeyDictionary()
-"""Every module that may be trained, in the order in which they were made, which is that of all
-processes. A registry, since optimizers are given parameters and no modules."""
-
-
-def know(module: HasClips) -> None:
-    """`module` may be trained."""
-    _modules.setdefault(module)
-
-
-def known() -> list[HasClips]:
-    """Every module that may be trained, in the order in which they were made."""
-    return [module for module in _modules if "measured" in vars(module)]  # not reverted since
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -65,10 +34,8 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 class MeasuredClips:
     """The measured clips of one module. A copy of a module has none.
 
-    Attributes:
-        limit: largest relative change of a clip in a step.
-        sharded: whether it is known that passes see gathered copies, so that nothing that is done
-            to them lasts.
+    `limit`: largest relative change of a clip in a step. `sharded`: passes see gathered copies, so
+    that nothing that is done to them lasts.
     """
 
     def __init__(self):
@@ -142,11 +109,12 @@ class MeasuredClips:
                     local(clip).copy_(_part_of(value, clip))
         return found
 
-    def before_step(self, clips: Mapping[str, Tensor]) -> None:
-        """An optimizer is about to step: keep what clips are now, to compare."""
+    def before_step(self, module: nn.Module) -> None:
+        """An optimizer is about to step: keep what the clips of `module` are now, to compare."""
         before, self._before = self._before, {}
         if before:
-            now = {name: one.detach().clone() for name, one in clips.items() if not is_shard(one)}
+            clips = module.clips().items()
+            now = {name: one.detach().clone() for name, one in clips if not is_shard(one)}
             self._stepping = {name: (old, now[name]) for name, old in before.items() if name in now}
 
     @torch.no_grad()
@@ -179,25 +147,6 @@ class MeasuredClips:
                     " parameters that was made before (DeepSpeed's ZeRO, for one). Run one batch"
                     " through the model before deepspeed.initialize, or whatever makes the copy"
                 )
-
-
-def settle_all(sharded: bool) -> list[tuple[Tensor, float]]:
-    """Write what passes of all modules have measured to shards, before the step of an optimizer.
-
-    Args:
-        sharded: whether the optimizer has shards.
-
-    Returns:
-        (each shard, limit of its steps).
-    """
-    found = []
-    for module in known():
-        measured = module.measured
-        if measured._before:
-            measured.before_step(module.clips())
-        if sharded or measured._values:
-            found += measured.settle(module.clips())
-    return found
 
 
 def _part_of(value: Tensor, clip: Tensor) -> Tensor:

@@ -1,23 +1,216 @@
-"""A whole training step as one sequence of operations: lifetimes across programs, and a place for
-every tensor.
+"""A training step as one sequence of operations: its rehearsal, and an offset for every tensor.
 
-The passes of a rehearsed step follow each other in one count of operations. What a forward pass
-saves lives until the backward pass of the same node has read it for the last time; everything else
-dies inside its pass, so temporaries of all layers share their bytes. Of what crosses a program's
-border, results that go straight into other programs are placed, too, and gradients of those and of
-the leaves of autograd's graph: they are borrowed (lsq.run.planned). The rest belongs to others and
-stays with PyTorch's allocator.
+In a rehearsal programs note that they were called and compute nothing; everything around them is
+real. So the order is right for any model, however it shares, repeats or wires its layers.
+
+What a forward pass saves lives until the backward pass of the same node has read it for the last
+time; everything else dies inside its pass. Of what crosses a program's border, results that go
+straight into other programs have offsets, too, and gradients of those and of the leaves of
+autograd's graph: they are borrowed (lsq.run.planned). The rest stays with PyTorch's allocator.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lsq.memory.buffer import Buffer, Plan
-from lsq.memory.planner import plan
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lsq.memory.planner import Buffer, Plan, plan
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.run.rehearsal import Pass
+from lsq.run.executor import active_rehearsal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    node: int
+    """Number of the program's run in the step; a forward and its backward share it."""
+    program: Program
+    backward: bool
+    reads: tuple[int | None, ...]
+    """Numbers of the tensors behind inputs and parameters; None: neither a result of another
+    program nor one for which autograd gathers a gradient."""
+    makes: tuple[int, ...]
+    """Numbers of its results."""
+
+    @property
+    def operations(self) -> range:
+        program = self.program
+        return program.backward_range if self.backward else range(program.forward_length)
+
+
+class Rehearsal:
+    """The record of a rehearsed step.
+
+    Attributes:
+        passes: the passes of all programs that have a backward pass, in their order.
+        owners: the module that ran each node.
+        programs: all that ran, also those without a backward pass.
+    """
+
+    def __init__(self):
+        self.programs: list[Program] = []
+        self.passes: list[Pass] = []
+        self.owners: list[object] = []
+        self._numbers: dict[int, int] = {}
+        self._made: list[torch.Tensor] = []
+        """All that have a number, which stands for one tensor as long as the rehearsal goes on."""
+        self._count = itertools.count()
+
+    def run(
+        self, owner: object, program: Program, tensors: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
+        self.programs.append(program)
+        device = next(iter(tensors.values())).device
+        if not program.output_gradients:
+            return _zeros(program.outputs, device)
+        given = [tensors.get(tensor.name) for tensor in (*program.inputs, *program.parameters)]
+        makes = tuple(next(self._count) for _ in program.outputs)
+        forward = Pass(
+            node=len(self.owners),
+            program=program,
+            backward=False,
+            reads=tuple(map(self._number, given)),
+            makes=makes,
+        )
+        self.owners.append(owner)
+        results = _Noted.apply(self.passes, forward, device, *given)
+        self._numbers.update(zip(map(id, results), makes, strict=True))
+        self._made += results
+        return results
+
+    def _number(self, tensor: torch.Tensor | None) -> int | None:
+        if (
+            tensor is not None
+            and id(tensor) not in self._numbers
+            and tensor.is_leaf
+            and tensor.requires_grad
+        ):
+            self._numbers[id(tensor)] = next(self._count)
+            self._made.append(tensor)
+        return self._numbers.get(id(tensor))
+
+
+class _Noted(torch.autograd.Function):
+    """A run of a program in autograd's graph that leaves only its name."""
+
+    @staticmethod
+    def forward(ctx, passes: list[Pass], forward: Pass, device: torch.device, *arguments):
+        ctx.passes, ctx.noted, ctx.device = passes, forward, device
+        passes.append(forward)
+        return _zeros(forward.program.outputs, device)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        program = ctx.noted.program
+        ctx.passes.append(replace(ctx.noted, backward=True))
+        results = dict(zip(program.differentiable, program.gradients, strict=True))
+        wanted = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
+        made = (None if one is None else _zeros([one], ctx.device)[0] for one in wanted)
+        return None, None, None, *made
+
+
+def _zeros(tensors, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        for tensor in tensors
+    )
+
+
+@contextmanager
+def rehearsing() -> Iterator[Rehearsal]:
+    """Inside, modules note their programs in the rehearsal instead of running them."""
+    rehearsal = Rehearsal()
+    token = active_rehearsal.set(rehearsal)
+    try:
+        yield rehearsal
+    finally:
+        active_rehearsal.reset(token)
+
+
+def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
+    """Rehearse `step`, which returns a loss, and its backward pass.
+
+    No gradient is left behind, and torch's random numbers go on as if nothing had been.
+
+    Raises:
+        ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained
+            layer of lsq.
+    """
+    wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in wanted]
+    gpus = {parameter.device for parameter in wanted if parameter.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(gpus), rehearsing() as rehearsal, torch.enable_grad():
+            loss = step()
+            _check_step(loss, rehearsal)
+            torch.autograd.grad(loss, wanted, allow_unused=True)
+    finally:
+        for parameter, gradient in zip(wanted, gradients, strict=True):
+            parameter.grad = gradient
+    return rehearsal
+
+
+def _check_step(loss: object, rehearsal: Rehearsal) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(
+            f"the step returned '{type(loss).__name__}'; it must return the loss, a scalar tensor"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the step returned a tensor {tuple(loss.shape)}; it must return the loss, a scalar"
+            " tensor"
+        )
+    if any(one.backward for one in rehearsal.passes):
+        raise ValueError(
+            "the step went back by itself; it must return the loss, and leave backward() out"
+        )
+    if not rehearsal.passes or not loss.requires_grad:
+        raise ValueError(
+            "the step ran no layer of lsq that is trained; run the model on a batch, with"
+            " parameters that require grad"
+        )
+
+
+@contextmanager
+def counting_kept(model: nn.Module, kept: Counter) -> Iterator[None]:
+    """Add to `kept` the bytes that others' code keeps for the backward pass, by class of the
+    innermost module, while a step is rehearsed. Every storage counts once, parameters do not.
+    """
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    inside: list[str] = []
+    held = []  # else a storage that is freed could lend its address to the next
+
+    def enter(module: nn.Module, inputs: tuple) -> None:
+        inside.append(type(module).__name__)
+
+    def leave(module: nn.Module, inputs: tuple, outputs: object) -> None:
+        inside.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            held.append(tensor)
+            # what a rehearsal makes has one value in memory
+            whole = tensor.numel() * tensor.element_size()
+            kept[inside[-1] if inside else "the loss"] += max(storage.nbytes(), whole)
+        return tensor
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
 
 Key = tuple[int, int, int]
 """Node, operation of its program and tensor that it writes."""
@@ -38,8 +231,6 @@ class Borrow:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepPlan:
-    """The offsets of all tensors of a step."""
-
     passes: tuple[Pass, ...]
     starts: tuple[int, ...]
     """The first operation of each pass, in the count of the whole step."""
@@ -47,28 +238,15 @@ class StepPlan:
     borrowed: dict[Key, Borrow]
     plan: Plan
     offsets: dict[Key, int]
-    """In bytes."""
-
-
-def is_placed(tensor: VirtualTensor) -> bool:
-    """Whether a tensor that an operation writes always lies in its place: it does not cross a
-    border of its program."""
-    return tensor.role == "temporary"
 
 
 def signature(program: Program) -> tuple:
-    """Return what programs of one layer share whatever their shapes: operations, and which tensors
-    are placed."""
+    """What programs of one layer share whatever their shapes: operations, and which tensors are
+    temporary."""
     return program.forward_length, *(
-        (operation.name, tuple(map(is_placed, program.written(index))))
+        (operation.name, tuple(tensor.is_temporary for tensor in program.written(index)))
         for index, operation in enumerate(program.operations)
     )
-
-
-def operations_of(one: Pass) -> range:
-    """The operations of a pass, in the count of its program."""
-    length = one.program.forward_length
-    return range(length, len(one.program.operations)) if one.backward else range(length)
 
 
 def borrowed_in(passes: Sequence[Pass]) -> dict[Key, Borrow]:
@@ -78,19 +256,20 @@ def borrowed_in(passes: Sequence[Pass]) -> dict[Key, Borrow]:
     backward = {one.node: position for position, one in enumerate(passes) if one.backward}
     gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
     end = len(passes) - 1
-    found: dict[Key, Borrow] = {}
+    borrowed: dict[Key, Borrow] = {}
     firsts: dict[int, Key] = {}
     for position, one in enumerate(passes):
         for key, border, source in crossing(one):
             if not one.backward:
                 if source in last_read:
-                    found[key] = Borrow(until=last_read[source])
+                    borrowed[key] = Borrow(until=last_read[source])
                 continue
             first = firsts.setdefault(source, key)
             leaf = border if first == key and source not in gone_back else None
-            found[key] = Borrow(until=position, keep=first != key, leaf=leaf)
-            found[first] = replace(found[first], until=max(position, gone_back.get(source, end)))
-    return found
+            borrowed[key] = Borrow(until=position, keep=first != key, leaf=leaf)
+            until = max(position, gone_back.get(source, end))
+            borrowed[first] = replace(borrowed[first], until=until)
+    return borrowed
 
 
 def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
@@ -106,11 +285,9 @@ def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
             if source is not None
         }
     else:
-        known = {
-            border: (border, source)
-            for border, source in zip(program.outputs, one.makes, strict=True)
-        }
-    for index in operations_of(one):
+        borders = zip(program.outputs, one.makes, strict=True)
+        known = {border: (border, source) for border, source in borders}
+    for index in one.operations:
         for number, tensor in enumerate(program.outputs_of[index]):
             if tensor in known:
                 yield (one.node, index, number), *known[tensor]
@@ -119,7 +296,7 @@ def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
 def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
     """Result -> position of the last forward pass that reads it, where no backward pass needs
     it."""
-    found: dict[int, int] = {}
+    last: dict[int, int] = {}
     needed = set()
     for position, one in enumerate(passes):
         if not one.backward:
@@ -129,23 +306,19 @@ def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
                 if program.lifetimes[border][1] >= program.forward_length:
                     needed.add(source)
                 elif border not in program.outputs:
-                    found[source] = position
-    return {source: position for source, position in found.items() if source not in needed}
+                    last[source] = position
+    return {source: position for source, position in last.items() if source not in needed}
 
 
 def buffers_of(
     passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0
 ) -> dict[Key, Buffer]:
-    """The buffer of everything that is placed.
+    """The buffer of everything that gets an offset, `margin` bytes longer than its tensor.
 
-    Args:
-        passes: of the step.
-        names: of the nodes.
-        margin: bytes that every buffer is longer than its tensor.
+    `names`: of the nodes.
     """
-    starts = _starts(passes)
+    *starts, end = _starts(passes)
     begins = {(one.node, one.backward): start for one, start in zip(passes, starts, strict=True)}
-    end = starts[-1] + len(operations_of(passes[-1]))
     borrowed = borrowed_in(passes)
 
     def moment(node: int, program: Program, operation: int) -> int:
@@ -154,50 +327,43 @@ def buffers_of(
         begin = begins.get((node, backward), end)
         return min(begin + operation - (program.forward_length if backward else 0), end)
 
-    found = {}
+    buffers = {}
     for one in passes:
-        for index in operations_of(one):
+        for index in one.operations:
             for number, tensor in enumerate(one.program.written(index)):
                 key = one.node, index, number
-                if is_placed(tensor) or key in borrowed:
-                    first, last = (
-                        moment(one.node, one.program, time)
-                        for time in one.program.lifetimes[tensor]
-                    )
-                    if key in borrowed:
-                        until = borrowed[key].until
-                        last = starts[until] + len(operations_of(passes[until])) - 1
-                    found[key] = Buffer(
-                        name=f"{names[one.node]}/{tensor.name}",
-                        size=tensor.size + margin,
-                        first=first,
-                        last=last,
-                    )
-    return found
+                if not tensor.is_temporary and key not in borrowed:
+                    continue
+                life = one.program.lifetimes[tensor]
+                first, last = (moment(one.node, one.program, time) for time in life)
+                if key in borrowed:
+                    until = borrowed[key].until
+                    last = starts[until] + len(passes[until].operations) - 1
+                buffers[key] = Buffer(
+                    name=f"{names[one.node]}/{tensor.name}",
+                    size=tensor.size + margin,
+                    first=first,
+                    last=last,
+                )
+    return buffers
 
 
 def _starts(passes: Sequence[Pass]) -> tuple[int, ...]:
-    starts, position = [], 0
-    for one in passes:
-        starts.append(position)
-        position += len(operations_of(one))
-    return tuple(starts)
+    """The first operation of each pass in the count of the step, and the end of that."""
+    return tuple(itertools.accumulate((len(one.operations) for one in passes), initial=0))
 
 
 @lru_cache(maxsize=8)
 def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) -> StepPlan:
-    """Place the tensors of a step; the same step is planned once.
+    """Choose the offsets of the tensors of a step; the same step is planned once.
 
-    Args:
-        passes: as a rehearsal noted them; programs are those of the largest batch.
-        names: of the nodes, all different.
-        margin: bytes kept free behind every tensor.
+    `passes` as rehearsed with the largest batch; `names` of the nodes, all different.
     """
     buffers = buffers_of(passes, names, margin=margin)
     made = plan(buffers.values(), method="training")
     return StepPlan(
         passes=passes,
-        starts=_starts(passes),
+        starts=_starts(passes)[:-1],
         buffers=buffers,
         borrowed=borrowed_in(passes),
         plan=made,
@@ -207,10 +373,10 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
 
 def node_names(owners: Sequence[object], modules: dict[object, str]) -> tuple[str, ...]:
     """A name for every node: its module's, with a number from the second run on."""
-    runs: dict[str, int] = {}
+    runs: Counter[str] = Counter()
     names = []
     for owner in owners:
         name = modules[owner] or type(owner).__name__
-        runs[name] = runs.get(name, 0) + 1
+        runs[name] += 1
         names.append(name if runs[name] == 1 else f"{name}#{runs[name]}")
     return tuple(names)

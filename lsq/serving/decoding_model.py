@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lsq.config.quantization import FAST_FORMATS
-from lsq.layers import Embedding, programs
+from lsq.layers import Embedding, VocabularyProjection, programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.clip_format import option
 from lsq.layers.decoding import check_ready
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
 from lsq.ops.rounding import RoundWeight
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
+from lsq.program.tensor import Kind
 from lsq.program.values import Weight
 from lsq.quant.formats import WeightFormat
 from lsq.run.backends import Backend, backend
@@ -109,10 +109,8 @@ def _programs(
         else:
             yield f"layers.{index}", programs.encoder_layer(config, one, mode)
     if side == "decoder":
-        sizes = programs.Vocabulary(
-            words=stack.words, hidden=config.hidden, padded=stack.padded_words
-        )
-        yield PROJECTION, programs.vocabulary_logits(config.quant, 1, sizes, mode)
+        sizes = stack.words, config.hidden
+        yield PROJECTION, programs.vocabulary_logits(config.quant, 1, *sizes, mode)
 
 
 def _specs(program: Program) -> Iterator[tuple[str, Spec]]:
@@ -230,7 +228,9 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
                         module.own_parameter(declared.clip).detach(),
                         module.quant.weights,
                         module.target,
-                        getattr(module, "padded", None),
+                        programs.padded_words(module.quant, len(module.values_of(name)))
+                        if isinstance(module, VocabularyProjection)
+                        else None,
                     )
                     tensors[f"{prefix}{name}.codes"] = weight.codes
                     tensors[f"{prefix}{name}.scale"] = weight.scale

@@ -112,7 +112,7 @@ class Preparation:
         the device as it is stored, or with `plain` as codes."""
         if name not in self._weights:
             stored, scale = (self._model.tensors[name + part] for part in (".codes", ".scale"))
-            form, device = self._format, self._backend.place
+            form, device = self._format, self._backend.device
             if self._backend.packs_weights:
                 self._weights[name] = _packed(form, stored, scale, inner)
             else:
@@ -131,7 +131,7 @@ class Preparation:
             if is_sparse(codes) and len(codes) % OUTPUTS == 0:
                 packed, scale = pack(codes), self._model.tensors[name + ".scale"]
                 parts = (packed.values, packed.indices, scale)
-                weight = SparseWeight.of(*(part.to(self._backend.place) for part in parts))
+                weight = SparseWeight.of(*(part.to(self._backend.device) for part in parts))
             self._sparse[name] = weight
         return self._sparse[name]
 
@@ -158,7 +158,7 @@ class Preparation:
             if name in inputs:
                 tensors[border] = inputs[name]
             elif name in self._tensors and border not in of_weights:
-                self._tensors[name] = self._tensors[name].to(self._backend.place)
+                self._tensors[name] = self._tensors[name].to(self._backend.device)
                 tensors[border] = self._tensors[name]
         self.blocks.begin()
         calls = []

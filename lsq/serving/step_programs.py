@@ -10,14 +10,12 @@ from dataclasses import replace
 import torch
 
 from lsq.layers import blocks
-from lsq.layers.blocks import Epilogue, PackedSequences, Residual
-from lsq.layers.builder import LayerBuilder
-from lsq.layers.programs import Mode
+from lsq.layers.blocks import PackedSequences, Residual
+from lsq.layers.builder import Epilogue, LayerBuilder, Mode
 from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.embedding import Embed
-from lsq.program.parameters import Kind
 from lsq.program.program import Program
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 from lsq.program.values import Rows
 from lsq.run.backends import Backend
 from lsq.serving.architecture import Architecture, StackArchitecture
@@ -49,7 +47,7 @@ def encoder_program(
     if stack.final_norm:
         last = blocks.norm(
             b, stack.config, last, None, name="encoder.layer_norm", clip=None, keep_float=True
-        ).out
+        ).floats
     for index in range(architecture.decoder.layers):
         prefix = f"decoder.layers.{index}.encoder_attn."
         coded = blocks.project_memory(b, architecture.decoder.config, last, prefix)
@@ -87,8 +85,7 @@ def step_program(architecture: Architecture, rows: int, backend: Backend) -> Pro
                 queries=queries.coded.bare(), heads=config.heads, context=context.rounded, **cached
             )
         )
-        return blocks.project(
-            b,
+        return b.project(
             context.rows,
             prefix + "out_weight",
             (hidden, hidden),
@@ -156,7 +153,7 @@ def embedded(b: LayerBuilder, architecture: Architecture, side: str, rows: int) 
     config = replace(stack.config, norm="layer", layer_norm_epsilon=1e-5)
     return blocks.norm(
         b, config, x, None, name=prefix + "layer_norm", clip=None, keep_float=True
-    ).out
+    ).floats
 
 
 def layers(

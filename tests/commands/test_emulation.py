@@ -80,7 +80,7 @@ def test_differences(found, wanted, floats, integers):
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    caches = backends._emulated, cuda.emulated_device, build._compiler_version
+    caches = backends._on_gpu, cuda.emulated_device, build._compiler_version
     for cached in caches:
         cached.cache_clear()
     assert main(["doctor", "--emulate"]) == 1

@@ -26,7 +26,7 @@ def test_report(file, capsys):
     lines = printed.out.splitlines()
     assert "peak         6 bytes (0.0 MiB)" in lines
     assert "lower bound  6 bytes" in lines and "gap          0.0000%" in lines
-    assert "method       portfolio" in lines and "segments     1, together 6 bytes" in lines
+    assert "method       portfolio" in lines
     assert "alive at operation 2, where most bytes are: 2 buffers" in lines
     assert lines[-2].split() == ["4", "a", "(0", "to", "2)"] and lines[-1].split() == [
         "2",
@@ -41,16 +41,11 @@ def test_report(file, capsys):
 def test_output(file, tmp_path):
     output = tmp_path / "plan.csv"
     assert cli.main(["plan", str(file), "--output", str(output), "--method", "greedy_by_size"]) == 0
-    assert output.read_text() == "id,offset,segment\na,0,0\nb,4,0\nc,0,0\n"
+    assert output.read_text() == "id,offset\na,0\nb,4\nc,0\n"
     assert (
         cli.main(["plan", str(file), "--output", str(tmp_path / "plan.json"), "--align", "16"]) == 0
     )
     assert json.loads((tmp_path / "plan.json").read_text())["offsets"] == {"a": 0, "b": 16, "c": 0}
-
-
-def test_segments(file, capsys):
-    assert cli.main(["plan", str(file), "--cap", "4"]) == 0
-    assert "segments     2, together 8 bytes" in capsys.readouterr().out
 
 
 def test_exact(file, capsys):
@@ -68,8 +63,8 @@ def test_plot(file, tmp_path):
 def test_long_lists_are_cut(tmp_path, capsys):
     file = tmp_path / "many.csv"
     file.write_text("id,lower,upper,size\n" + "".join(f"b{number},0,1,4\n" for number in range(25)))
-    assert cli.main(["plan", str(file), "--cap", "8"]) == 0
-    assert capsys.readouterr().out.count("  and ") == 2
+    assert cli.main(["plan", str(file)]) == 0
+    assert capsys.readouterr().out.count("  and ") == 1
 
 
 @pytest.mark.parametrize(
@@ -94,9 +89,7 @@ def test_mistaken_options(file, capsys, options, message):
     [
         (None, [], "wrong.csv is not there; check the path"),
         ("id,lower\n", [], "line 1: no column upper, size"),
-        (ROWS, ["--cap", "3"], "'a' has 4 bytes, but the largest segment may have 3"),
         (ROWS, ["--align", "3"], "alignment is 3; it must be a power of two"),
-        (ROWS, ["--method", "exact", "--cap", "8"], "plans one segment"),
         (ROWS, ["--plot", "map.doc"], "doc"),
     ],
 )

@@ -46,12 +46,9 @@ def load() -> None:
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
     made: dict[torch.device, CUDA] = {}
-    backends.register(
-        NAME,
-        lambda place, activations: made.setdefault(
-            (place, activations),
-            CUDA(emulated_device(place=place), activations=activations or torch.float32),
-        ),
+    backends.MAKERS[NAME] = lambda device, activations: made.setdefault(
+        (device, activations),
+        CUDA(emulated_device(device=device), activations=activations or torch.float32),
     )
 
 

@@ -41,3 +41,29 @@ def exact_mean(net: nn.Module, inputs: list[torch.Tensor], **options) -> torch.T
     flat = torch.cat([gradient.flatten() for gradient in found]).float()
     distributed.all_reduce(flat)
     return flat / distributed.get_world_size()
+
+
+class Uneven(nn.Module):
+    """Tensors of 1 and 15 values whose gradients are a millionth of those of the 16 and 9,000
+    values around them."""
+
+    SIZES = {"first": 3000, "one": 1, "fifteen": 15, "sixteen": 16, "last": 6000}
+
+    def __init__(self):
+        super().__init__()
+        for name, size in self.SIZES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+
+    @classmethod
+    def parts(cls, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.split(list(cls.SIZES.values()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Its gradients are pieces of `x` [9032], the small ones times 1e-6."""
+        own = [getattr(self, name) for name in self.SIZES]
+        parts = zip(own, self.parts(x), strict=True)
+        return sum((one * part).sum() * (1e-6 if one.numel() < 16 else 1) for one, part in parts)
+
+
+def pieces(seed: int) -> torch.Tensor:
+    return torch.randn(9032, generator=torch.Generator().manual_seed(seed))

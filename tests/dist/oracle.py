@@ -67,11 +67,11 @@ def hierarchical(rows: list[numpy.ndarray], node_size: int) -> numpy.ndarray:
     return numpy.concatenate(pieces)[:n]
 
 
-def gcq(rows: list[numpy.ndarray], row: int = 1024, quantile: float = 0.99) -> numpy.ndarray:
-    n, workers = len(rows[0]), len(rows)
+def gcq(rows: list[numpy.ndarray]) -> numpy.ndarray:
+    n, workers, row = len(rows[0]), len(rows), 1024
     padded = [numpy.pad(values.astype(f32), (0, -n % row)).reshape(-1, row) for values in rows]
     real = [min(row, n - first) for first in range(0, n, row)]
-    kept = [max(1, math.ceil(round(values * (1 - quantile), 6))) for values in real]
+    kept = [max(1, math.ceil(round(values * (1 - 0.99), 6))) for values in real]
     clips = [
         numpy.sort(numpy.abs(values), axis=1)[range(len(kept)), [-k for k in kept]]
         for values in padded

@@ -41,9 +41,9 @@ def test_an_attempt_finds_nothing_of_earlier_ones(late, monkeypatch):
         parts[0].set("key", str(attempt))
         assert [part.get("key") for part in parts] == [str(attempt).encode()] * 3
         calls = [
-            RollCall(part, rank, 3, place="here", store_host="") for rank, part in enumerate(parts)
+            RollCall(part, rank, 3, host="here", store_host="") for rank, part in enumerate(parts)
         ]
-        while not parts[0].check([f"lsq/roll_call/place/{rank}" for rank in range(3)]):
+        while not parts[0].check([f"lsq/roll_call/host/{rank}" for rank in range(3)]):
             time.sleep(0.01)
         if attempt == 2:
             calls[1].leave()

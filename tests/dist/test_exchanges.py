@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from lsq.dist import two_hop
-from lsq.dist.collectives import Scratch
+from lsq.dist.collectives import Scratch, average
 from lsq.dist.gcq import GCQ
 from lsq.dist.two_hop import TwoHop, cut, pack, unpack
 from lsq.ops.gradient_layout import MessageLayout
@@ -48,16 +48,8 @@ def all_ways(rank: int) -> tuple:
 
 def averages(rank: int) -> dict[tuple, torch.Tensor]:
     """Every way of averaging, for every size and dtype."""
-    scratch, world = Scratch(CPU), distributed.group.WORLD
-    counterparts, neighbours = node_groups(rank)
-    ways = {
-        "int8": TwoHop(world, scratch),
-        "int8_hier": TwoHop(counterparts, scratch, neighbours),
-        "gcq": GCQ(world, scratch),
-        "gcq, largest": GCQ(world, scratch, 256, 1.0),
-    }
     results = {}
-    for name, way in ways.items():
+    for name, way in zip(("int8", "int8_hier", "gcq"), all_ways(rank), strict=True):
         for size in SIZES:
             for dtype in DTYPES:
                 buffer = gradient(rank, size, dtype)
@@ -72,14 +64,13 @@ def expected(name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         "int8": lambda: oracle.two_hop(rows, 1 / 4),
         "int8_hier": lambda: oracle.hierarchical(rows, NODE_SIZE),
         "gcq": lambda: oracle.gcq(rows),
-        "gcq, largest": lambda: oracle.gcq(rows, row=256, quantile=1.0),
     }
     return torch.from_numpy(ways[name]()).to(dtype)
 
 
 def test_means_are_the_oracles_on_every_worker():
     results = run(averages, 4)
-    assert len(results[0]) == 4 * len(SIZES) * len(DTYPES)
+    assert len(results[0]) == 3 * len(SIZES) * len(DTYPES)
     for case, found in results[0].items():
         assert all(torch.equal(found, other[case]) for other in results[1:]), (
             f"{case}: workers differ"
@@ -129,19 +120,6 @@ def test_what_is_not_finite_on_one_worker_is_not_finite_on_all(value):
             assert buffer.isfinite().sum() >= 4097 - 1024  # and the rest is usable
 
 
-def test_zero_gradients_stay_zero():
-    for buffers in run(zeros, 2):
-        assert not any(buffer.any() for buffer in buffers)
-
-
-def zeros(rank: int) -> list[torch.Tensor]:
-    scratch, world = Scratch(CPU), distributed.group.WORLD
-    buffers = [torch.zeros(4097), torch.zeros(4097)]
-    TwoHop(world, scratch).average(buffers[0])
-    GCQ(world, scratch).average(buffers[1])
-    return buffers
-
-
 @pytest.mark.parametrize(
     ("values", "pieces"), [(1, 1), (1, 8), (31, 2), (64, 2), (65, 2), (20011, 8)]
 )
@@ -153,21 +131,21 @@ def test_pieces_cover_all_values_and_begin_aligned(values, pieces):
     assert found[0][1] == max(length for _, length in found)
 
 
-def short_rows(rank: int) -> list[torch.Tensor]:
-    """Means of 5, and of 1024 + 5, equal values under gcq: fewer than the 11 that lie outside the
-    clip of a row."""
+def plain_values(rank: int) -> list[torch.Tensor]:
+    """Means of zeros, and of 5 and of 1024 + 5 equal values: under gcq, fewer than the 11 that lie
+    outside the clip of a row."""
     found = []
-    for values in (5, 1029):
-        buffer = torch.full((values,), 1.0 + rank)
-        GCQ(distributed.group.WORLD, Scratch(CPU)).average(buffer)
-        found.append(buffer[-5:])
+    for way in (TwoHop, GCQ):
+        for buffer in (torch.zeros(4097), *(torch.full((n,), 1.0 + rank) for n in (5, 1029))):
+            way(distributed.group.WORLD, Scratch(CPU)).average(buffer)
+            found.append(buffer[-5:])
     return found
 
 
-def test_gcq_keeps_rows_of_few_values():
-    for found in run(short_rows, 2):
-        for mean in found:
-            assert torch.allclose(mean, torch.full((5,), 1.5), rtol=0.05), mean
+def test_zeros_stay_zero_and_rows_of_few_values_are_kept():
+    for found in run(plain_values, 2):
+        for mean, wanted in zip(found, [0.0, 1.5, 1.5] * 2, strict=True):
+            assert torch.allclose(mean, torch.full((5,), wanted), rtol=0.05), mean
 
 
 def test_values_fewer_than_the_layout_holds():
@@ -192,3 +170,15 @@ def test_memory_for_messages_grows_and_is_shared():
     large = scratch.take("a", (100,), torch.float32)
     assert scratch.take("a", (7,), torch.float32).data_ptr() == large.data_ptr()
     assert scratch.take("b", (7,)).data_ptr() != large.data_ptr()
+
+
+def averaged(rank: int) -> list[torch.Tensor]:
+    tensors = [torch.full((3, 2), 1.0 + rank), torch.tensor(4.0 * rank), torch.zeros(0)]
+    average(tensors, None)
+    return tensors
+
+
+def test_means_of_several_tensors():
+    for found in run(averaged, 2):
+        expected = [torch.full((3, 2), 1.5), torch.tensor(2.0), torch.zeros(0)]
+        assert all(map(torch.equal, found, expected))

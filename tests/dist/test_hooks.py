@@ -1,15 +1,17 @@
-"""compress_gradients under DDP: its contract in every mode."""
+"""compress_gradients under DDP: its contract in every mode, what it says and what it refuses."""
 
+import logging
 import random
 import time
 
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.dist import GradientConfig, compress_gradients, roll_call
-from tests.dist.net import Net, batch, config, exact_mean, flat_gradients
+from lsq.dist import GradientConfig, compress_gradients, hooks, roll_call
+from tests.dist.net import Net, Uneven, batch, config, exact_mean, flat_gradients, pieces
 from tests.dist.processes import run
 
 BOUND = {"int8": 0.02, "int8_hier": 0.02, "gcq": 0.4, "bf16": 0.01, "fp16": 0.002}
@@ -67,27 +69,6 @@ def test_every_worker_gets_the_same_mean_in_every_mode(modes):
         assert 0 < error < BOUND[what.split(",")[0]], f"{what}: relative error {error:.4f}"
 
 
-class Uneven(nn.Module):
-    """Tensors of 1 and 15 values, whose gradients are a millionth of those around them, and one of
-    16."""
-
-    SIZES = {"first": 3000, "one": 1, "fifteen": 15, "sixteen": 16, "last": 6000}
-
-    def __init__(self):
-        super().__init__()
-        for name, size in self.SIZES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Its gradients are pieces of `x`, the small ones times 1e-6."""
-        parts = zip(self.parameters(), x.split(list(self.SIZES.values())), strict=True)
-        return sum((own * part).sum() * (1e-6 if own.numel() < 16 else 1) for own, part in parts)
-
-
-def pieces(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(9032, generator=torch.Generator().manual_seed(10 * rank + step))
-
-
 def uneven_means(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     """Means of the second of two steps, before which DDP puts parameters into other buckets."""
     found = {}
@@ -97,7 +78,7 @@ def uneven_means(rank: int) -> dict[str, dict[str, torch.Tensor]]:
         compress_gradients(model, config(mode))
         for step in range(2):
             net.zero_grad()
-            model(pieces(rank, step)).backward()
+            model(pieces(10 * rank + step)).backward()
         found[mode] = {name: one.grad for name, one in net.named_parameters()}
     return found
 
@@ -105,14 +86,9 @@ def uneven_means(rank: int) -> dict[str, dict[str, torch.Tensor]]:
 def test_gradients_of_small_tensors_are_not_rounded():
     """Those of 15 values are as exact as floats; those of 16 are rounded as all others."""
     results = run(uneven_means, 4)
-    mean = (
-        torch.stack([pieces(rank, 1) for rank in range(4)])
-        .double()
-        .mean(0)
-        .split(list(Uneven.SIZES.values()))
-    )
+    mean = torch.stack([pieces(10 * rank + 1) for rank in range(4)]).double().mean(0)
     for mode, found in results[0].items():
-        for (name, gradient), wanted in zip(found.items(), mean, strict=True):
+        for (name, gradient), wanted in zip(found.items(), Uneven.parts(mean), strict=True):
             assert all(torch.equal(gradient, other[mode][name]) for other in results), (
                 f"{mode}, {name}: workers differ"
             )
@@ -192,25 +168,6 @@ def test_all_workers_skip_a_step_that_overflows_on_one(mode):
     assert torch.equal(first[2], second[2]) and first[2].isfinite().all()
 
 
-def silent(rank: int) -> list[torch.Tensor]:
-    """Gradients where worker 0 has a dummy batch, then all have."""
-    net = Net()
-    model = DistributedDataParallel(net)
-    compress_gradients(model, config("int8"))
-    results = []
-    for factor in (rank, 0):
-        model.zero_grad()
-        (model(batch(rank, 0)).square().sum() * factor).backward()
-        results.append(flat_gradients(net))
-    return results
-
-
-def test_dummy_batches_count_as_zero():
-    (some, none), _ = run(silent, 2)
-    assert some.isfinite().all() and some.any()
-    assert not none.any()
-
-
 def fails(rank: int) -> list[str]:
     """What backward raises in this step and in the next once an exchange has failed."""
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
@@ -272,29 +229,118 @@ class Hollow(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.nothing, self.some = (
-            nn.Parameter(torch.zeros(0, dtype=torch.bfloat16)),
-            nn.Parameter(torch.zeros(5)),
-        )
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
+        self.some = nn.Parameter(torch.zeros(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.some * x).sum() + self.nothing.float().sum()
 
 
 def hollow(rank: int) -> list[torch.Tensor]:
+    """Means where worker 0 has a dummy batch, then where all have."""
     found = []
     for mode in ("int8", "gcq"):
         net = Hollow()
         model = DistributedDataParallel(net)
         compress_gradients(model, config(mode))
-        for _ in range(2):
+        for factor in (rank, 0):
             net.zero_grad()
-            model(torch.arange(5.0) * rank).backward()
-        found.append(net.some.grad)
+            model(torch.arange(5.0) * factor).backward()
+            found.append(net.some.grad.clone())
     return found
 
 
-def test_buckets_may_be_empty():
+def test_buckets_may_be_empty_and_dummy_batches_count_as_zero():
     for found in run(hollow, 2):
-        for mean in found:
+        for mean in found[::2]:
             assert torch.allclose(mean, torch.arange(5.0) / 2, atol=0.1), mean
+        assert not any(mean.any() for mean in found[1::2])
+
+
+def messages_of_modes(rank: int) -> list[tuple[str, list[str]]]:
+    """(mode that came out, rank's log) for configurations that need a word."""
+    results = []
+    for options in (
+        {"mode": "auto"},
+        {"mode": "auto", "node_size": 1},
+        {"mode": "int8_hier", "node_size": 2},
+    ):
+        records, handler = [], logging.Handler()
+        handler.emit = lambda record, records=records: records.append(record.getMessage())
+        hooks.logger.addHandler(handler)
+        hooks.logger.setLevel(logging.INFO)
+        compression = compress_gradients(DistributedDataParallel(Net()), GradientConfig(**options))
+        hooks.logger.removeHandler(handler)
+        results.append((compression.mode, records))
+    return results
+
+
+def test_what_is_not_plain_is_said_once():
+    first, second = run(messages_of_modes, 2)
+    assert [mode for mode, _ in first] == ["bf16", "int8_hier", "float"]
+    words = ("auto chose bf16", "auto chose int8_hier", "there is one")
+    for word, (_, said) in zip(words, first, strict=True):
+        assert len(said) == 1 and word in said[0]
+    assert all(said == [] for _, said in second)
+
+
+def alone(rank: int) -> str:
+    model = DistributedDataParallel(Net())
+    compression = compress_gradients(model, GradientConfig(mode="int8"))
+    model(batch(0, 0)).sum().backward()
+    return compression.mode
+
+
+def test_one_worker_exchanges_nothing():
+    assert run(alone, 1) == ["float"]
+
+
+def mistakes(rank: int) -> list[str]:
+    def message(make) -> str:
+        try:
+            make()
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "nothing was raised"
+
+    double = DistributedDataParallel(Net(torch.float64))
+    hooked = DistributedDataParallel(Net())
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    twice = DistributedDataParallel(Net())
+    compress_gradients(twice, GradientConfig(mode="bf16"))
+    other = DistributedDataParallel(Net())
+    found = [
+        message(lambda: compress_gradients(Net())),
+        message(lambda: compress_gradients(double, GradientConfig(mode="int8"))),
+        message(lambda: compress_gradients(hooked, GradientConfig(mode="int8"))),
+        message(lambda: compress_gradients(twice, GradientConfig(mode="int8"))),
+        message(
+            lambda: compress_gradients(other, GradientConfig(mode="int8", timeout_s=64 << rank))
+        ),
+        message(lambda: compress_gradients(other, GradientConfig(mode="int8_hier", node_size=3))),
+    ]
+    hooks.BACKENDS["cpu"] = "nccl"
+    return [*found, message(lambda: compress_gradients(other, GradientConfig(mode="int8")))]
+
+
+def test_mistakes_are_named():
+    for found in run(mistakes, 2):
+        wanted = (
+            ["Net", "DistributedDataParallel"],
+            ["first.weight", "torch.float64", "mode bf16"],
+            ["communication hook already", "--ddp-comm-hook"],
+            ["communication hook already", "call compress_gradients once"],
+            ["rank 0 has timeout_s=64", "rank 1 has timeout_s=128"],
+            ["2 workers", "nodes of 3"],
+            ["gradients are on cpu", "gloo", "cpu by nccl"],
+        )
+        for message, words in zip(found, wanted, strict=True):
+            assert all(word in message for word in words), message
+
+
+def test_gcq_counts_its_workers(caplog):
+    topology = hooks.Topology(world_size=17, rank=0, node_size=17)
+    assert hooks._mode(GradientConfig(mode="gcq"), topology) == "gcq"
+    assert "-7 to 7" in caplog.text
+    with pytest.raises(ValueError, match=r"127 // 128 = 0"):
+        hooks._mode(GradientConfig(mode="gcq"), hooks.Topology(world_size=128, rank=0, node_size=8))

@@ -71,20 +71,12 @@ def same(results: list[dict[str, torch.Tensor]]) -> None:
 
 def under_ddp(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
-    for name, (steps, rate, passes) in {
-        "one": (1, 0.0, 1),
-        "many": (20, 1e-3, 1),
-        "accumulated": (9, 1e-3, 3),
-    }.items():
+    trainings = {"one": (1, 0.0, 1), "many": (20, 1e-3, 1), "accumulated": (9, 1e-3, 3)}
+    for name, (steps, rate, passes) in trainings.items():
         net = Net()
         model = DistributedDataParallel(net, find_unused_parameters=True)
-        train(
-            model,
-            torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.0),
-            rank,
-            steps,
-            passes=passes,
-        )
+        optimizer = torch.optim.AdamW(net.parameters(), lr=rate, weight_decay=0.0)
+        train(model, optimizer, rank, steps, passes=passes)
         found[name] = clips(net)
     return found
 

@@ -24,8 +24,7 @@ from tests.sampling import first
 
 CLOSED = RuntimeError(
     "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is"
-    " typically caused by a"
-    " remote worker crashing.\nmore"
+    " typically caused by a remote worker crashing.\nmore"
 )
 REASON = "gloo: Connection closed by peer [127.0.0.1]:1"
 
@@ -39,7 +38,7 @@ def start(monkeypatch):
     def start(store, rank: int, size: int, patience_s: float = 1.0) -> RollCall:
         monkeypatch.setattr(roll_call, "PATIENCE_S", patience_s)
         monkeypatch.setattr(roll_call, "PERIOD_S", 0.02)
-        started.append(RollCall(store, rank, size, place=f"host h{rank // 2}", store_host="nobody"))
+        started.append(RollCall(store, rank, size, host=f"host h{rank // 2}", store_host="nobody"))
         return started[-1]
 
     yield start
@@ -62,13 +61,12 @@ def test_all_answer(start):
 def test_the_silent_ones_are_named_with_their_places(start):
     store = distributed.HashStore()
     calls = [start(store, rank, 5) for rank in range(5)]
-    wait_until(lambda: calls[0]._store.check([f"place/{rank}" for rank in range(5)]))
+    wait_until(lambda: calls[0]._store.check([f"host/{rank}" for rank in range(5)]))
     for rank in (1, 2, 3):
         calls[rank].leave("ValueError: sentence 7 is too long" if rank == 3 else None)
     expected = (
         "rank 1 (of 5, host h0) and rank 2 (of 5, host h1) and rank 3 (of 5, host h1) no longer"
-        " answer; rank 3 ended"
-        " with ValueError: sentence 7 is too long"
+        " answer; rank 3 ended with ValueError: sentence 7 is too long"
     )
     assert calls[4].lost() == expected
     assert calls[0].lost() == expected, "it answered the call of another, and has the same result"
@@ -117,16 +115,14 @@ def test_leaving_waits_for_a_slow_store(start):
     assert not call._thread.is_alive()
 
 
+TIMED_OUT = "[..unbound_buffer.cc:78] Gloo: Timed out waiting 1000ms for recv operation"
+
+
 @pytest.mark.parametrize(
     ("error", "failed"),
     [
         (CLOSED, True),
-        (
-            RuntimeError(
-                "[..unbound_buffer.cc:78] Gloo: Timed out waiting 1000ms for recv operation"
-            ),
-            True,
-        ),
+        (RuntimeError(TIMED_OUT), True),
         (distributed.DistBackendError("NCCL error"), True),
         (distributed.DistNetworkError("The client socket has timed out"), True),
         (RankLost("rank 1"), True),

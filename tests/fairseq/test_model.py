@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.fairseq import checkpoint
-from lsq.run import rehearsal
+from lsq.run import step as run_step
 from tests.fairseq.comparison import (
     Beam,
     assert_close_in_int8,
@@ -122,7 +122,7 @@ def test_no_operation_of_a_training_step_has_more_rows_than_words(build, options
         sentence[:length] = torch.randint(4, 16, (length,))
     widest = max(max(parameter.shape) for parameter in model.parameters())
     assert widest < lengths.sum() < tokens.numel() / 10
-    step = rehearsal.rehearse(
+    step = run_step.rehearse(
         lambda: model.train()(tokens, lengths, tokens, target=tokens)[0], model.parameters()
     )
     for program in dict.fromkeys(step.programs):

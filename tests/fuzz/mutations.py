@@ -8,90 +8,18 @@ import random
 import re
 from typing import Any
 
-NUMBERS = [
-    "0",
-    "-1",
-    "1",
-    "-0",
-    "NaN",
-    "inf",
-    "-Infinity",
-    "1e308",
-    "1e400",
-    "0.5",
-    "1e-320",
-    "9" * 5000,
-    "",
-    " 7 ",
-]
-NUMBERS += [
-    str(2**63),
-    str(-(2**63) - 1),
-    str(2**62),
-    str(2**31),
-    str(2**64),
-    "1_000",
-    "٣",
-    "²",
-    "0x10",
-    "+5",
-    "1,5",
-]
+NUMBERS = "0 -1 1 -0 NaN inf -Infinity 1e308 1e400 0.5 1e-320".split()
+NUMBERS += ["9" * 5000, "", " 7 "]
+NUMBERS += [str(number) for number in (2**63, -(2**63) - 1, 2**62, 2**31, 2**64)]
+NUMBERS += "1_000 ٣ ² 0x10 +5 1,5".split()
 """In the place of a number."""
-STRANGE = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    16,
-    2**31,
-    2**64,
-    1e308,
-    0.5,
-    math.inf,
-    math.nan,
-    [],
-    {},
-    [[]],
-    {"a": {"b": 1}},
-]
-STRANGE += [
-    "",
-    "x",
-    "\x00",
-    "\ud800",
-    "a" * 999,
-    "1",
-    "nt",
-    "tn",
-    "int8",
-    "as_is",
-    "nk",
-    "matmul",
-    "00" * 64,
-]
-STRANGE += [[[[[[[[[[]]]]]]]]]]
+STRANGE = [None, True, False, 0, -1, 1, 16, 2**31, 2**64, 1e308, 0.5, math.inf, math.nan]
+STRANGE += [[], {}, [[]], {"a": {"b": 1}}, "", "x", "\x00", "\ud800", "a" * 999]
+STRANGE += [*"1 nt tn int8 as_is nk matmul".split(), "00" * 64, [[[[[[[[[]]]]]]]]]]
 """In the place of a value of JSON."""
-PIECES = [
-    b"[",
-    b"{",
-    b'"',
-    b"}",
-    b"]",
-    b",",
-    b":",
-    b"-",
-    b"9",
-    b"e9",
-    b"\\u",
-    b"NaN",
-    b"\0",
-    b"\xef\xbb\xbf",
-]
-PIECES += [b"\n", b"\r", "\u2028".encode(), b"\xff", b"\xed\xa0\x80", b"\t", b"'", b"%s", b"../"]
-PIECES += ["\u202e".encode(), "👩‍👩‍👧".encode()]
+PIECES = rb"[ { \" } ] , : - 9 e9 \u NaN".replace(b'\\"', b'"').split()
+PIECES += [b"\0", b"\xef\xbb\xbf", b"\n", b"\r", "\u2028".encode(), b"\xff", b"\xed\xa0\x80"]
+PIECES += [b"\t", b"'", b"%s", b"../", "\u202e".encode(), "👩‍👩‍👧".encode()]
 """In the place of some bytes."""
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
@@ -123,9 +51,8 @@ def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
             middle = chance.randrange(len(found) + 1)
             found = found[middle:] + found[:middle]
         else:
-            found[start:start] = chance.choice(
-                [b"[", b'{"a":', b"9", b"\0", b"word "]
-            ) * chance.choice([1, 30, 5000])
+            repeated = chance.choice([b"[", b'{"a":', b"9", b"\0", b"word "])
+            found[start:start] = repeated * chance.choice([1, 30, 5000])
     return bytes(found)
 
 
@@ -139,23 +66,20 @@ def mutated_text(content: bytes, chance: random.Random) -> bytes:
         encoding = chance.choice(["utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7", "cp037"])
         return content.decode("utf-8", "replace").encode(encoding, "replace")
     if kind == 2:
-        return content.replace(
-            b"\n", chance.choice([b"\r\n", b"\r", b"\n\n", b"", b"\0", "\u2028".encode(), b"\x85"])
-        )
+        ends = [b"\r\n", b"\r", b"\n\n", b"", b"\0", "\u2028".encode(), b"\x85"]
+        return content.replace(b"\n", chance.choice(ends))
     if kind == 3:
         lines = content.split(b"\n")
         line = chance.randrange(len(lines))
-        lines[line] = chance.choice(
-            [b"", lines[line] * 3000, b" ", b"a" * 200_000, b"\0" * 3000, b'"' + lines[line]]
-        )
+        old = lines[line]
+        strange = [b"", old * 3000, b" ", b"a" * 200_000, b"\0" * 3000, b'"' + old]
+        lines[line] = chance.choice(strange)
         return b"\n".join(lines)
     if kind == 4:
         lines = content.split(b"\n")
         line, other = chance.randrange(len(lines)), chance.randrange(len(lines))
-        lines[line], lines[other] = (
-            lines[other],
-            lines[line] if chance.random() < 0.5 else lines[other],
-        )
+        here, there = lines[line], lines[other]
+        lines[line], lines[other] = there, here if chance.random() < 0.5 else there
         return b"\n".join(lines)
     if kind == 5:
         empty = [b"", b"\n", b"\0", b"\xef\xbb\xbf", b" \n \n"]
@@ -194,9 +118,8 @@ def mutated_json(content: bytes, chance: random.Random) -> bytes:
     if chance.random() < 0.5:
         return mutated_text(content, chance)
     values = mutated_values(json.loads(content), chance, STRANGE)
-    return json.dumps(
-        values, indent=chance.choice([None, 3]), sort_keys=chance.random() < 0.1
-    ).encode()
+    indent, ordered = chance.choice([None, 3]), chance.random() < 0.1
+    return json.dumps(values, indent=indent, sort_keys=ordered).encode()
 
 
 def mutated_values(content: Any, chance: random.Random, strange: list[Any]) -> Any:
@@ -230,9 +153,8 @@ def mutated_values(content: Any, chance: random.Random, strange: list[Any]) -> A
         numbers := [place for place in places if type(place[0][place[1]]) in (int, float)]
     ):
         inner, name = chance.choice(numbers)
-        inner[name] = chance.choice(
-            [2 * inner[name], inner[name] + 1, inner[name] / 2, inner[name] - 1, -inner[name]]
-        )
+        old = inner[name]
+        inner[name] = chance.choice([2 * old, old + 1, old / 2, old - 1, -old])
     else:
         inner[name] = copy.deepcopy(chance.choice(strange))
     return content
@@ -246,34 +168,9 @@ def _with_number(content: bytes, chance: random.Random) -> bytes:
     return content[: place.start()] + chance.choice(NUMBERS).encode() + content[place.end() :]
 
 
-NONSENSE = [
-    *NUMBERS,
-    " ",
-    "x",
-    "--",
-    "-",
-    "-x",
-    "none",
-    "True",
-    "[]",
-    "{}",
-    "(1,",
-    "../..",
-    ".",
-    "missing/file",
-    "%s",
-]
-NONSENSE += [
-    "a" * 5000,
-    "\udcff",
-    "👩‍👩‍👧",
-    "$(touch planted)",
-    "{0}",
-    "int8,float",
-    "a:b",
-    "@given",
-]
-NONSENSE += ["2", "3", "16", "100"]
+NONSENSE = [*NUMBERS, " ", *"x -- - -x none True [] {} (1, ../.. . missing/file %s".split()]
+NONSENSE += ["a" * 5000, "\udcff", "👩‍👩‍👧", "$(touch planted)"]
+NONSENSE += "{0} int8,float a:b @given 2 3 16 100".split()
 """In the place of an option's value."""
 
 
@@ -289,14 +186,11 @@ def mutated_options(words: list[str], chance: random.Random, known: list[str]) -
         place = chance.randrange(len(words)) if words else 0
         kind = chance.randrange(9)
         if kind == 0 or not words:
-            words[place:place] = [
-                chance.choice(["--unknown", "-q", "--lsq-nothing", "--", "extra"])
-            ]
+            unknown = ["--unknown", "-q", "--lsq-nothing", "--", "extra"]
+            words[place:place] = [chance.choice(unknown)]
         elif kind in (1, 2, 3):
-            added = [
-                chance.choice(known or ["--help"]),
-                *chance.choices(NONSENSE, k=chance.choice([0, 1, 1, 2])),
-            ]
+            name = chance.choice(known or ["--help"])
+            added = [name, *chance.choices(NONSENSE, k=chance.choice([0, 1, 1, 2]))]
             words += ["=".join(added)] if chance.random() < 0.2 else added
         elif kind == 4:
             del words[place]

@@ -27,14 +27,8 @@ from tests.fuzz.mutations import mutated_options
 from tests.sampling import first
 from tests.serving.test_model_file import exported
 
-NOT_ADDED = {
-    "--user-dir",
-    "--help",
-    "--distributed-init-method",
-    "--distributed-port",
-    "--device-id",
-    "--local_rank",
-}
+NOT_ADDED = {"--user-dir", "--help", "--device-id", "--local_rank"}
+NOT_ADDED |= {"--distributed-init-method", "--distributed-port"}
 """Options that run other code, or wait for other machines."""
 
 
@@ -49,58 +43,53 @@ def known(parser: ArgumentParser) -> list[str]:
     return sorted(set(names) - NOT_ADDED)
 
 
-def words(text: str) -> list[str]:
-    return text.split()
-
-
 TEXT = (
     "--src given/text.en --tgt given/text.de --output output --vocabulary-size 60 --layers 1"
     " --hidden 32 --seed 1"
 )
 CSV = b"id,lower,upper,size\na,0,3,100\nb,1,4,64\n"
 COMMANDS = {
-    "plan": (
-        words("plan given/b.csv --align 16 --method portfolio --cap 4096"),
-        known(plan.parser()),
-        [],
-    ),
-    "tune": (
-        words("tune --shapes given/p.csv --device cuda --beam 5 --max-tokens 64 --output t.json"),
-        known(tune.parser()),
-        ["--list"],
-    ),
-    "configs list": (words("configs list"), [], []),
-    "configs show": (words("configs show given/file.json"), known(configs.parser()), []),
-    "configs export": (words("configs export e.json --kind cpu"), [], []),
-    "user-dir": (["user-dir"], [], []),
-    "doctor": (["doctor", "--json"], ["--emulate", "--json"], []),
+    "plan": "plan given/b.csv --align 16 --method portfolio --capacity 4096",
+    "tune": "tune --shapes given/p.csv --device cuda --beam 5 --max-tokens 64 --output t.json",
+    "configs list": "configs list",
+    "configs show": "configs show given/file.json",
+    "configs export": "configs export e.json --kind cpu",
+    "user-dir": "user-dir",
+    "doctor": "doctor --json",
     "translate": (
-        words(
-            "translate given/short.txt --model given/words.safetensors --beam 2 --max-len-b 5"
-            " --output out"
-        ),
-        known(translate.parser()),
-        ["given/short.txt"],
+        "translate given/short.txt --model given/words.safetensors --beam 2 --max-len-b 5"
+        " --output out"
     ),
-    "serve": (
-        words("serve --port 0 --model given/model.safetensors --limit-queue 10 --beam 2"),
-        known(serve.parser()),
-        ["--model", "missing"],
-    ),
-    "export": (
-        words("export given/model.safetensors --to ctranslate2 --output model --overwrite"),
-        known(export.parser()),
-        [],
-    ),
-    "numbers": (
-        words("numbers --output output --updates 3 --train-pairs 100 --test-pairs 5 --seed 1"),
-        known(numbers.parser()),
-        [],
-    ),
-    "train-text": (words(f"train-text {TEXT}"), known(train_text.parser()), ["--prepare-only"]),
+    "serve": "serve --port 0 --model given/model.safetensors --limit-queue 10 --beam 2",
+    "export": "export given/model.safetensors --to ctranslate2 --output model --overwrite",
+    "numbers": ("numbers --output output --updates 3 --train-pairs 100 --test-pairs 5 --seed 1"),
+    "train-text": f"train-text {TEXT}",
 }
-"""Name -> a sound command line, what may be added to it, and what is put at its end whatever became
-of it."""
+"""Name -> a sound command line."""
+PARSERS = {
+    "plan": plan,
+    "tune": tune,
+    "configs show": configs,
+    "translate": translate,
+    "serve": serve,
+    "export": export,
+    "numbers": numbers,
+    "train-text": train_text,
+}
+LAST = {
+    "tune": "--list",
+    "translate": "given/short.txt",
+    "serve": "--model missing",
+    "train-text": "--prepare-only",
+}
+"""What is put at the end of some whatever became of them."""
+
+
+def added(name: str) -> list[str]:
+    """What may be added to a command line."""
+    if name == "doctor":
+        return ["--emulate", "--json"]
+    return known(PARSERS[name].parser()) if name in PARSERS else []
 
 
 @pytest.fixture
@@ -126,9 +115,11 @@ def folder(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def attempts(name, command, may_add, last, folder, count):
+def attempts(name, line, may_add, last, folder, count):
+    command = line.split()
+
     def attempt(chance):
-        given = [command[0], *mutated_options(command[1:], chance, may_add), *last]
+        given = [command[0], *mutated_options(command[1:], chance, may_add), *last.split()]
         found = trial.outcome(lambda: cli.main(given), folder / "given")
         torch.set_num_threads(1)
         if found.fault:
@@ -142,43 +133,29 @@ def attempts(name, command, may_add, last, folder, count):
 @pytest.mark.parametrize("name", first(COMMANDS, 4))
 @trial.counts(100)
 def test_a_command_line_is_followed_or_refused(folder, name, count):
-    command, may_add, last = COMMANDS[name]
-    worked, refused = attempts(name, command, may_add, last, folder, count)
+    last = LAST.get(name, "")
+    worked, refused = attempts(name, COMMANDS[name], added(name), last, folder, count)
     assert refused > count / 10, (worked, refused)
 
 
 @pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_training_is_done_or_refused(folder, prepared, count):
-    command = [
-        "train",
-        str(prepared.data),
-        *TRAINING,
-        *words("--cpu --no-save --disable-validation --max-update 1"),
-    ]
-    command += words(
-        "--arch lsq_transformer --lsq-backward int8 --lr-scheduler inverse_sqrt --warmup-updates 10"
+    line = " ".join(["train", str(prepared.data), *TRAINING])
+    line += (
+        " --cpu --no-save --disable-validation --max-update 1 --arch lsq_transformer --lsq-backward"
+        " int8 --lr-scheduler inverse_sqrt --warmup-updates 10"
     )
-    attempts(
-        "train", command, known(options.get_training_parser()), ["--max-update", "1"], folder, count
-    )
+    may_add = known(options.get_training_parser())
+    attempts("train", line, may_add, "--max-update 1", folder, count)
 
 
 @pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_translation_is_done_or_refused(folder, prepared, trained, count):
-    command = [
-        "generate",
-        str(prepared.data),
-        "--path",
-        str(trained / "lsq_transformer.pt"),
-        "--max-tokens",
-        "300",
-    ]
-    command += words(
-        "--cpu --gen-subset test --beam 2 --max-len-b 5 --nbest 1 --results-path out --num-workers"
-        " 0"
+    line = (
+        f"generate {prepared.data} --path {trained / 'lsq_transformer.pt'} --max-tokens 300 --cpu"
+        " --gen-subset test --beam 2 --max-len-b 5 --nbest 1 --results-path out --num-workers 0"
     )
-    attempts(
-        "generate", command, known(options.get_generation_parser()), ["--quiet"], folder, count
-    )
+    may_add = known(options.get_generation_parser())
+    attempts("generate", line, may_add, "--quiet", folder, count)

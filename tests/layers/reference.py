@@ -196,14 +196,14 @@ class ReferenceLayer:
         ).transpose(0, 1)
 
     def decoder_layer(
-        self, x: torch.Tensor, memory: torch.Tensor, padding: torch.Tensor | None = None
+        self, x, memory, padding: torch.Tensor | None = None, own: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, B, H], memory [S, B, H], padding bool [B, S] -> [T, B, H]."""
+        """x [T, B, H], memory [S, B, H], padding bool [B, S], own padding [B, T] -> [T, B, H]."""
         x, memory = x.transpose(0, 1), memory.transpose(0, 1)
         x = self.block(
             x,
             "self_attn_layer_norm",
-            lambda x: self.self_attention(x, "self_attn.", None, causal=True),
+            lambda x: self.self_attention(x, "self_attn.", own, causal=True),
         )
         x = self.block(
             x,

@@ -2,7 +2,8 @@
 
 import torch
 
-from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary
+from lsq.config import LayerConfig, RelativeBias, Rotary
+from tests.constants import quant_with
 
 HIDDEN, HEADS, INNER = 48, 3, 112
 ATTENTIONS = {
@@ -40,7 +41,7 @@ def config_of(
     **quant,
 ):
     """A LayerConfig with one dropout for all places and `attention` besides; what remains goes to
-    QuantConfig.
+    quant_with.
 
     Unless `backward` is given its products are of floats: nothing in it is random, and the
     reference has the same. Unless `calibration_passes` is given only the first pass measures, so
@@ -57,7 +58,7 @@ def config_of(
         activation=activation,
         gated=gated,
         bias=bias,
-        quant=QuantConfig(**quant),
+        quant=quant_with(**quant),
         **given,
     )
 

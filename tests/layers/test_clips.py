@@ -1,5 +1,5 @@
-"""Parameters that change under a module: other sizes and dtypes, swapped tensors, what others make
-of weights."""
+"""Clips that follow the largest magnitudes, in every way in which passes run; and parameters that
+change under a module: other sizes and dtypes, swapped tensors, what others make of weights."""
 
 import copy
 
@@ -7,13 +7,189 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import lsq
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
+from lsq.layers.clips import KEPT
 from lsq.layers.in_place import InPlace
+from lsq.layers.schedule import WINDOW
+from lsq.observe import observe
 from lsq.optim import Adam
 from tests.layers.shapes import decibels
+
+NAN, INF = float("nan"), float("inf")
+OPTIMIZERS = [torch.optim.AdamW, Adam]
+
+
+def layer_of(**options) -> QuantizedLinear:
+    """A layer past the passes that measure."""
+    torch.manual_seed(0)
+    layer = QuantizedLinear(48, 32, quant=QuantConfig(**options))
+    for _ in range(WINDOW):
+        step(layer, 0.5)
+    return layer
+
+
+def step(layer: QuantizedLinear, *sizes: float) -> None:
+    """Passes over inputs of so large values, and a step that changes nothing."""
+    for size in sizes:
+        layer(torch.full((3, 48), size)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    layer.zero_grad()
+
+
+def largest(values: list[float], clip: float = 0.5) -> float:
+    for value in values:
+        clip = max(value, clip * KEPT)
+    return clip
+
+
+def of_rows(weight: torch.Tensor) -> torch.Tensor:
+    return weight.abs().amax(1)
+
+
+@pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS])
+def test_weights_have_the_largest_magnitude_of_each_row(optimizer):
+    """In passes, and in a state dict."""
+    layer, x = layer_of(), torch.randn(5, 48)
+    steps = optimizer and optimizer(layer.parameters(), lr=0.05)
+    for change in (1.0, 3.0, 0.1):
+        layer(x).sum().backward()
+        if steps is None:
+            with torch.no_grad():
+                layer.weight.mul_(change)
+        else:
+            steps.step()
+        state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        assert torch.equal(state["weight_clip"], of_rows(state["weight"]))
+        layer(x).sum().backward()
+        assert torch.equal(layer.weight_clip, of_rows(layer.weight))
+    assert not layer.weight_clip.requires_grad and layer.weight_clip.grad is None
+
+
+def test_activations_follow_the_passes_before():
+    layer, sizes = layer_of(), [0.7, 0.2, 0.2, 3.0, 1.0]
+    for number, size in enumerate(sizes):
+        step(layer, size)
+        assert layer.input_clip.item() == pytest.approx(largest(sizes[:number]))
+    expected = pytest.approx(largest(sizes))
+    assert layer.state_dict()["input_clip"].item() == expected
+    assert layer.input_clip.item() == expected  # and once alone
+    layer(torch.full((3, 48), 0.1)).sum().backward()
+    assert layer.input_clip.item() == expected
+
+
+def test_all_passes_of_a_step_count_alike():
+    layer = layer_of()
+    step(layer, *[0.1] * 20, 4.0)
+    step(layer, 4.0, *[0.1] * 20)
+    assert layer.eval().input_clip == 4.0
+    step(layer.train(), *[0.1] * 20)
+    assert layer.eval().input_clip == 4.0 * KEPT
+
+
+LOOKS = {
+    "a state dict": QuantizedLinear.state_dict,
+    "a copy": copy.deepcopy,
+    "evaluation": lambda layer: layer.eval().train(),
+    "none": lambda layer: None,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_before_a_step_changes_nothing(look):
+    layer, sizes = layer_of(), [4.0, 0.1, 0.3]
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for size in sizes:
+        layer(torch.full((3, 48), size)).sum().backward()
+        LOOKS[look](layer)
+        optimizer.step()
+    assert layer.eval().input_clip.item() == pytest.approx(largest(sizes))
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_weight_that_is_mended_has_a_clip_again(value):
+    layer, x = layer_of(), torch.randn(5, 48)
+    weight = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight[3] = value
+    layer.state_dict()
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.weight[3] = 0.0
+    layer(x).sum().backward()
+    wanted = of_rows(layer.weight)
+    wanted[3] = 1.0
+    assert torch.equal(layer.weight_clip, wanted)
+    assert layer.state_dict()["weight_clip"].isfinite().all()
+
+
+def test_passes_that_are_looked_at_record_the_same():
+    one, other = layer_of(), layer_of()
+    for size in (2.0, 0.1):
+        step(one, size)
+        with observe(other):
+            step(other, size)
+    one.eval(), other.eval()
+    assert one.input_clip == other.input_clip == 2.0 * KEPT
+
+
+def test_evaluation_and_passes_without_gradients_record_nothing():
+    layer = layer_of()
+    layer.eval()
+    layer(torch.full((3, 48), 9.0, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        layer.train()(torch.full((3, 48), 9.0))
+    layer(torch.full((3, 48), 0.5)).sum().backward()
+    assert layer.eval().input_clip == 0.5
+
+
+@pytest.mark.parametrize("value", [NAN, INF, 0.0])
+def test_what_is_no_number_or_nothing_at_all_leaves_the_clip(value):
+    layer = layer_of()
+    for _ in range(3):
+        step(layer, value)
+    assert layer.eval().input_clip == 0.5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_pass_that_runs_again_has_the_clips_of_the_first_time(reentrant):
+    found = []
+    for checkpointed in (False, True):
+        layer, results = layer_of(), []
+        for size in (2.0, 0.1):
+            torch.manual_seed(3)
+            x = torch.full((3, 48), size, requires_grad=True)
+            y = checkpoint(layer, x, use_reentrant=reentrant) if checkpointed else layer(x)
+            y.square().sum().backward()
+            results += [layer.input_clip.clone(), x.grad.clone()]
+        found.append([*results, layer.eval().input_clip])
+    assert all(map(torch.equal, *found))
+
+
+def test_copies_and_saved_states_go_on():
+    layer = layer_of()
+    step(layer, 2.0)
+    saved = QuantizedLinear(48, 32)
+    saved.load_state_dict(layer.state_dict())
+    for one in (copy.deepcopy(layer), saved, layer.double().float()):
+        step(one, 0.1)
+        assert one.input_clip == 2.0
+        assert one.eval().input_clip == 2.0 * KEPT
+
+
+def test_values_beyond_the_clip_have_a_gradient():
+    layer = layer_of(backward="float")
+    x = torch.full((3, 48), 0.5)
+    x[0, 0] = 0.9
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.abs().min() > 0
+
+
+# Parameters that change
 
 
 def near(found, wanted):
@@ -73,19 +249,16 @@ PUT = {
 @pytest.mark.parametrize("kind", PUT)
 def test_what_others_make_of_a_weight_is_used(kind):
     plain, ours = twins(backward="float")
-    x = torch.randn(40, 64)
+    x, weight, gradients = torch.randn(40, 64), torch.randn(40, 64), []
     for model in (plain, ours):
         model(x)
         torch.manual_seed(1)
         PUT[kind](model[0])
-    gradients, weight = [], torch.randn(40, 64)
-    for model in (plain, ours):
         for _ in range(2):  # in training mode weights are measured in the second pass
             model.zero_grad()
             (model(x) * weight).sum().backward()
-        gradients.append(
-            {name: one.grad for name, one in model.named_parameters() if "clip" not in name}
-        )
+        named = model.named_parameters()
+        gradients.append({name: one.grad for name, one in named if "clip" not in name})
     wanted, found = gradients
     assert wanted.keys() == found.keys()
     for name in wanted:
@@ -101,9 +274,7 @@ def steps(dtype):
     torch.set_default_dtype(dtype)
     try:
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(64, 64, dtype=torch.float32), nn.Linear(64, 64, dtype=torch.float32)
-        )
+        model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.float32) for _ in range(2)))
         lsq.convert(model)
         optimizer, x = Adam(model.parameters(), lr=1e-2), torch.randn(9, 64, dtype=torch.float32)
         for _ in range(5):

@@ -1,7 +1,8 @@
 """Programs of whole layers: built once for each shape, with the operations that the design names,
-and sound."""
+and sound; rows behind the last sentence change nothing."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,14 +10,26 @@ import torch
 from lsq.layers import programs
 from lsq.layers.blocks import PackedSequences
 from lsq.program import samples
-from lsq.program.parameters import CLIPS
+from lsq.program.tensor import CLIPS
+from lsq.run.backends import backend
 from lsq.run.executor import Execution, Hooks
 from lsq.run.frames import FreshFrame
-from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
+from tests.layers.examples import (
+    ADAPTERS,
+    GATED,
+    PADDING,
+    PROGRAMS,
+    SENTENCES,
+    SERVING,
+    SOURCE,
+    TRAINED,
+    drawn_for,
+    mode_on,
+    program_of,
+    run,
+)
 from tests.layers.shapes import config_of
-
-SERVING = ("decoder without backward", "memory", "step", "causal step")
-"""How the names of programs for inference begin."""
+from tests.sampling import first
 
 
 def forward_of(program):
@@ -24,22 +37,63 @@ def forward_of(program):
 
 
 def test_a_program_is_built_once():
-    mode = mode_on()
-    first = programs.encoder_layer(config_of(), SENTENCES, mode)
-    assert programs.encoder_layer(config_of(), SENTENCES, mode_on()) is first
-    assert programs.encoder_layer(config_of(dropout=0.1), SENTENCES, mode) is not first
-    assert programs.encoder_layer(config_of(), PackedSequences(rows=18, count=3), mode) is not first
-    assert programs.encoder_layer(config_of(), SENTENCES, mode, causal=True) is not first
-    assert programs.encoder_layer(config_of(), SENTENCES, mode_on("cpu")) is not first
+    mode, more = mode_on(), PackedSequences(rows=18, count=3)
+    program = programs.encoder_layer(config_of(), SENTENCES, mode)
+    assert programs.encoder_layer(config_of(), SENTENCES, mode_on()) is program
+    for other in (
+        programs.encoder_layer(config_of(dropout=0.1), SENTENCES, mode),
+        programs.encoder_layer(config_of(), more, mode),
+        programs.encoder_layer(config_of(), SENTENCES, mode, causal=True),
+        programs.encoder_layer(config_of(), SENTENCES, mode_on("cpu")),
+    ):
+        assert other is not program
 
 
 @pytest.mark.parametrize("backward, dtype", [("int8", torch.bfloat16), ("float", torch.float32)])
 def test_what_goes_back_to_a_gate_is_narrow_where_codes_are_multiplied(backward, dtype):
-    config = config_of(gated=True, activation="silu", backward=backward)
-    program = programs.feed_forward(config, 7, mode_on("cpu", training=True, backward=True))
-    assert [one.gradient.dtype for one in program.operations if one.name == "GatedGradient"] == [
-        dtype
+    program = program_of("feed-forward", {**GATED, "backward": backward}, "cpu")
+    gates = [one for one in program.operations if one.name == "GatedGradient"]
+    assert [one.gradient.dtype for one in gates] == [dtype]
+    assert not any(one.name.endswith("bias") for one in program.parameters)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_the_norm_of_a_layer_is_the_one_that_was_chosen(pre_norm):
+    """Under pre-norm the layer ends with a sum alone."""
+    config = replace(config_of(norm="rms", pre_norm=pre_norm), layer_norm_epsilon=0.5)
+    program = programs.decoder_layer(config, SENTENCES, SOURCE, mode_on())
+    found = Counter(operation.name for operation in program.operations)
+    assert found["ResidualNorm"] == found["ResidualNormGradient"] == 3 + int(pre_norm)
+    norms = [
+        one for one in program.operations if one.name == "ResidualNorm" and one.weight is not None
     ]
+    assert {one.epsilon for one in norms} == {0.5}
+    assert all(getattr(one, "mean", None) is None for one in program.operations)
+    names = {one.name for one in program.parameters}
+    assert "final_layer_norm.weight" in names
+    assert not any("norm" in name and name.endswith("bias") for name in names)
+
+
+@pytest.mark.parametrize("options", [{"activation": "gelu"}, {"activation": "silu", "gated": True}])
+def test_gradients_of_layers_with_adapters_are_slopes(options):
+    """Dropout drops the same each time."""
+    options = {"mode": "float", "dropout": 0.2, "attention": {"adapters": ADAPTERS}, **options}
+    program = program_of("encoder", options, "reference")
+    given, place = drawn_for(program), backend("reference")
+    (y,), (dy,) = program.outputs, program.output_gradients
+    gradients = run(program, place, given)
+    for parameter in program.parameters:
+        if "adapter" not in parameter.name:
+            continue
+        gradient, step = gradients["d_" + parameter.name], 1e-2 * torch.randn(parameter.shape)
+        before = given[parameter.name].detach()
+        above, below = (
+            run(program, place, {**given, parameter.name: end})[y.name]
+            for end in (before + step, before - step)
+        )
+        slope = ((above - below).double() * given[dy.name]).sum() / 2
+        allowed = 0.02 * gradient.norm() * step.norm()
+        assert abs((gradient * step).sum() - slope) < allowed, parameter
 
 
 @pytest.mark.parametrize(
@@ -55,7 +109,9 @@ def test_what_goes_back_to_a_gate_is_narrow_where_codes_are_multiplied(backward,
 def test_an_encoder_layer_is_seven_operations(pre_norm, back, options):
     """Beside the rounding of its input (post-norm) or its first norm (pre-norm); back there is no
     sum by itself."""
-    program = programs.encoder_layer(config_of(pre_norm=pre_norm, **options), SENTENCES, mode_on())
+    program = program_of("encoder", {"pre_norm": pre_norm, **options}, "reference")
+    names = [one.name for one in program.operations[: program.forward_length]]
+    first = ["ResidualNorm"] if pre_norm else ["Round"] if options.get("mode") != "float" else []
     seven = [
         "Project",
         "Attention",
@@ -65,31 +121,22 @@ def test_an_encoder_layer_is_seven_operations(pre_norm, back, options):
         "Project",
         "ResidualNorm",
     ]
-    first = ["ResidualNorm"] if pre_norm else ["Round"] if options.get("mode") != "float" else []
-    assert [
-        operation.name for operation in program.operations[: program.forward_length]
-    ] == first + seven
+    assert names == first + seven
     assert len(program.operations) - program.forward_length == back
 
 
 def test_a_decoder_layer_rounds_its_memory():
-    found = forward_of(
-        programs.decoder_layer(config_of(pre_norm=True), SENTENCES, SOURCE, mode_on())
-    )
+    found = forward_of(program_of("decoder", {"pre_norm": True}, "reference"))
     assert found == {"Project": 7, "Attention": 2, "ResidualNorm": 4, "Round": 1}
 
 
-def test_float_programs_round_nothing():
-    for program in (
-        programs.encoder_layer(config_of(mode="float"), SENTENCES, mode_on()),
-        programs.decoder_layer(config_of(mode="float"), SENTENCES, SOURCE, mode_on()),
-    ):
-        assert "Round" not in forward_of(program) and not program.lifetimes.keys() & {None}
-        assert all(weight.codes is None for weight in program.weights.values())
-        assert {str(t.dtype) for op in program.operations for t in op.outputs} == {
-            "torch.float32",
-            "torch.uint8",
-        }
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_float_programs_round_nothing(kind):
+    program = program_of(kind, {"mode": "float"}, "reference")
+    assert "Round" not in forward_of(program) and not program.lifetimes.keys() & {None}
+    assert all(weight.codes is None for weight in program.weights.values())
+    dtypes = {tensor.dtype for one in program.operations for tensor in one.outputs}
+    assert dtypes == {torch.float32, torch.uint8}
 
 
 # Every program
@@ -154,16 +201,14 @@ def test_what_is_saved_is_int8_and_bits(name):
             assert field in ("codes", "clipped", "positive", "slope"), repr(tensor)
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith(SERVING)])
-def test_programs_for_inference_have_no_backward_pass(name):
-    program = PROGRAMS[name]()
-    assert program.forward_length == len(program.operations)
-    assert not program.gradients and not program.output_gradients
-
-
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if not name.startswith(SERVING)])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_every_parameter_gets_a_gradient(name):
+    """Programs for inference have no backward pass."""
     program = PROGRAMS[name]()
+    if name.startswith(tuple(SERVING)):
+        assert program.forward_length == len(program.operations)
+        assert not program.gradients and not program.output_gradients
+        return
     assert program.output_gradients
     found = dict(zip(program.differentiable, program.gradients, strict=True))
     for parameter in program.parameters:
@@ -209,7 +254,7 @@ def test_memory_is_given_back_after_the_last_reader(name):
             assert values.keys() >= set(operation.inputs)
 
         Execution(program, mode.backend, hooks=Hooks(before=check)).run(
-            stretch, values, FreshFrame(mode.backend.place)
+            stretch, values, FreshFrame(mode.backend.device)
         )
     assert {tensor.role for tensor in values} <= {"output", "gradient"}
 
@@ -232,3 +277,63 @@ def test_the_text_has_everything(name):
         assert repr(tensor) in text
     for tensor in program.saved:
         assert f"{tensor!r}: {tensor.size:,} bytes" in text
+
+
+# Rows behind the last sentence, and empty sentences at the end
+
+OPTIONS = [
+    {"backward": "int8", "dropout": 0.1},
+    {"backward": "float", "activation": "gelu", "pre_norm": True},
+    {"mode": "float", "dropout": 0.1, "norm": "rms"},
+    {"backward": "int8", "pre_norm": True, "activation": "gelu"},
+    {"backward": "int8", "pre_norm": True, **GATED},
+]
+MORE = "decoder of more targets", "decoder of more sources"
+BEHIND = {"tokens": PADDING, "target": PADDING}
+"""What stands in rows behind, where that is not 0."""
+
+
+def with_rows_behind(kind: str, options: dict, where, more: int):
+    """A program for small sizes, or for more rows and sentences than those."""
+    sizes = [
+        one
+        if f"of more {other}" in kind
+        else PackedSequences(rows=one.rows + 7 * more, count=one.count + more)
+        for one, other in ((SENTENCES, "sources"), (SOURCE, "targets"))
+    ]
+    return program_of(kind.partition(" ")[0], options, where, sizes)
+
+
+def extended(name: str, tensor: torch.Tensor, size: torch.Size) -> torch.Tensor:
+    """A tensor with rows behind it, or offsets with empty sentences behind them."""
+    whole = tensor.new_full(size, BEHIND.get(name, 0))
+    if name.endswith("cu_seqlens"):
+        whole.fill_(tensor[-1])
+    whole[: len(tensor)] = tensor
+    return whole
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [*sorted(TRAINED.keys() - {"logits"}), *MORE])
+@pytest.mark.parametrize("name", first(["cpu", "reference", "emulated"], 1))
+def test_rows_behind_change_nothing(kind, options, name):
+    where = backend(name)
+    few, many = (with_rows_behind(kind, options, where, more) for more in (0, 3))
+    given = drawn_for(few)
+    borders = (*many.inputs, *many.parameters, *many.output_gradients)
+    sizes = {virtual.name: torch.Size(virtual.shape) for virtual in borders}
+    more = {virtual: extended(virtual, tensor, sizes[virtual]) for virtual, tensor in given.items()}
+    wanted, found = run(few, where, given), run(many, where, more)
+    assert found.keys() == wanted.keys()
+    for virtual, one in wanted.items():
+        other = found[virtual]
+        if other.dtype.is_floating_point:
+            torch.testing.assert_close(
+                other[: len(one)], one, atol=1e-5, rtol=1e-5, msg=lambda why, at=virtual: at + why
+            )
+        else:
+            assert torch.equal(other[: len(one)], one), virtual
+        behind = other[len(one) :]
+        assert behind.isfinite().all(), virtual
+        if virtual.startswith("d_") or "context" in virtual:
+            assert not behind.any(), virtual

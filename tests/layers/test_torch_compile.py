@@ -1,8 +1,5 @@
-"""torch.compile around layers: they run beside its graph with the same numbers, and fullgraph=True
-is refused.
-
-So is everything else that would look into them.
-"""
+"""torch.compile around layers: they run beside its graph with the same numbers; fullgraph=True and
+everything else that would look into them is refused."""
 
 import copy
 import io
@@ -41,13 +38,6 @@ class Around(torch.nn.Module):
         return self.after(torch.relu(self.ours(torch.tanh(self.before(x)))))
 
 
-def same_parameters(first, second) -> bool:
-    return all(
-        torch.equal(one, other)
-        for one, other in zip(first.parameters(), second.parameters(), strict=True)
-    )
-
-
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("error:Dynamo")
 @pytest.mark.parametrize("planned", [False, True])
@@ -59,7 +49,7 @@ def test_a_translator_trains_alike(planned, caplog):
         plan_memory(called, largest(called))
     with caplog.at_level(logging.WARNING):
         assert losses(called, 6) == expected
-    assert same_parameters(eager, compiled)
+    assert all(map(torch.equal, eager.parameters(), compiled.parameters()))
     assert "recompile_limit" not in caplog.text
 
 
@@ -109,21 +99,18 @@ def test_compiled_by_inductor():
     actual.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("module", "x"), [(Around(), torch.randn(5, 24)), (QuantizedLinear(32, 16), torch.randn(5, 32))]
-)
-def test_a_full_graph_is_refused(module, x):
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True"):
-        torch.compile(module, backend="eager", fullgraph=True)(x)
+FULL = {
+    "a model": (Around(), (torch.randn(5, 24),)),
+    "a layer": (QuantizedLinear(32, 16), (torch.randn(5, 32),)),
+    "a loss": (VocabularyProjection(30, 32).loss, (torch.randn(5, 32), torch.zeros(5).long())),
+}
 
 
-def test_a_loss_in_a_full_graph_is_refused():
-    projection = VocabularyProjection(30, 32)
-    step = torch.compile(
-        lambda x, target: projection.loss(x, target)[0], backend="eager", fullgraph=True
-    )
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_graph_is_refused(name):
+    called, inputs = FULL[name]
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True"):
-        step(torch.randn(5, 32), torch.zeros(5, dtype=torch.long))
+        torch.compile(called, backend="eager", fullgraph=True)(*inputs)
 
 
 def first_derivative(layer, x):
@@ -176,28 +163,21 @@ def test_what_looks_into_a_layer_is_refused_in_one_line(look):
     assert "lsq.revert(model)" in str(refused.value).splitlines()[0]
 
 
-@pytest.mark.parametrize("kind", [QuantizedLinear, TransformerEncoderLayer, VocabularyProjection])
-def test_whole_layers_refuse_as_well(kind):
-    made = {QuantizedLinear: (32, 16), VocabularyProjection: (50, 32)}
-    layer = kind(*made.get(kind, [LayerConfig(hidden=32, heads=2, feed_forward=64)]))
-    x = torch.randn(3, 2, 32)
+LAYERS = {
+    "linear": lambda: QuantizedLinear(32, 16),
+    "encoder": lambda: TransformerEncoderLayer(LayerConfig(hidden=32, heads=2, feed_forward=64)),
+    "vocabulary": lambda: VocabularyProjection(50, 32),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_derivatives_of_torch_func_and_second_ones_are_refused(kind):
+    """Of a penalty on gradients, and of a Hessian, what the layer adds would be zero in silence."""
+    layer, x = LAYERS[kind](), torch.randn(3, 2, 32, requires_grad=True)
     with pytest.raises(
         RuntimeError, match=r"torch\.func cannot look into layers of lsq.*lsq\.revert"
     ):
         first_derivative(layer, x)
-    layer(x).sum().backward()  # nothing is left behind
-
-
-@pytest.mark.parametrize("kind", [QuantizedLinear, TransformerEncoderLayer])
-def test_second_derivatives_are_refused_and_never_left_out(kind):
-    """Of a penalty on gradients, and of a Hessian, where what the layer adds would be zero in
-    silence."""
-    layer = (
-        kind(32, 16)
-        if kind is QuantizedLinear
-        else kind(LayerConfig(hidden=32, heads=2, feed_forward=64))
-    )
-    x = torch.randn(3, 2, 32, requires_grad=True)
     for asked in (
         lambda: torch.autograd.grad(layer(x).sum(), x, create_graph=True),
         lambda: layer(x).sum().backward(create_graph=True),

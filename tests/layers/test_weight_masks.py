@@ -31,24 +31,21 @@ def test_one_bit_a_value(layer):
 def test_what_is_read(layer):
     expected = layer.weight.detach().clone()
     expected[:, ::2] = 0
-    assert (
-        torch.equal(layer.values_of("weight"), expected) and layer.values_of("bias") is layer.bias
-    )
+    assert torch.equal(layer.values_of("weight"), expected)
+    assert layer.values_of("bias") is layer.bias
     layer.fall_back()
     x = torch.randn(5, 16)
     torch.testing.assert_close(layer.eval()(x), torch.nn.functional.linear(x, expected, layer.bias))
     layer.weight_masks.fill(layer)
-    assert (
-        layer.values_of("weight") is layer.weight and layer.weight_masks.mask(layer, "weight").all()
-    )
+    assert layer.values_of("weight") is layer.weight
+    assert layer.weight_masks.mask(layer, "weight").all()
 
 
 def test_a_state_without_masks(layer):
     state = layer.state_dict()
     found = without_masks(state)
-    assert state.keys() - found.keys() == {"weight_kept"} and torch.equal(
-        found["weight"], layer.values_of("weight")
-    )
+    assert state.keys() - found.keys() == {"weight_kept"}
+    assert torch.equal(found["weight"], layer.values_of("weight"))
     del state["weight"]
     assert without_masks(state).keys() == state.keys()  # who loads it names what is left over
     state["weight"] = torch.randn(3, 16)
@@ -80,9 +77,8 @@ def test_an_average_of_models_has_their_mask(layer, average):
             layer.weight.add_(0.1 * step)
         averaged.update_parameters(layer)
     copy_of = averaged.module
-    assert torch.equal(copy_of.weight_kept, layer.weight_kept) and not torch.equal(
-        copy_of.weight, layer.weight
-    )
+    assert torch.equal(copy_of.weight_kept, layer.weight_kept)
+    assert not torch.equal(copy_of.weight, layer.weight)
     expected = copy_of.weight.detach().clone()
     expected[:, ::2] = 0
     assert torch.equal(copy_of.values_of("weight"), expected)

@@ -1,35 +1,21 @@
-"""Codes of weights: made again when anything changes, kept while nothing does, left to passes that
-still need them."""
+"""Codes of weights: made again when anything changes, kept while nothing does."""
 
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 
-from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
+from tests.constants import quant_with
 from tests.layers.shapes import HIDDEN, config_of
 
 
 def linear(**options):
-    return QuantizedLinear(16, 16, quant=QuantConfig(**options))
-
-
-def changed_by(change):
-    """Whether the output of a layer in eval mode follows a change of its parameters."""
-    layer = TransformerEncoderLayer(config_of())
-    x = torch.randn(5, 3, HIDDEN)
-    layer(x)
-    layer.eval()
-    with torch.no_grad():
-        before = layer(x)
-        assert torch.equal(layer(x), before)
-    change(layer)
-    with torch.no_grad():
-        return not torch.equal(layer.eval()(x) if layer.training else layer(x), before)
+    return QuantizedLinear(16, 16, quant=quant_with(**options))
 
 
 def optimize(layer):
@@ -45,18 +31,9 @@ def load_a_part(layer):
 
 
 @torch.no_grad()
-def widen_clips(layer):
-    layer.feed_forward.fc2_weight_clip.mul_(4)
-
-
-@torch.no_grad()
 def measure_a_part(layer):
     layer.feed_forward.fc1_weight.data.mul_(3)
     layer.calibrate_weights()
-
-
-def replace_a_weight(layer):
-    layer.feed_forward.fc1_weight = torch.nn.Parameter(-layer.feed_forward.fc1_weight.detach())
 
 
 def replace_data_at_the_same_place(layer):
@@ -66,37 +43,52 @@ def replace_data_at_the_same_place(layer):
     layer.feed_forward.fc1_weight.data = torch.from_numpy(memory)
 
 
-def train_in_between(layer):
-    layer.train()
-    layer.feed_forward.fc1_weight.data.neg_()
+def replace_a_weight(layer):
+    layer.feed_forward.fc1_weight = torch.nn.Parameter(-layer.feed_forward.fc1_weight.detach())
 
 
 CHANGES = [
     optimize,
     load_a_part,
-    widen_clips,
     measure_a_part,
     replace_a_weight,
     replace_data_at_the_same_place,
-    train_in_between,
+    lambda layer: layer.feed_forward.fc2_weight_clip.detach().mul_(4),
+    lambda layer: layer.train().feed_forward.fc1_weight.data.neg_(),
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_codes_are_made_again_when_weights_change(change):
-    assert changed_by(change)
+    layer = TransformerEncoderLayer(config_of())
+    x = torch.randn(5, 3, HIDDEN)
+    layer(x)
+    layer.eval()
+    with torch.no_grad():
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+    change(layer)
+    with torch.no_grad():
+        assert not torch.equal(layer.eval()(x) if layer.training else layer(x), before)
 
 
-def test_codes_are_kept_while_nothing_changes(monkeypatch):
-    layer = linear().eval()
-    x = torch.randn(3, 16)
-    made = []
-    original = RoundWeight.cpu
+@pytest.fixture
+def made(monkeypatch) -> list:
+    """The weights that are rounded from now on."""
+    made, original = [], RoundWeight.cpu
     monkeypatch.setattr(RoundWeight, "cpu", lambda *given: made.append(1) or original(*given))
+    return made
+
+
+def test_codes_are_kept_while_nothing_changes(made):
+    layer, x = linear().eval(), torch.randn(3, 16)
     with torch.no_grad():
         for _ in range(3):
             layer(x)
     assert made == [1]
+    assert layer.weight_state.kept  # but no copy takes them along
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert not twin.weight_state.kept
 
 
 def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
@@ -113,16 +105,6 @@ def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
     with torch.no_grad():
         assert torch.equal(layer(x), nested[0])
         assert torch.equal(layer(x), nested[0])
-
-
-def test_a_copy_takes_no_codes_along():
-    layer = linear().eval()
-    layer(torch.randn(3, 16))
-    assert (
-        layer.weight_state.kept
-        and not copy.deepcopy(layer).weight_state.kept
-        and not pickle.loads(pickle.dumps(layer)).weight_state.kept
-    )
 
 
 @pytest.mark.parametrize("lasting", [False, True])
@@ -153,48 +135,33 @@ def test_a_training_follows_a_pass_in_inference_mode():
     assert torch.equal(y, expected) and layer.weight.grad is not None
 
 
-def copied(layer, other):
-    with torch.no_grad():
-        layer.weight.copy_(other.weight)
+def parameter(weight, like):
+    return torch.nn.Parameter(weight.clone(), requires_grad=like.requires_grad)
 
 
-def copied_through_data(layer, other):
-    layer.weight.data.copy_(other.weight)
-
-
-def copied_by_numpy(layer, other):
-    layer.weight.detach().numpy()[:] = other.weight.detach().numpy()
-
-
-def data_put(layer, other):
-    layer.weight.data = other.weight.data.clone()
-
-
-def parameter_put(layer, other):
-    layer.weight = torch.nn.Parameter(
-        other.weight.detach().clone(), requires_grad=layer.weight.requires_grad
-    )
+PUT = {
+    "copied": lambda layer, new: layer.weight.copy_(new),
+    "copied through data": lambda layer, new: layer.weight.data.copy_(new),
+    "copied by numpy": lambda layer, new: numpy.copyto(layer.weight.detach().numpy(), new.numpy()),
+    "other data": lambda layer, new: setattr(layer.weight, "data", new.clone()),
+    "another one": lambda layer, new: setattr(layer, "weight", parameter(new, layer.weight)),
+}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(
-    "put", [copied, copied_through_data, copied_by_numpy, data_put, parameter_put]
-)
+@pytest.mark.parametrize("put", PUT)
 def test_other_weights_put_into_a_layer_are_used_and_measured(put, frozen):
     """In eval mode, and in training mode where the layer is frozen."""
     torch.manual_seed(0)
-    layer, other, x = (
-        QuantizedLinear(64, 48),
-        torch.nn.Linear(64, 48, bias=False),
-        torch.randn(70, 64),
-    )
+    layer, other = QuantizedLinear(64, 48), torch.nn.Linear(64, 48, bias=False)
+    x = torch.randn(70, 64)
     other.weight.data.mul_(8)
     with torch.no_grad():
         layer.bias.zero_()
         layer(x)
         layer.requires_grad_(False) if frozen else layer.eval()
         layer(x)
-        put(layer, other)
+        PUT[put](layer, other.weight.detach())
         wanted = other(x)
         assert (layer(x) - wanted).norm() < 0.02 * wanted.norm()
 
@@ -222,9 +189,7 @@ def test_clips_that_come_with_weights_or_are_frozen_stay():
         assert torch.equal(layer.weight_clip, clip)
 
 
-def test_memory_of_several_processes_is_never_rounded_by_the_optimizer(monkeypatch):
-    made, original = [], RoundWeight.cpu
-    monkeypatch.setattr(RoundWeight, "cpu", lambda *given: made.append(1) or original(*given))
+def test_memory_of_several_processes_is_never_rounded_by_the_optimizer(made):
     layer = linear(calibration_passes=0, clip_init="fixed").share_memory()
     optimizer, x = Adam(layer.parameters()), torch.ones(3, 16)
     for number in range(3):

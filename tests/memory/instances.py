@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies
 
-from lsq.memory.buffer import Buffer, Plan
+from lsq.memory.planner import Buffer, Plan
 
 
 def buffers_of(*rows: tuple[int, ...], alignment: int = 1) -> list[Buffer]:
@@ -62,20 +62,17 @@ def guillotine(
 
 
 def assert_separate(buffers: list[Buffer], plan: Plan) -> None:
-    """Compare every pair of buffers; every one keeps to its alignment and segment."""
-    assert plan.offsets.keys() == plan.segments.keys() == {buffer.name for buffer in buffers}
+    """Compare every pair of buffers; every one keeps to its alignment and the peak."""
+    assert plan.offsets.keys() == {buffer.name for buffer in buffers}
+    assert plan.lower_bound <= plan.peak
     for one, other in itertools.combinations([buffer for buffer in buffers if buffer.size], 2):
-        together = one.first <= other.last and other.first <= one.last
-        if together and plan.segments[one.name] == plan.segments[other.name]:
+        if one.first <= other.last and other.first <= one.last:
             start, after = plan.offsets[one.name], plan.offsets[other.name]
             assert start + one.size <= after or after + other.size <= start, (one, other)
     for buffer in buffers:
-        offset, segment = plan.offsets[buffer.name], plan.segments[buffer.name]
+        offset = plan.offsets[buffer.name]
         assert offset >= 0 and offset % buffer.alignment == 0
-        assert (
-            not buffer.size
-            or offset + buffer.size <= plan.used[segment] <= plan.capacities[segment]
-        )
+        assert not buffer.size or offset + buffer.size <= plan.peak
         assert buffer.offset in (None, offset)
 
 

@@ -4,9 +4,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lsq.memory.buffer import Buffer
 from lsq.memory.files import read_buffers, save_plan, write_plan
-from lsq.memory.planner import plan
+from lsq.memory.planner import Buffer, plan
 from tests.memory.instances import buffers_of, random_buffers
 
 
@@ -21,10 +20,7 @@ def test_read(path):
         Buffer(name="a", size=10, first=0, last=2, alignment=64),
         Buffer(name="b", size=0, first=-1, last=1, alignment=8),
     ]
-
-
-def test_columns_may_stand_in_any_order(path):
-    path.write_text("size,id,alignment,upper,lower\n10,a,,3,0\n")
+    path.write_bytes(b"\xef\xbb\xbfsize,id,alignment,upper,lower\r\n10,a,,3,0\r\n")
     assert read_buffers(path) == buffers_of((10, 0, 2))
 
 
@@ -72,6 +68,7 @@ def test_offsets_and_other_names_of_minimalloc(path):
         ("id,lower,upper,size\na,0,1,1_0\n", "line 2: size is '1_0'; it must be a whole number"),
         ("id,lower,upper,size\na,0,1, 2\n", "line 2: size is ' 2'"),
         ("id,lower,upper,size\na,0,1,\xb2\n", "is not a CSV file"),
+        ("id,lower,upper,size\na,0,1,\xd9\xa4\n", "line 2: size is '٤'; it must be a whole"),
         (
             "id,lower,upper,size\na,0,1," + "9" * 5000 + "\n",
             "line 2: size is 9{100}; it must be at most 2",
@@ -101,11 +98,11 @@ def test_mistakes_are_named_with_their_line(path, text, message):
 
 def test_write_plan(path):
     write_plan(plan(buffers_of((4, 0, 1), (2, 1, 2))), path)
-    assert path.read_text() == "id,offset,segment\na,0,0\nb,4,0\n"
+    assert path.read_text() == "id,offset\na,0\nb,4\n"
 
 
 def test_a_plan_as_json_says_all(path):
-    for options in ({}, {"capacity": 10**6}, {"cap": 2000}):
+    for options in ({}, {"capacity": 10**6}):
         made = plan(random_buffers(random.Random(2), 20), **options)
         save_plan(made, path)
         assert json.loads(path.read_text()) == json.loads(json.dumps(asdict(made)))
@@ -121,14 +118,3 @@ def test_a_failed_write_leaves_the_file_as_it_was(path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_plan(plan(buffers_of((4, 0, 1))), path)
     assert path.read_text() == "before" and len(list(path.parent.iterdir())) == 1
-
-
-def test_a_byte_order_mark_is_no_part_of_the_heading(path):
-    path.write_bytes(b"\xef\xbb\xbfid,lower,upper,size\r\na,0,1,2\r\n")
-    assert [buffer.name for buffer in read_buffers(path)] == ["a"]
-
-
-def test_digits_of_other_scripts_are_refused(path):
-    path.write_text("id,lower,upper,size\na,0,1,٤\n")
-    with pytest.raises(ValueError, match="line 2: size is '٤'; it must be a whole number"):
-        read_buffers(path)

@@ -1,40 +1,38 @@
-"""Kept memory: large tensors of the CPU come from the pool, rooms are for one pass at a time, all
-can be given back."""
+"""Memory of the process: tensors, rooms, and the arenas, pool and workspaces behind them."""
 
 import copy
+import gc
 import os
+import random
 import subprocess
 import sys
 import threading
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from lsq.memory import kept
+from lsq.memory.kept import HUGE_PAGE, Arena, Gaps, Pool, Room, Workspace
 
 LARGE = (kept.SMALLEST,)
 CPU = torch.device("cpu")
+LIVES = [(1000, 0, 1), (600, 1, 2), (900, 2, 3), (0, 0, 3)]
 
 
-def test_large_tensors_find_the_memory_of_those_before():
+def test_large_tensors_find_the_memory_of_those_before_until_it_is_released():
     first = kept.tensor(LARGE, torch.int8).fill_(1)
-    place = first.data_ptr()
+    address = first.data_ptr()
     assert first.untyped_storage().nbytes() == kept.SMALLEST
+    kept.release()  # leaves what is in use alone
+    assert first.all()
     del first
-    assert kept.tensor(LARGE, torch.int8).data_ptr() == place
-    assert kept.tensor((kept.SMALLEST // 4, 1), torch.float32).data_ptr() == place
+    assert kept.tensor((kept.SMALLEST // 4, 1), torch.float32).data_ptr() == address
     assert kept.tensor((3, 0), torch.float32).shape == (3, 0)
-
-
-def test_released_memory_is_cleared():
-    tensor = kept.tensor(LARGE, torch.int8).fill_(1)
-    place = tensor.data_ptr()
-    kept.release()
-    assert tensor.all()
-    del tensor
     kept.release()
     again = kept.tensor(LARGE, torch.int8)
-    assert again.data_ptr() == place and not again.any()
+    assert again.data_ptr() == address and not again.any()
 
 
 def test_a_room_is_for_one_at_a_time():
@@ -56,22 +54,16 @@ def test_a_room_is_for_one_at_a_time():
 
 
 def test_nothing_is_kept_where_profilers_look():
-    with kept.nothing_kept():
-        tensor = kept.tensor(LARGE, torch.int8)
-        with kept.room(CPU) as found:
-            assert found.arena is None
-    place = tensor.data_ptr()
-    del tensor
-    assert kept.tensor(LARGE, torch.int8).data_ptr() != place
-
-
-def test_memory_is_kept_again_when_the_last_thread_has_left():
     first, second = kept.nothing_kept(), kept.nothing_kept()
     first.__enter__()
     with second:
         first.__exit__(None, None, None)  # as another thread may, in between
+        tensor = kept.tensor(LARGE, torch.int8)
         with kept.room(CPU) as found:
             assert found.arena is None
+    address = tensor.data_ptr()
+    del tensor
+    assert kept.tensor(LARGE, torch.int8).data_ptr() != address
     with kept.room(CPU) as found:
         assert found.arena is not None
 
@@ -92,9 +84,8 @@ def test_a_forked_process_reads_what_is_kept_and_has_memory_of_its_own():
 def test_kept_tensors_can_be_copied_saved_and_shared(tmp_path):
     tensor = kept.tensor(LARGE, torch.int8).fill_(3)
     torch.save(tensor, tmp_path / "kept.pt")
-    assert torch.equal(torch.load(tmp_path / "kept.pt"), tensor) and torch.equal(
-        copy.deepcopy(tensor), tensor
-    )
+    assert torch.equal(torch.load(tmp_path / "kept.pt"), tensor)
+    assert torch.equal(copy.deepcopy(tensor), tensor)
     tensor.share_memory_()
     assert tensor.is_shared() and (tensor == 3).all()
 
@@ -117,3 +108,266 @@ print(len(found), "ulimit -v" in str(found[0].message), sum(int(one.sum()) for o
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["1", "True", str(2 << 20)], done.stderr
+
+
+# Arenas
+
+
+def test_tensors_lie_where_they_are_put():
+    arena = Arena(4096)
+    a = arena.tensor(256, (3, 5), torch.float32)
+    b = arena.tensor(1032, (7,), torch.int8)
+    base = arena.tensor(0, (1,), torch.uint8).data_ptr()
+    assert base % HUGE_PAGE == 0 and a.data_ptr() == base + 256 and b.data_ptr() == base + 1032
+    assert a.shape == (3, 5) and a.is_contiguous() and a.dtype == torch.float32
+    assert arena.tensor(4096, (0, 3), torch.float32).shape == (0, 3)
+    assert arena.tensor(8, (), torch.int64).shape == ()
+
+
+def test_tensors_share_their_bytes_whatever_their_type():
+    arena = Arena(1024)
+    arena.tensor(512, (2, 4), torch.float32).copy_(torch.arange(8.0).view(2, 4))
+    assert arena.tensor(512 + 16, (4,), torch.float32).tolist() == [4, 5, 6, 7]
+    arena.tensor(512, (32,), torch.uint8).fill_(0)
+    assert not arena.tensor(512, (8,), torch.float32).any()
+    assert arena.tensor(504, (4,), torch.bool).dtype == torch.bool
+
+
+def test_what_is_lent_has_a_storage_of_its_own():
+    arena = Arena(4096)
+    lent, alive = arena.lend(256, (3, 5), torch.float32)
+    arena.tensor(256, (3, 5), torch.float32).fill_(7)
+    assert lent.shape == (3, 5) and (lent == 7).all() and not lent._is_view()
+    assert (
+        lent.untyped_storage().data_ptr() == lent.data_ptr()
+        and lent.untyped_storage().nbytes() == 60
+    )
+    view = lent[1]
+    del lent
+    assert alive() is not None
+    del view
+    assert alive() is None
+
+
+def test_what_is_lent_keeps_the_arena():
+    arena = Arena(4096)
+    lent, _ = arena.lend(0, (4,), torch.float32)
+    del arena
+    gc.collect()
+    assert lent.fill_(3).sum() == 12
+
+
+@pytest.mark.parametrize(
+    "offset, shape, dtype",
+    [
+        (-4, (1,), torch.float32),
+        (1000, (7,), torch.float32),
+        (2, (1,), torch.float32),
+        (0, (1025,), torch.int8),
+    ],
+)
+def test_what_does_not_fit_is_refused(offset, shape, dtype):
+    with pytest.raises(ValueError, match=rf"offset {offset} does not fit an arena of 1024 bytes"):
+        Arena(1024).tensor(offset, shape, dtype)
+    with pytest.raises(ValueError, match="does not fit an arena"):
+        Arena(1024).lend(offset, shape, dtype)
+
+
+def overcommit() -> str:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip()
+    except OSError:
+        return ""
+
+
+@pytest.mark.skipif(
+    overcommit() not in "01" or sys.platform != "linux",
+    reason="the system reserves all memory ahead",
+)
+def test_a_plan_may_be_larger_than_the_machine():
+    arena = Arena(1 << 40)
+    arena.tensor((1 << 40) - 64, (16,), torch.float32).fill_(1)
+    arena.tensor(0, (16,), torch.float32).fill_(1)
+
+
+def test_what_the_system_refuses_is_explained():
+    with pytest.raises(
+        MemoryError, match="no address space for a plan of .* bytes .*plan for smaller batches"
+    ):
+        Arena(1 << 60)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_worker_takes_no_copy():
+    arena = Arena(4096)
+    tensor = arena.tensor(0, (1024,), torch.uint8).fill_(7)
+    worker = os.fork()
+    if worker == 0:
+        os._exit(int(tensor[5]))
+    _, status = os.waitpid(worker, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 7) and (tensor == 7).all()
+    if sys.platform == "linux":
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.thorough
+def test_memory_lives_as_long_as_its_tensors():
+    arena = Arena(1024)
+    slab = weakref.ref(arena._slab.untyped_storage())
+    tensor = arena.tensor(0, (256,), torch.float32).fill_(3)
+    gone = weakref.ref(arena)
+    del arena
+    gc.collect()
+    assert gone() is None and tensor.sum() == 768
+    del tensor
+    gc.collect()
+    assert slab() is None
+
+
+# The pool
+
+
+def test_memory_that_nothing_uses_any_more_is_taken_again():
+    pool = Pool(1 << 22)
+    first, second = pool.tensor((300, 7), torch.float32), pool.tensor((500,), torch.int8)
+    address, view = first.data_ptr(), first[3].fill_(5)
+    del first
+    third = pool.tensor((300, 7), torch.float32).fill_(1)
+    assert third.data_ptr() != address and (view == 5).all() and third.is_contiguous()
+    del view
+    assert pool.tensor((300, 7), torch.float32).data_ptr() == address
+    assert second.untyped_storage().nbytes() == 500
+    assert pool.tensor((1 << 22,), torch.uint8) is None
+    del second, third
+    assert pool.tensor((1 << 22,), torch.uint8) is not None
+
+
+def test_autograd_keeps_what_it_has_saved():
+    pool = Pool(1 << 20)
+    x = pool.tensor((1000,), torch.float32).fill_(2).requires_grad_()
+    y = (x * x).sum()
+    address = x.data_ptr()
+    del x
+    assert pool.tensor((1000,), torch.float32).data_ptr() != address
+    y.backward()
+    del y
+    gc.collect()
+    assert pool.tensor((1000,), torch.float32).data_ptr() == address
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_pool_serves_every_grad_mode(mode):
+    pool = Pool(1 << 20)
+    with mode():
+        pool.tensor((64,), torch.float32).fill_(1)
+    x = pool.tensor((64,), torch.float32).fill_(3).requires_grad_()
+    x.square().sum().backward()
+    assert (x.grad == 6).all()
+
+
+def test_threads_never_share_memory():
+    pool, failures = Pool(1 << 26), []
+
+    def work(number: int) -> None:
+        for step in range(200):
+            sizes = [1000 * (1 + (step + one) % 7) for one in range(3)]
+            tensors = [pool.tensor((size,), torch.float32).fill_(number) for size in sizes]
+            failures.extend(tensor for tensor in tensors if not (tensor == number).all())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_smallest_gap_that_has_the_bytes_is_taken():
+    gaps = Gaps(1000, alignment=1)
+    assert [gaps.take(size) for size in (100, 50, 200, 50, 600)] == [0, 100, 150, 350, 400]
+    assert gaps.take(1) is None and list(gaps) == []
+    for start, size in ((150, 200), (0, 100), (350, 50)):
+        gaps.give_back(start, size)
+    assert list(gaps) == [(0, 100), (150, 250)]
+    assert gaps.take(90) == 0 and gaps.take(90) == 150 and gaps.take(161) is None
+    assert gaps.take(160) == 240 and list(gaps) == [(90, 10)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_taking_and_giving_back(seed):
+    chance, size, alignment = random.Random(seed), 1 << 14, 64
+    gaps, taken, owner = Gaps(size, alignment), [], [None] * size
+    for number in range(2000):
+        if taken and chance.random() < 0.5:
+            start, length = taken.pop(chance.randrange(len(taken)))
+            assert len(set(owner[start : start + length])) == 1
+            owner[start : start + length] = [None] * length
+            gaps.give_back(start, length)
+        else:
+            length = chance.randint(1, 900)
+            start = gaps.take(length)
+            if start is None:
+                assert max((bytes_ for _, bytes_ in gaps), default=0) < length
+                continue
+            assert start % alignment == 0 and set(owner[start : start + length]) == {None}
+            owner[start : start + length] = [number] * length
+            taken.append((start, length))
+        free = list(gaps)
+        assert all(one[0] + one[1] < other[0] for one, other in zip(free, free[1:], strict=False))
+    for start, length in taken:
+        gaps.give_back(start, length)
+    assert list(gaps) == [(0, size)]
+
+
+# Workspaces, in memory that stays or comes and goes
+
+
+@pytest.mark.parametrize("lasting", [1 << 30, 0])
+def test_tensors_that_are_needed_together_lie_apart_and_others_share_bytes(lasting):
+    workspace = Workspace(Room("cpu", lasting), LIVES)
+    sizes = enumerate(size for size, _, _ in LIVES)
+    a, b, c, empty = (workspace.tensor(number, (size,), torch.uint8) for number, size in sizes)
+    assert workspace.size < 2560 and empty.shape == (0,)
+    with workspace.opened():
+        a.fill_(1)
+        b.fill_(2)
+        assert (a == 1).all()
+        c.fill_(3)
+        assert (b == 2).all() and not (a == 1).all()
+
+
+def test_workspaces_of_a_lasting_room_begin_at_one_address_and_never_move():
+    room = Room("cpu", 1 << 30)
+    small, large = Workspace(room, [(400, 0, 0)]), Workspace(room, [(1 << 22, 0, 0), (400, 0, 0)])
+    x, y = small.tensor(0, (100,), torch.float32), large.tensor(0, (1 << 20,), torch.float32)
+    assert x.data_ptr() == y.data_ptr()
+    for workspace in (small, large, small):
+        with workspace.opened() as moved:
+            assert not moved
+    y.fill_(3)
+    room.release()
+    assert not y.any()  # another page
+    with small.opened():
+        assert x.fill_(2).sum() == 200
+
+
+def test_tensors_follow_passing_memory_which_is_there_only_meanwhile():
+    workspace = Workspace(Room("cpu"), [(1 << 20, 0, 0), (64, 0, 0)])
+    x = workspace.tensor(0, (512, 512), torch.float32)
+    y = workspace.tensor(1, (8, 2), torch.float32)
+    with workspace.opened():
+        between = y.data_ptr() - x.data_ptr()
+    assert x.untyped_storage().nbytes() == 0
+    with pytest.raises(ZeroDivisionError), workspace.opened():
+        before = x.data_ptr()
+        raise ZeroDivisionError
+    assert x.untyped_storage().nbytes() == 0
+    others = []
+    while True:  # until its bytes are taken
+        others.append(torch.empty(1 << 18))
+        with workspace.opened() as moved:
+            assert moved == (x.data_ptr() != before) and y.data_ptr() - x.data_ptr() == between
+            assert y.fill_(3).sum() == 48
+            if moved:
+                break
+        assert len(others) < 100

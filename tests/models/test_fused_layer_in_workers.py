@@ -7,13 +7,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.config import QuantConfig
+from tests.constants import quant_with
 from tests.dist.processes import run
 from tests.models.architectures.test_llama import MAKERS
 from tests.models.checks import fused, made, right_padded
 from tests.models.test_workers import alike, assert_shards_go_on, saved_and_loaded, whole
 
-QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)
+QUANT = quant_with(backward="float", clip_step=0.01, calibration_passes=2)
 BATCH = right_padded((9, 9, 9))
 
 

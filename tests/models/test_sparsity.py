@@ -25,11 +25,12 @@ from lsq.models.sparsity import (
     unpack,
 )
 from lsq.optim import Adam
+from tests.constants import quant_with
 from tests.layers.shapes import HIDDEN, config_of
 from tests.models import models
 
 INPUTS, OUTPUTS = 48, 32
-QUANT = QuantConfig(backward="float", calibration_passes=0)
+QUANT = quant_with(backward="float", calibration_passes=0)
 
 
 def layer(seed: int = 1, quant: QuantConfig = QUANT) -> QuantizedLinear:
@@ -80,7 +81,7 @@ def train(model: nn.Module, optimizer, steps: int, seed: int = 0) -> list[float]
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_equals_a_dense_layer_with_zeros(options, training):
-    sparse = layer(quant=QuantConfig(backward="float", calibration_passes=0, **options)).train(
+    sparse = layer(quant=quant_with(backward="float", calibration_passes=0, **options)).train(
         training
     )
     dense, x = pruned(sparse), batch()

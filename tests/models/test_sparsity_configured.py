@@ -13,17 +13,18 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.models.sparsity import Pruning, choose, sparsify, sparsity_of, wants_sparsity
 from lsq.optim import Adam
+from tests.constants import quant_with
 from tests.models import models
 from tests.models.test_sparsity import INPUTS, OUTPUTS, batch, layer, train
 
 QUANT = {"backward": "float", "calibration_passes": 0}
-SPARSE = QuantConfig(**QUANT, sparsity="2:4,every=2,decay=0.2")
+SPARSE = quant_with(**QUANT, sparsity="2:4,every=2,decay=0.2")
 
 
 def test_as_sparsify_does():
     """The same losses as of a dense layer that sparsify was called on."""
     found = []
-    for quant in (SPARSE, QuantConfig(**QUANT)):
+    for quant in (SPARSE, quant_with(**QUANT)):
         model = layer(quant=quant)
         optimizer = Adam(model.parameters(), lr=0.01)
         sparsity = (
@@ -85,7 +86,7 @@ def test_a_dense_state_is_one_whose_masks_keep_all():
 
 def test_begin_after_the_end():
     """Masks of a checkpoint that count no more become zeros."""
-    model = layer(quant=QuantConfig(**QUANT, sparsity="2:4,end=3"))
+    model = layer(quant=quant_with(**QUANT, sparsity="2:4,end=3"))
     sparsity_of(model)
     sparse = model.eval()(batch())
     sparsity_of(model, updates=3)

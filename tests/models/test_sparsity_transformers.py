@@ -11,6 +11,7 @@ from torch import nn
 import lsq
 from lsq.models.sparsity import sparsify
 from lsq.optim import Adam
+from tests.constants import quant_with
 from tests.models.architectures.test_gpt2 import gpt2
 from tests.models.architectures.test_llama import MAKERS
 from tests.models.checks import made, right_padded, words
@@ -22,7 +23,7 @@ BATCH = right_padded((11, 6))
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_layers_of_transformers(kind, mode):
     model = made(MAKERS["llama"]) if kind == "llama" else gpt2()
-    lsq.convert(model, lsq.QuantConfig(mode=mode, backward="float", calibration_passes=0))
+    lsq.convert(model, quant_with(mode=mode, backward="float", calibration_passes=0))
     model(**BATCH).loss.backward()
     sparsity = sparsify(model)
     own = model.model.layers[0] if kind == "llama" else model.transformer.h[0]

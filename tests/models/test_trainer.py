@@ -12,6 +12,7 @@ from lsq.dist import GradientConfig
 from lsq.models import LsqCallback, load_clips
 from lsq.observe import quantized_tensors
 from lsq.optim import Adam
+from tests.constants import quant_with
 from tests.models.trainings import (
     MAKERS,
     converted,
@@ -103,7 +104,7 @@ def test_signals_of_every_tensor(tmp_path):
 
 
 def test_clips_that_cut_are_warned_of_once(tmp_path, caplog):
-    model = converted("bert", quant=QuantConfig(clip_init="fixed", activation_clip=0.05))
+    model = converted("bert", quant=quant_with(clip_init="fixed", activation_clip=0.05))
     trainer(
         "bert",
         tmp_path,

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lsq
-from lsq.config import QuantConfig
 from lsq.optim import Adam
 from lsq.run.backends import CPU
+from tests.constants import quant_with
 from tests.layers.shapes import decibels
 from tests.models.models import WIDTH, loss_of, model, tokens
 from tests.sampling import first
 
-QUANT = QuantConfig(calibration_passes=0)
+QUANT = quant_with(calibration_passes=0)
 
 
 def linear(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -147,7 +147,7 @@ def test_autocast():
 def test_what_is_wanted_is_what_it_always_was(name, frozen):
     torch.manual_seed(1)
     whole = model()
-    lsq.convert(whole, QuantConfig(calibration_passes=0, clip_init="absmax"))
+    lsq.convert(whole, quant_with(calibration_passes=0, clip_init="absmax"))
     layer = getattr(whole.blocks[0], name)
     x = torch.randn(11, layer.sizes[0], requires_grad=True)
     layer(x)

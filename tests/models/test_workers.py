@@ -18,11 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lsq
-from lsq.config import QuantConfig
+from tests.constants import quant_with
 from tests.dist.processes import run
 from tests.models.models import Model, loss_of, model, tokens
 
-QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)
+QUANT = quant_with(backward="float", clip_step=0.01, calibration_passes=2)
 STEPS = 3
 
 

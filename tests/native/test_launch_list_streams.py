@@ -25,7 +25,7 @@ class Streams:
     def __init__(self):
         self.driver, self.current = Driver(), None
         self.backend = CUDA(cuda.emulated_device.__wrapped__())
-        self.backend.device.stream = lambda: self.current.handle.value
+        self.backend.target.stream = lambda: self.current.handle.value
         self.first, self.second = Stream(self.driver), Stream(self.driver)
 
     def prepare(self, operation):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lsq.layers import TransformerDecoderLayer, programs
-from lsq.layers.programs import Vocabulary
 from lsq.native import loader, shared_library, sources
 from lsq.program.samples import Sampler
 from tests.layers.examples import SENTENCES, SOURCE, mode_on
@@ -20,7 +19,7 @@ from tests.layers.shapes import config_of, gradients, padding_mask
 from tests.ops.compare import compare
 
 LEVELS = ("v4", "v3", "v1")
-WORDS = Vocabulary(words=91, hidden=48, padded=96)
+WORDS = 91, 48
 
 
 def path_of(level):
@@ -82,7 +81,7 @@ def test_every_level_computes_what_the_references_do(use, level):
         for program in (
             programs.decoder_layer(config, SENTENCES, SOURCE, mode_on("cpu")),
             programs.vocabulary_loss(
-                config.quant, 41, WORDS, mode_on("cpu"), padding=1, smoothing=0.1
+                config.quant, 41, *WORDS, mode_on("cpu"), padding=1, smoothing=0.1
             ),
         ):
             drawn = Sampler()

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 import lsq
-from lsq.config import QuantConfig
+from tests.constants import quant_with
 
 WIDTH, FEED_FORWARD, WORDS = 64, 128, 96
 OUTLIERS = 3
@@ -58,7 +58,7 @@ def gated_model(*spikes: float, seed: int = 1) -> GatedModel:
 def converted(*spikes: float, **options) -> GatedModel:
     """The same model in int8; `options` of QuantConfig."""
     model = gated_model(*spikes)
-    lsq.convert(model, QuantConfig(**options))
+    lsq.convert(model, quant_with(**options))
     return model
 
 

@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lsq
-from lsq.config import LayerConfig, QuantConfig
+from lsq.config import LayerConfig
 from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.layers.memory import plan_memory
 from lsq.models import float_state_dict
 from lsq.observe import Bounds, Reading
 from lsq.observe.noise import QUANTITIES
+from tests.constants import quant_with
 from tests.observe.models import batch, converted, gated_model, loss_of
 
 ALL_BELOW = Bounds(**dict.fromkeys(QUANTITIES, math.inf))
@@ -204,7 +205,7 @@ def test_frozen_layers_and_a_module_that_is_there_twice():
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
 def test_every_use_in_a_step_is_seen(how):
     """The worst counts: of the second, nearly everything is clipped."""
-    layer = QuantizedLinear(64, 64, quant=QuantConfig(calibration_passes=0))
+    layer = QuantizedLinear(64, 64, quant=quant_with(calibration_passes=0))
     run = (
         layer
         if how == "plain"

@@ -18,6 +18,7 @@ from lsq.layers import (
 )
 from lsq.observe import mean_squares, observe, quantized_tensors
 from lsq.run.cuda import CUDA, emulated_device
+from tests.constants import quant_with
 from tests.layers.oracle import recorded
 from tests.layers.shapes import HIDDEN, config_of
 
@@ -72,7 +73,7 @@ def test_one_layer_against_direct_computation(bits, granularity):
 
 
 def test_codes_in_use():
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(clip_init="fixed", activation_clip=127.0))
+    layer = QuantizedLinear(16, 16, quant=quant_with(clip_init="fixed", activation_clip=127.0))
     with observe(layer) as found:
         layer(torch.tensor([[0.0, 5.2, -9.4, 0.3] * 4]))
     assert found["input"].largest_code == 9
@@ -170,7 +171,7 @@ def test_every_quantised_tensor_of_a_model_is_seen_under_its_name():
 
 
 def test_the_last_pass_counts():
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0))
+    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0))
     layer(torch.randn(41, 16))
     with observe(layer) as found:
         layer(torch.zeros(3, 16))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lsq.ops.embedding import Embed, EmbedGradient
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.quant import random
 from tests.ops.compare import KEY, compare, dropout_of, empty, on_cpu
 from tests.ops.programs import builder, run

@@ -16,7 +16,7 @@ from lsq.ops.residual_norm import (
     ResidualSum,
     ResidualSumGradient,
 )
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.program.values import Rows
 from lsq.quant import NORMALISED, random
 from lsq.run.backends import backend, run

@@ -8,8 +8,7 @@ from lsq.config import QuantConfig
 from lsq.layers import programs
 from lsq.ops.sums import TOGETHER, FinishSums, PartialSums, SummedGradient, finish_together
 from lsq.ops.sums_cuda import leave_gradient_sums
-from lsq.program.parameters import Kind
-from lsq.program.tensor import VirtualTensor
+from lsq.program.tensor import Kind, VirtualTensor
 from lsq.program.values import Rows
 from lsq.run.backends import Reference
 from tests.layers.examples import SENTENCES, SOURCE, mode_on, run

@@ -7,7 +7,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_l
 from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind
 from lsq.program.values import Rows
 from lsq.quant import quantize
 from tests.ops.compare import KEY

@@ -7,13 +7,13 @@ import pytest
 import torch
 from fairseq.optim.adam import Adam as FairseqAdam
 
-from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.layers.schedule import Schedule
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
-from lsq.run import stamp
+from lsq.run import parameter_state
 from lsq.run.parameter_state import state_of
+from tests.constants import quant_with
 from tests.layers.shapes import HIDDEN, config_of
 from tests.optim.test_adam import OPTIONS
 
@@ -139,7 +139,7 @@ def leave_and_return(layer):
 
 def trained() -> tuple[QuantizedLinear, torch.Tensor, Adam]:
     """A layer whose optimizer has made the codes of its weight, an input, and the optimizer."""
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, clip_init="fixed"))
+    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
     for _ in range(3):
         layer(x).square().sum().backward()
@@ -221,8 +221,8 @@ def test_codes_that_a_pass_wrote_over_are_not_used(call):
 
 def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(monkeypatch):
     """Nor where values are not compared, as on a GPU."""
-    monkeypatch.setattr(stamp, "_sample", lambda tensor: tensor.detach()[:0])
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, clip_init="fixed"))
+    monkeypatch.setattr(parameter_state, "_sample", lambda tensor: tensor.detach()[:0])
+    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
     others = [one for one in layer.parameters() if one is not layer.weight_clip]
     mine, other, x = (
         Adam(others, lr=0.01),
@@ -237,7 +237,7 @@ def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(mo
 
 
 def test_codes_under_frozen_clips_come_from_the_optimizer(rounded):
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, clip_init="fixed"))
+    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
     layer.weight_clip.requires_grad_(False)
     optimizer, x, counts = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16), []
     for _ in range(4):
@@ -248,7 +248,7 @@ def test_codes_under_frozen_clips_come_from_the_optimizer(rounded):
 
 
 def test_a_copy_of_a_layer_is_independent():
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, clip_init="fixed"))
+    layer = QuantizedLinear(16, 16, quant=quant_with(calibration_passes=0, clip_init="fixed"))
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
     for _ in range(2):
         layer(x).square().sum().backward()
@@ -274,7 +274,7 @@ def test_another_optimizer_that_takes_over_is_limited():
 
 
 def test_packed_weights_are_rounded_by_the_pass(rounded):
-    layer = QuantizedLinear(32, 16, quant=QuantConfig(weight_format="int4", calibration_passes=0))
+    layer = QuantizedLinear(32, 16, quant=quant_with(weight_format="int4", calibration_passes=0))
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 32)
     for number in range(3):
         layer(x).square().sum().backward()

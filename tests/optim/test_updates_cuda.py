@@ -7,12 +7,12 @@ import weakref
 import pytest
 import torch
 
-from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
 from lsq.layers.schedule import Schedule
 from lsq.optim import Adam
 from lsq.run.cuda import CUDA
 from lsq.run.parameter_state import WeightCodes, state_of, withdraw
+from tests.constants import quant_with
 from tests.ops import cuda
 from tests.ops.adam_checks import codes_of
 
@@ -28,7 +28,9 @@ def pair(device, **options):
     """Two optimizers of equal parameters, of the CPU and of the device."""
     torch.manual_seed(3)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    theirs = [torch.nn.Parameter(parameter.detach().clone().to(device.place)) for parameter in ours]
+    theirs = [
+        torch.nn.Parameter(parameter.detach().clone().to(device.device)) for parameter in ours
+    ]
     return Adam(ours, lr=0.01, **options), Adam(theirs, lr=0.01, backend=device, **options)
 
 
@@ -61,10 +63,10 @@ def turns():
     """Three turns of each loop of the kernels that take tables, by tests.ops.test_turns_cuda."""
     target = CUDA(cuda.current_device())
     few = [
-        torch.nn.Parameter(torch.randn(size, device=target.place)) for size in (1027, *[1] * 600)
+        torch.nn.Parameter(torch.randn(size, device=target.device)) for size in (1027, *[1] * 600)
     ]
     weight, clip = (
-        torch.nn.Parameter(torch.rand(shape, device=target.place)) for shape in ((528, 272), (1,))
+        torch.nn.Parameter(torch.rand(shape, device=target.device)) for shape in ((528, 272), (1,))
     )
     rounded = codes_of(clip, (528, 272)).bare()
     codes = WeightCodes((id(weight), id(clip)))
@@ -131,7 +133,7 @@ def test_addresses_are_uploaded_only_when_they_change(device, monkeypatch):
     optimizer = optimizers[1]
     give_gradients(optimizers)
     optimizer.step()
-    prepared = optimizer._updates[device.place]
+    prepared = optimizer._updates[device.device]
     original = prepared._upload
     monkeypatch.setattr(
         prepared, "_upload", lambda host, there: (uploads.append(host.dtype), original(host, there))
@@ -142,12 +144,12 @@ def test_addresses_are_uploaded_only_when_they_change(device, monkeypatch):
     optimizer.step()
     assert (
         uploads == [torch.float32, torch.uint8, torch.float32]
-        and optimizer._updates[device.place] is prepared
+        and optimizer._updates[device.device] is prepared
     )
 
 
 def test_memory_that_kernels_cannot_take_is_refused(device):
-    parameter = torch.nn.Parameter(torch.zeros(9, device=device.place)[1:])
+    parameter = torch.nn.Parameter(torch.zeros(9, device=device.device)[1:])
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ValueError, match="begins 4 bytes after a multiple of 16"):
         Adam([parameter], backend=device).step()
@@ -158,18 +160,18 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
     """They are written by the step and taken by the next pass, and are those that the pass would
     make."""
     monkeypatch.setattr(Schedule, "weights_due", lambda *_: False)
-    config = QuantConfig(
+    config = quant_with(
         weight_granularity=granularity,
         calibration_passes=0,
         clip_init="fixed",
         weight_clip=0.1,
         clip_step=0.01,
     )
-    layer = QuantizedLinear(48, 64, quant=config).to(device.place)
+    layer = QuantizedLinear(48, 64, quant=config).to(device.device)
     layer.backend = device
     optimizer, x = (
         Adam(layer.parameters(), lr=0.3, backend=device),
-        torch.randn(5, 48, device=device.place),
+        torch.randn(5, 48, device=device.device),
     )
     for number in range(3):
         clip = layer.weight_clip.detach().clone()
@@ -193,11 +195,11 @@ def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
 
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_a_weight_that_is_not_a_number_poisons_its_scale(device, granularity):
-    config = QuantConfig(weight_granularity=granularity, calibration_passes=0, clip_init="fixed")
-    layer = QuantizedLinear(48, 64, quant=config).to(device.place)
+    config = quant_with(weight_granularity=granularity, calibration_passes=0, clip_init="fixed")
+    layer = QuantizedLinear(48, 64, quant=config).to(device.device)
     layer.backend = device
     optimizer = Adam(layer.parameters(), backend=device)
-    layer(torch.randn(5, 48, device=device.place)).sum().backward()
+    layer(torch.randn(5, 48, device=device.device)).sum().backward()
     layer.weight.grad[40, 7] = math.nan
     optimizer.step()
     poisoned = layer.weight_state.kept["weight.scale"].isnan()

@@ -1,15 +1,20 @@
-"""The Builder: random numbers, weights, and what a backend asks for."""
+"""The Builder: names, weights, what a backend asks for, borders and gradients of a program."""
 
 import pytest
 import torch
 
 from lsq.config import QuantConfig
+from lsq.ops.residual_norm import ResidualNorm, ResidualSum
 from lsq.ops.rounding import Add
 from lsq.program.builder import Recorder
-from lsq.program.parameters import Kind
+from lsq.program.tensor import Kind, Parameter
 from lsq.run.backends import backend
 from lsq.run.cuda import CUDA, emulated_device
+from lsq.run.executor import Execution
+from tests.constants import quant_with
 from tests.program.tiny import FLOAT, builder, project, rounded
+
+INT8 = QuantConfig(backward="int8")
 
 
 def add(recorder: Recorder, a, b):
@@ -17,41 +22,18 @@ def add(recorder: Recorder, a, b):
     return recorder.add(Add(a=a, b=b, out=recorder.like("sum", a))).out
 
 
-def test_taken_names_are_numbered():
+def test_tensors_parameters_and_who_wrote_them():
     recorder = Recorder()
     assert [recorder.tensor("x", (1,)).name for _ in range(3)] == ["x", "x.2", "x.3"]
-    assert recorder.input("x", (1,)).name == "x.4"
-
-
-def test_a_tensor_like_another():
-    recorder = Recorder()
-    like = recorder.like("twin", recorder.tensor("codes", (3, 4), torch.int8))
-    assert (like.name, like.shape, like.dtype, like.role) == (
-        "twin",
-        (3, 4),
-        torch.int8,
-        "temporary",
-    )
-
-
-def test_a_parameter_is_one_tensor_and_says_what_it_is():
-    recorder = Recorder()
-    table = recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5)
-    assert (
-        recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5) is table
-        and table.role == "parameter"
-    )
-    assert (table.declared.name, table.declared.shape, table.declared.kind) == (
-        "table",
-        (3, 4),
-        Kind.TABLE,
-    )
-    assert (table.declared.deviation, table.declared.start, table.declared.bound) == (0.5, 0.0, 0.0)
-
-
-def test_operations_know_who_wrote_a_tensor():
-    recorder = Recorder()
     x = recorder.input("x", (5, 4))
+    assert x.name == "x.4"
+    like = recorder.like("twin", recorder.tensor("codes", (3, 4), torch.int8))
+    assert (like.name, like.shape, like.dtype) == ("twin", (3, 4), torch.int8)
+    assert like.role == "temporary" and like.is_temporary and not x.is_temporary
+    table = recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5)
+    assert recorder.parameter("table", (3, 4), Kind.TABLE, deviation=0.5) is table
+    wanted = Parameter(name="table", shape=(3, 4), kind=Kind.TABLE, deviation=0.5)
+    assert table.role == "parameter" and table.declared == wanted
     assert isinstance(recorder.producer(add(recorder, x, x)), Add) and recorder.producer(x) is None
 
 
@@ -65,90 +47,59 @@ def test_what_stems_from_nothing_that_is_wanted_needs_no_gradient():
         assert recorder.needs_gradient(tensor), tensor
     for tensor in (a, b, needless, None):
         assert not recorder.needs_gradient(tensor), tensor
+    everything = Recorder()
+    x = everything.input("x", (5, 4))
+    assert everything.needs_gradient(x) and everything.needs_gradient(add(everything, x, x))
 
 
-def test_everything_needs_a_gradient_unless_names_are_given():
-    recorder = Recorder()
-    x = recorder.input("x", (5, 4))
-    assert recorder.needs_gradient(x) and recorder.needs_gradient(add(recorder, x, x))
-
-
-INT8 = QuantConfig(backward="int8")
-
-
-def test_subsequences_are_never_used_twice():
+def test_dropout_is_off_outside_training_and_subsequences_are_never_used_twice():
     b = builder()
-    assert (
-        len(
-            {b.next_subsequence() for _ in range(5)}
-            | {b.dropout(0.1).subsequence for _ in range(5)}
-        )
-        == 10
-    )
+    assert builder(training=False).dropout(0.3) is None and b.dropout(0.0) is None
+    assert b.dropout(0.3).probability == 0.3
+    drawn = {b.next_subsequence() for _ in range(5)} | {
+        b.dropout(0.1).subsequence for _ in range(5)
+    }
+    assert len(drawn) == 10
 
 
-def test_dropout_is_off_outside_training():
-    assert builder(training=False).dropout(0.3) is None and builder().dropout(0.0) is None
-    assert builder().dropout(0.3).probability == 0.3
-
-
-# Weights and activations
+def described(tensor):
+    return tensor.shape, tensor.dtype, tensor.role
 
 
 @pytest.mark.parametrize("granularity, clips", [("channel", (3,)), ("tensor", (1,))])
 def test_a_rounded_weight_declares_its_clip_and_brings_its_codes(granularity, clips):
-    b = builder(QuantConfig(weight_granularity=granularity, weight_clip=0.7))
+    b = builder(quant_with(weight_granularity=granularity, weight_clip=0.7))
     weight = b.weight("weight", (3, 16), rows=16, bound=0.2)
     assert b.weight("weight", (3, 16)) is weight
-    values, clip = weight.values.declared, weight.clip.declared
-    assert (values.kind, values.shape, values.bound, values.clip) == (
-        Kind.WEIGHT,
-        (3, 16),
-        0.2,
-        "weight_clip",
+    assert weight.values.declared == Parameter(
+        name="weight", shape=(3, 16), kind=Kind.WEIGHT, bound=0.2, clip="weight_clip"
     )
-    assert (clip.name, clip.kind, clip.shape, clip.start) == (
-        "weight_clip",
-        Kind.WEIGHT_CLIP,
-        clips,
-        0.7,
+    assert weight.clip.declared == Parameter(
+        name="weight_clip", shape=clips, kind=Kind.WEIGHT_CLIP, start=0.7
     )
-    assert (weight.codes.shape, weight.codes.dtype, weight.codes.role) == (
-        (16, 16),
-        torch.int8,
-        "input",
-    )
-    assert (weight.scale.shape, weight.scale.role) == ((16,), "input")
+    assert described(weight.codes) == ((16, 16), torch.int8, "input")
+    assert described(weight.scale) == ((16,), torch.float32, "input")
     program = b.build()
-    assert program.weights == {"weight": weight} and {weight.codes, weight.scale} <= {
-        *program.inputs
-    }
-
-
-def test_a_weight_in_float_mode_has_values_alone():
-    weight = builder().weight("weight", (3, 4))
-    assert (
-        weight.codes is weight.scale is weight.clip is None and weight.values.declared.clip is None
-    )
+    assert program.weights == {"weight": weight}
+    assert {weight.codes, weight.scale} <= {*program.inputs}
+    weight = builder().weight("weight", (3, 4))  # in float mode, values alone
+    assert weight.codes is weight.scale is weight.clip is weight.values.declared.clip is None
 
 
 @pytest.mark.parametrize(
     "options, kept", [({}, "clipped"), ({"clip_gradient": "lsq"}, "clipped error"), (None, "")]
 )
 def test_an_activation_keeps_what_its_gradient_needs(options, kept):
-    b = builder(QuantConfig(activation_clip=3.0, **options or {}), backward=options is not None)
+    b = builder(quant_with(activation_clip=3.0, **options or {}), backward=options is not None)
     coded = b.coded("x", (5, 3), "x_clip")
-    assert (coded.codes.dtype, coded.scale.shape, coded.clip.declared.start) == (
-        torch.int8,
-        (1,),
-        3.0,
+    assert coded.codes.dtype == torch.int8 and coded.scale.shape == (1,)
+    assert coded.clip.declared == Parameter(
+        name="x_clip", shape=(1,), kind=Kind.ACTIVATION_CLIP, start=3.0
     )
-    assert coded.clip.declared.kind is Kind.ACTIVATION_CLIP
-    assert [
-        name for name in ("clipped", "error") if getattr(coded, name) is not None
-    ] == kept.split()
+    found = [name for name in ("clipped", "error") if getattr(coded, name) is not None]
+    assert found == kept.split()
     if kept:
-        assert (coded.clipped.shape, coded.clipped.dtype) == ((2,), torch.uint8)
+        assert described(coded.clipped)[:2] == ((2,), torch.uint8)
 
 
 # Where it will run
@@ -161,32 +112,258 @@ def test_scratch_memory_is_what_the_backend_asks_for():
         b = builder(INT8, where=where)
         b.output(project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16)))
         programs[name] = b.build()
-        for operation, scratch in zip(
-            programs[name].operations, programs[name].scratch, strict=True
-        ):
-            assert [(one.shape, one.dtype) for one in scratch] == [
-                (tuple(shape), dtype) for shape, dtype in where.scratch(operation)
-            ]
+        pairs = zip(programs[name].operations, programs[name].scratch, strict=True)
+        for operation, scratch in pairs:
+            asked = [(tuple(shape), dtype) for shape, dtype in where.scratch(operation)]
+            assert [(one.shape, one.dtype) for one in scratch] == asked
     assert any(programs["cpu"].scratch) and not any(programs["reference"].scratch)
 
 
 def test_activations_are_as_wide_as_the_backend_has_them():
     b = builder(INT8, where=CUDA(emulated_device(), activations=torch.bfloat16))
-    y = project(
-        b,
-        rounded(b, b.input("x", (5, 16))),
-        "weight",
-        (16, 16),
-        bias=b.parameter("bias", (16,), Kind.BIAS),
-    )
+    bias = b.parameter("bias", (16,), Kind.BIAS)
+    y = project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16), bias=bias)
     b.output(y)
-    program = b.build()
-    dtypes = {tensor.name: tensor.dtype for tensor in program.lifetimes}
-    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
-        "x",
-        "y",
-        "d_x.codes",
-        "d_y",
-    }
+    dtypes = {tensor.name: tensor.dtype for tensor in b.build().lifetimes}
+    narrow = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
+    assert narrow == {"x", "y", "d_x.codes", "d_y"}
     assert y.size == 2 * 5 * 16 and dtypes["d_bias"] == dtypes["d_weight"] == torch.float32
     assert builder(FLOAT).tensor("x", (1,)).dtype == torch.float32
+
+
+# Gradients
+
+
+def names(program):
+    """Names of the operations forward and backward."""
+    listed = [operation.name for operation in program.operations]
+    return listed[: program.forward_length], listed[program.forward_length :]
+
+
+def run(program, tensors):
+    """Outputs, and the gradients of what is differentiable by name, for upstream gradients of
+    ones."""
+    given = {"random_key": torch.zeros(1, dtype=torch.int64), **tensors}
+    wanted = [virtual.name for virtual in program.differentiable]
+    outputs = Execution(program, backend("cpu"))(
+        {name: tensor.requires_grad_(name in wanted) for name, tensor in given.items()}
+    )
+    gradients = torch.autograd.grad(
+        outputs, [given[name] for name in wanted], list(map(torch.ones_like, outputs))
+    )
+    return outputs, dict(zip(wanted, gradients, strict=True))
+
+
+def test_borders_of_a_program():
+    b = builder()
+    b.output(project(b, b.input("x", (5, 4)), "weight", (3, 4)))
+    program = b.build()
+    assert names(program) == (["Project"], ["ProjectInputGradient", "ProjectWeightGradient"])
+    assert [t.name for t in program.inputs] == ["random_key", "x"]
+    assert [t.name for t in program.parameters] == ["weight"]
+    assert [t.name for t in program.output_gradients] == ["d_y"]
+    pairs = zip(program.differentiable, program.gradients, strict=True)
+    assert [(t.name, g.name) for t, g in pairs] == [("x", "d_x"), ("weight", "d_weight")]
+    b = builder(backward=False)
+    b.output(project(b, b.input("x", (5, 4)), "weight", (3, 4)))
+    program = b.build()
+    assert names(program) == (["Project"], [])
+    assert program.output_gradients == program.differentiable == program.gradients == ()
+
+
+def added_by_products(program):
+    """What each ProjectInputGradient adds to its result."""
+    operations = (one for one in program.operations if one.name == "ProjectInputGradient")
+    return [one.added and one.added.name for one in operations]
+
+
+def test_gradients_of_several_readers_are_added_by_who_makes_them():
+    b, weights = builder(), ("first", "second", "third")
+    x = b.input("x", (5, 4))
+    for name in weights:
+        b.output(project(b, x, name, (3, 4)))
+    program = b.build()
+    assert added_by_products(program) == [None, "d_x", "d_x.2"] and "Add" not in names(program)[1]
+    tensors = {name: torch.randn(3, 4) for name in weights} | {"x": torch.randn(5, 4)}
+    _, found = run(program, tensors)
+    total = sum(tensors[name].sum(0) for name in weights)
+    torch.testing.assert_close(found["x"], total.expand(5, 4))
+    torch.testing.assert_close(found["second"], tensors["x"].sum(0).expand(3, 4))
+
+
+def norm(b, residual, update=None, name="norm", **fields):
+    """A LayerNorm that others may read as floats."""
+    columns = residual.shape[1:]
+    return b.add(
+        ResidualNorm(
+            sum=ResidualSum(
+                residual=residual,
+                update=update,
+                z=None if update is None else b.like("z", residual),
+            ),
+            epsilon=1e-5,
+            weight=b.parameter(name, columns, Kind.NORM_WEIGHT),
+            bias=b.parameter(name + "_bias", columns, Kind.NORM_BIAS),
+            mean=b.tensor("mean", residual.shape[:1]),
+            rstd=b.tensor("rstd", residual.shape[:1]),
+            **fields,
+        )
+    )
+
+
+def test_gradients_that_nobody_adds_up_get_a_sum():
+    """x is the residual of one norm, and of another before it."""
+    b = builder()
+    x = b.input("x", (5, 8))
+    first = norm(b, x, project(b, x, "a", (8, 8)), out=b.like("first", x), name="one").out
+    second = norm(b, x, project(b, first, "b", (8, 8)), out=b.like("second", x), name="two").out
+    b.output(second)
+    program = b.build()
+    assert names(program)[1].count("Add") == 1
+    tensors = {name: torch.zeros(8) for name in ("one_bias", "two_bias")}
+    tensors |= {"one": torch.ones(8), "two": torch.randn(8)}
+    tensors |= {"x": torch.randn(5, 8), "a": torch.randn(8, 8), "b": torch.randn(8, 8)}
+    (found,), gradients = run(program, tensors)
+
+    def layer_norm(z, name):
+        return torch.nn.functional.layer_norm(z, (8,), tensors[name], tensors[name + "_bias"], 1e-5)
+
+    x, a, b = (tensors[name] for name in ("x", "a", "b"))
+    expected = layer_norm(x + layer_norm(x + x @ a.t(), "one") @ b.t(), "two")
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected.sum(), [tensors[name] for name in gradients])
+    torch.testing.assert_close([*gradients.values()], [*wanted], atol=1e-5, rtol=1e-4)
+
+
+def test_a_gradient_may_pass_through():
+    """Without a norm, the gradient of the residual is that of the result."""
+    b = builder()
+    x, other = b.input("x", (5, 8)), b.input("other", (5, 8))
+    update = project(b, other, "weight", (8, 8))
+    b.output(
+        b.add(ResidualNorm(sum=ResidualSum(residual=x, update=update, z=b.like("z", x)))).sum.z
+    )
+    tensors = {"x": torch.randn(5, 8), "other": torch.randn(5, 8), "weight": torch.randn(8, 8)}
+    _, found = run(b.build(), tensors)
+    assert torch.equal(found["x"], torch.ones(5, 8))
+    torch.testing.assert_close(found["other"], tensors["weight"].sum(0).expand(5, 8))
+
+
+def test_a_tensor_and_its_rounded_copy_share_a_gradient():
+    b = builder(INT8)
+    x = b.input("x", (5, 16))
+    made = norm(b, x, out=b.like("out", x), rounded=b.coded("codes", x.shape, "codes_clip"))
+    b.output(project(b, made.rounded, "first", (16, 16)))
+    b.output(project(b, rounded(b, made.out, "again"), "second", (16, 16)))
+    program = b.build()
+    assert "Add" not in names(program)[1]
+    assert added_by_products(program) == [None, "d_again.codes"]
+
+
+def test_no_two_roundings_share_random_words():
+    """Errors of a gradient and of what it is multiplied by must not go together: the product would
+    have a bias."""
+    b = builder(INT8)
+    x = b.input("x", (5, 16))
+    for name in ("first", "second", "third"):
+        x = project(b, rounded(b, x, name + "_x"), name, (16, 16))
+    b.output(x)
+    # where a gradient is made, and where one of a weight is
+    names = ("rounded.subsequence", "subsequence")
+    found = [
+        operation.attributes().get(name) for operation in b.build().operations for name in names
+    ]
+    drawn = [number for number in found if number]
+    assert len(drawn) == len(set(drawn)) == 3 + 3
+
+
+def test_a_gradient_is_taken_once():
+    b = builder()
+    x, first, second = b.input("x", (5, 4)), b.tensor("first", (5, 4)), b.tensor("second", (5, 4))
+    missing = b.take_gradient(x), b.gradient_of(x), b.gradient_of(None), b.gradient_sum(x, None)
+    assert missing == (None,) * 4
+    b.accumulate(x, first)
+    assert b.take_gradient(x) is first and b.gradient_of(x) is None
+    b.accumulate(x, first)
+    b.accumulate(x, second)
+    total = b.gradient_of(x)
+    assert total not in (first, second) and b.gradient_sum(x) is total
+    (add,) = b._operations
+    assert (add.a, add.b, add.out) == (first, second, total)
+
+
+@pytest.mark.parametrize("backward", ["int8", "float"])
+def test_the_gradient_of_a_product_is_rounded_or_floats(backward):
+    b = builder(QuantConfig(backward=backward))
+    y = project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16))
+    floats, codes = b.product_gradient(y)
+    assert (floats is None) == (backward == "int8") and (codes is None) == (backward == "float")
+    found = floats if codes is None else codes.codes
+    assert (found.name, found.shape) == ("d_y", (5, 16))
+    if codes is not None:
+        assert (
+            codes.scale.shape == (5,) and codes.weight_scale is b.weight("weight", (16, 16)).scale
+        )
+        assert codes.key is b.key
+    assert b.product_gradient_of(y) == (floats, codes) and b.gradient_of(y) is None
+
+
+def test_what_is_no_product_gets_floats():
+    b = builder(INT8)
+    x = b.input("x", (5, 16))
+    floats, codes = b.product_gradient(x)
+    assert codes is None and b.gradient_of(x) is floats
+    assert b.product_gradient_of(b.input("other", (1,))) == (None, None)
+
+
+def test_the_gradient_of_a_bias_belongs_to_its_product():
+    b = builder()
+    bias = b.parameter("bias", (3,), Kind.BIAS)
+    with_bias = project(b, b.input("x", (5, 4)), "weight", (3, 4), bias=bias)
+    without = project(b, b.input("x", (5, 4)), "other", (3, 4))
+    assert b.bias_gradient(with_bias).name == "d_bias"
+    assert not any(map(b.bias_gradient, (without, None, b.input("z", (1,)))))
+
+
+@pytest.mark.parametrize(
+    "hidden, message", [(False, "parameter weight has"), (True, "the product hidden has")]
+)
+def test_parameters_and_products_have_one_reader(hidden, message):
+    b = builder()
+    x = b.input("x", (5, 4))
+    if hidden:
+        x = project(b, x, "weight", (4, 4), result="hidden")
+    for name in ("first", "second"):
+        b.output(project(b, x, name if hidden else "weight", (3, 4)))
+    with pytest.raises(ValueError, match=f"{message} two readers in program tiny"):
+        b.build()
+
+
+@pytest.mark.parametrize("names", [("first", "second"), ("first", "second", "third")])
+def test_a_product_has_readers_that_join_their_gradients(names):
+    b = builder()
+    hidden = project(b, b.input("x", (5, 4)), "weight", (4, 4), result="hidden")
+    for name in names:
+        b.output(project(b, hidden, name, (3, 4), accumulates=name != "first"))
+    tensors = {name: torch.randn(shape) for name, shape in (("x", (5, 4)), ("weight", (4, 4)))}
+    tensors |= {name: torch.randn(3, 4) for name in names}
+    _, found = run(b.build(), tensors)
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+    between = leaves["x"] @ leaves["weight"].t()
+    total = sum((between @ leaves[name].t()).sum() for name in names)
+    expected = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
+    torch.testing.assert_close(found, expected, check_stride=False)
+
+
+def test_a_chain_of_products_keeps_what_is_between_them():
+    b = builder()
+    hidden = project(b, b.input("x", (5, 4)), "first", (6, 4), result="hidden")
+    b.output(project(b, hidden, "second", (3, 6)))
+    program = b.build()
+    tensors = {"first": torch.randn(6, 4), "second": torch.randn(3, 6), "x": torch.randn(5, 4)}
+    (y,), found = run(program, tensors)
+    expected = tensors["x"] @ tensors["first"].t() @ tensors["second"].t()
+    torch.testing.assert_close(y, expected)
+    wanted = torch.autograd.grad(expected.sum(), [tensors[name] for name in found])
+    torch.testing.assert_close([*found.values()], [*wanted], check_stride=False)
+    assert [tensor.name for tensor in program.saved] == ["hidden"]

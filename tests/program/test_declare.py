@@ -96,7 +96,8 @@ def test_what_may_be_missing_is_missing_unless_given():
 
 def test_sizes_are_read_off_the_first_tensor_that_is_there():
     one = sample()
-    assert (one.first, one.results) == (3, 0)
+    assert (one.first, one.results, one.rows) == (3, 0, 3)
+    assert one.bind(lambda tensor: tensor[:2]).rows == 2
     one.grid, one.out = grid(7), torch.ones(5)
     assert (one.first, one.results) == (7, 5)
 
@@ -163,12 +164,6 @@ def test_the_words_of_a_struct_that_are_addresses():
         }
 
 
-def test_sizes_are_those_of_the_bound_tensors():
-    one = sample()
-    assert one.rows == 3
-    assert one.bind(lambda tensor: tensor[:2]).rows == 2
-
-
 def test_a_struct_holds_addresses_numbers_and_nulls():
     one = sample(mode=Mode.fast, factor=0.25)
     x, made = one.x.data_ptr(), one.made
@@ -202,47 +197,34 @@ def test_a_tensor_without_elements_is_not_missing():
     assert x == NOWHERE
 
 
-def test_what_is_missing_is_named():
-    with pytest.raises(
-        ValueError, match="^Sample.x is None; it must be a contiguous tensor of torch.float32 or "
-    ):
-        sample(x=None).pack()
-    with pytest.raises(
-        ValueError,
-        match="^Sample: Grid.codes is None; it must be a contiguous tensor of torch.int8$",
-    ):
-        sample(grid=Grid(codes=None, kind="empty")).pack()
-
-
-@pytest.mark.parametrize("field, kind", [("made", "Grid"), ("steps", "int")])
-def test_a_value_or_number_that_is_missing_is_named(field, kind):
-    with pytest.raises(ValueError, match=f"^Sample.{field} is None; it must be a {kind}$"):
-        sample(**{field: None}).pack()
+FLOATS = "it must be a contiguous tensor of torch.float32 or torch.bfloat16$"
+EMPTY = Grid(codes=None, kind="empty")
 
 
 @pytest.mark.parametrize(
-    "x, found",
+    "fields, message",
     [
-        (torch.zeros(3, 2, dtype=torch.float64), "torch.float64"),
-        (torch.zeros(2, 3).t(), r"torch.float32 with strides \(1, 3\)"),
-        (VirtualTensor(name="x", shape=(3, 2)), "x float32"),
+        ({"x": None}, f"^Sample.x is None; {FLOATS}"),
+        ({"made": EMPTY}, "^Sample: Grid.codes is None; it must be a .* tensor of torch.int8$"),
+        ({"made": None}, "^Sample.made is None; it must be a Grid$"),
+        ({"steps": None}, "^Sample.steps is None; it must be a int$"),
+        ({"x": torch.zeros(3, 2).double()}, "^Sample.x is torch.float64"),
+        ({"x": torch.zeros(2, 3).t()}, r"^Sample.x is torch.float32 with strides \(1, 3\)"),
+        ({"x": VirtualTensor(name="x", shape=(3, 2))}, "^Sample.x is x float32"),
+        ({"out": torch.zeros(1, dtype=torch.bfloat16)}, "^Sample.out is torch.bfloat16"),
     ],
 )
-def test_another_tensor_is_named(x, found):
-    with pytest.raises(ValueError, match=f"^Sample.x is {found}"):
-        sample(x=x).pack()
+def test_what_is_missing_or_another_tensor_is_named(fields, message):
+    sample(x=torch.zeros(3, 2, dtype=torch.bfloat16)).pack()  # activations may be half as large
+    with pytest.raises(ValueError, match=message):
+        sample(**fields).pack()
+
+
+def test_a_tensor_of_a_value_is_named_with_its_holder():
     made = Coded(format=None, codes=torch.zeros(3), scale=torch.ones(1))
-    with pytest.raises(
-        ValueError, match="^ResidualNorm: Coded.codes is torch.float32 .* tensor of torch.int8$"
-    ):
+    message = "^ResidualNorm: Coded.codes is torch.float32 .* tensor of torch.int8$"
+    with pytest.raises(ValueError, match=message):
         ResidualNorm(sum=ResidualSum(residual=torch.ones(3, 2)), rounded=made).pack()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_may_be_half_as_large(dtype):
-    sample(x=torch.zeros(3, 2, dtype=dtype)).pack()
-    with pytest.raises(ValueError, match="Sample.out is torch.bfloat16"):
-        sample(out=torch.zeros(1, dtype=torch.bfloat16)).pack()
 
 
 def test_a_declaration_that_cannot_be_is_refused_where_it_is_made():
@@ -268,22 +250,15 @@ def test_a_declaration_that_cannot_be_is_refused_where_it_is_made():
         ({"limits": "int"}, {}, "Operation.limits"),
         ({}, {"cpu": size(lambda self: 1)}, "Operation.cpu"),
         ({}, {"pack": factor(lambda self: 1.0)}, "Operation.pack"),
+        ({"pack": "Floats"}, {}, "Value.pack"),
     ],
 )
-def test_what_would_hide_an_attribute_of_operations_is_refused(annotations, members, hidden):
-    with pytest.raises(
-        ValueError, match=f"^Hiding.{hidden.split('.')[1]} would hide {hidden}; call it something"
-    ):
-        type(
-            "Hiding",
-            (Operation,),
-            {"__annotations__": annotations, "__module__": __name__, **members},
-        )
-
-
-def test_what_would_hide_an_attribute_of_values_is_refused():
-    with pytest.raises(ValueError, match="^Hiding.pack would hide Value.pack"):
-        type("Hiding", (Value,), {"__annotations__": {"pack": "Floats"}, "__module__": __name__})
+def test_what_would_hide_an_attribute_is_refused(annotations, members, hidden):
+    base, name = hidden.split(".")
+    members = {"__annotations__": annotations, "__module__": __name__, **members}
+    message = f"^Hiding.{name} would hide {hidden}; call it something"
+    with pytest.raises(ValueError, match=message):
+        type("Hiding", (Operation if base == "Operation" else Value,), members)
 
 
 def clip_search(rows=6, columns=8, clips=6, **options):

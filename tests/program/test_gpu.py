@@ -31,7 +31,7 @@ class Prepared:
         where = CUDA(gpu(), activations=dtype)
         self.program = build(mode_on(where))
         self.placed = {
-            tensor: one.to(where.place)
+            tensor: one.to(where.device)
             for tensor, one in border_tensors(self.program, seed).items()
         }
 
@@ -137,18 +137,7 @@ def test_compute_sanitizer_finds_nothing(tool):
     program = shutil.which("compute-sanitizer")
     if program is None:
         pytest.skip("needs compute-sanitizer, which comes with CUDA's toolkit")
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "gpu",
-        "-k",
-        "cuda and 41",
-        "tests/ops",
-    ]
+    tests = [sys.executable, *"-m pytest -q -x -m gpu -k".split(), "cuda and 41", "tests/ops"]
     command = [program, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all", *tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:]

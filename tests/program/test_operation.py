@@ -1,11 +1,17 @@
 """What every operation has without saying so: its name, inputs and outputs, rounding, storing,
-refusals."""
+refusals, and a CUDA side in a file beside it."""
 
 from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import lsq.ops
 from lsq.native.shared_library import LibraryError
 from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm, ResidualSum
@@ -14,6 +20,17 @@ from lsq.program.declare import Floats, In, Out
 from lsq.program.operation import Operation
 from lsq.program.values import Rows, Weight
 from tests.ops.compare import dropout_of, empty, rounded, to_round
+
+OPS = Path(lsq.ops.__file__).parent
+SIDES = sorted(path.stem for path in OPS.glob("*_cuda.py"))
+STEP = """
+import sys, torch, lsq
+model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+lsq.convert(model)
+model(torch.randn(4, 64)).sum().backward()
+names = [name for name in sys.modules if name.startswith("lsq.ops.")]
+print([name for name in names if name.endswith(("_cuda", "launches"))])
+"""
 
 
 class Sum(Operation):
@@ -46,18 +63,13 @@ def test_inputs_and_outputs_are_the_tensors_that_are_there():
 
 
 def test_what_is_rounded_under_a_clip():
-    coded = to_round(3, 8, 1.0)
-    assert norm(rounded=coded).rounding() is coded
-    assert norm().rounding() is None
-    unlearned = to_round(3, 8, 1.0)
+    coded, unlearned = to_round(3, 8, 1.0), to_round(3, 8, 1.0)
     unlearned.clip = None
-    assert norm(rounded=unlearned).rounding() is None
-
-
-def test_a_value_that_is_read_is_not_rounded_here():
+    assert norm(rounded=coded).rounding() is coded
+    assert norm().rounding() is norm(rounded=unlearned).rounding() is None
     weight = Weight(format=None, codes=torch.zeros(16, 16, dtype=torch.int8), scale=torch.ones(16))
     given = Prediction(
-        x=Rows(coded=rounded(3, 16)),
+        x=Rows(coded=rounded(3, 16)),  # which is read
         weight=weight,
         target=torch.zeros(3, dtype=torch.int64),
         vocabulary=5,
@@ -82,10 +94,41 @@ def test_results_are_stored_where_they_are_wanted():
 
 def test_what_an_operation_does_not_have_is_refused_by_name():
     one = Sum(a=torch.ones(2), out=torch.zeros(2))
-    assert tuple(one.cpu_scratch()) == tuple(one.cuda_scratch()) == ()
+    assert tuple(one.cpu_scratch()) == tuple(one.cuda_scratch()) == one.leave_sums(None) == ()
     with pytest.raises(ValueError, match="operation Sum has no CUDA implementation"):
         one.cuda()
     with pytest.raises(NotImplementedError, match="Sum has no gradient"):
         one.gradient(None)
     with pytest.raises(LibraryError, match="lsq_Sum"):
         one.cpu()
+
+
+# CUDA sides lie in files beside operations
+
+
+def test_a_step_on_the_cpu_loads_none():
+    found = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_no_operation_imports_a_side():
+    assert all(OPS.joinpath(one.removesuffix("_cuda") + ".py").exists() for one in SIDES)
+    for path in OPS.glob("*.py"):
+        if path.stem not in (*SIDES, "launches"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+            assert not modules & {f"lsq.ops.{one}" for one in (*SIDES, "launches")}, path
+
+
+def test_a_fault_of_a_side_is_not_hidden(tmp_path, monkeypatch):
+    tmp_path.joinpath("faulty.py").write_text(
+        "from __future__ import annotations\n"
+        "from lsq.program.operation import Operation\n\n\n"
+        "class Faulty(Operation):\n    count: int = 1\n"
+    )
+    tmp_path.joinpath("faulty_cuda.py").write_text("import missing_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from faulty import Faulty
+
+    with pytest.raises(ModuleNotFoundError, match="missing_module"):
+        Faulty().cuda()

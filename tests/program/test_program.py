@@ -12,60 +12,43 @@ from tests.layers.shapes import config_of
 from tests.program.tiny import linear_program
 
 
-def tensors(text, **options):
-    return [VirtualTensor(name=name, shape=(4,), **options) for name in text.split()]
+@pytest.mark.parametrize(
+    "used, inputs, outputs, gradients, forward, lives",
+    [
+        # a chain: each lives from its operation to the next
+        ("xa ab by", "x", "y", "", 3, {"x": (0, 0), "a": (0, 1), "b": (1, 2), "y": (2, 2)}),
+        # several readers
+        ("xa ab xaby", "x", "y", "", 3, {"x": (0, 2), "a": (0, 2), "b": (1, 2), "y": (2, 2)}),
+        # inputs live from the beginning, also one that nobody reads
+        ("xa aly", "xlu", "y", "", 2, {"l": (0, 1), "u": (0, 0)}),
+        # outputs live to the end of the forward pass, a result that nobody reads for one operation
+        ("xy xu xa ab", "x", "yb", "", 4, {"y": (0, 3), "u": (1, 1), "b": (3, 3)}),
+        # gradients live to the end
+        ("xy dg do oh", "x", "y", "gh", 1, {"g": (1, 3), "h": (3, 3), "d": (1, 2), "o": (2, 3)}),
+    ],
+)
+def test_lifetimes(used, inputs, outputs, gradients, forward, lives):
+    """A letter is a tensor, a word what one operation reads and writes."""
+    known = {
+        letter: VirtualTensor(name=letter, shape=(4,)) for letter in set(used + inputs) - {" "}
+    }
 
+    def tensors(letters):
+        return tuple(map(known.get, letters))
 
-def test_a_chain():
-    """x -> a -> b -> y: each lives from its operation to the next."""
-    x, a, b, y = tensors("x a b y")
-    found = lifetimes_of([(x, a), (a, b), (b, y)], 3, (x,), (y,), ())
-    assert found == {x: (0, 0), a: (0, 1), b: (1, 2), y: (2, 2)}
-
-
-def test_several_readers():
-    x, a, b, y = tensors("x a b y")
-    found = lifetimes_of([(x, a), (a, b), (x, a, b, y)], 3, (x,), (y,), ())
-    assert found == {x: (0, 2), a: (0, 2), b: (1, 2), y: (2, 2)}
-
-
-def test_inputs_live_from_the_beginning():
-    x, late, a, y = tensors("x late a y")
-    found = lifetimes_of([(x, a), (a, late, y)], 2, (x, late), (y,), ())
-    assert found[late] == (0, 1)
-
-
-def test_an_input_that_nobody_reads():
-    x, unused, y = tensors("x unused y")
-    assert lifetimes_of([(x, y)], 1, (x, unused), (y,), ())[unused] == (0, 0)
-
-
-def test_outputs_live_to_the_end_of_the_forward_pass():
-    x, y, a, b = tensors("x y a b")
-    found = lifetimes_of([(x, y), (x, a), (a, b)], 3, (x,), (y, b), ())
-    assert found[y] == (0, 2)
-
-
-def test_a_result_that_nobody_reads_lives_for_one_operation():
-    x, unread, y = tensors("x unread y")
-    assert lifetimes_of([(x, unread, y)], 1, (x,), (y,), ())[unread] == (0, 0)
-
-
-def test_gradients_live_to_the_end():
-    x, y, dy, dx, dz, other = tensors("x y dy dx dz other")
     found = lifetimes_of(
-        [(x, y), (dy, dx), (dy, other), (other, dz)], 1, (x,), (y,), (dx, dz, None)
+        [tensors(word) for word in used.split()],
+        forward,
+        tensors(inputs),
+        tensors(outputs),
+        (*tensors(gradients), None),
     )
-    assert (
-        found[dx] == (1, 3)
-        and found[dz] == (3, 3)
-        and found[dy] == (1, 2)
-        and found[other] == (2, 3)
-    )
+    assert {letter: found[known[letter]] for letter in lives} == lives
 
 
 def test_saved_is_what_crosses_into_the_backward_pass():
-    x, a, b, y, dy, dx, used = tensors("x a b y dy dx used")
+    names = ("x", "a", "b", "y", "dy", "dx", "used")
+    x, a, b, y, dy, dx, used = (VirtualTensor(name=name, shape=(4,)) for name in names)
     y.role = "output"
     sums = (x, x, a), (a, x, b), (b, a, y), (dy, b, dx), (y, x, dx)
     listed = tuple(Add(a=first, b=second, out=out) for first, second, out in sums)
@@ -125,39 +108,26 @@ program linear: 1 operations forward, 3 backward
     )
 
 
-def test_what_is_saved_has_its_bytes():
+def test_what_is_saved_has_its_bytes_and_backward_its_own_heading():
     program = programs.feed_forward(config_of(), 5, mode_on())
     text = str(program)
     assert f"  saved for the backward pass: {program.saved_bytes:,} bytes\n" in text
     assert "         input.codes int8[5, 48]: 240 bytes" in text
-
-
-def test_backward_has_its_own_heading():
-    for backward in (True, False):
-        text = str(programs.feed_forward(config_of(), 5, mode_on(backward=backward)))
-        assert text.splitlines().count("  backward") == backward
+    assert text.splitlines().count("  backward") == 1
+    forward = str(programs.feed_forward(config_of(), 5, mode_on(backward=False)))
+    assert "  backward" not in forward.splitlines()
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, size",
+    "shape, dtype, size, text",
     [
-        ((21, 48), torch.float32, 4032),
-        ((21, 48), torch.int8, 1008),
-        ((5,), torch.int64, 40),
-        ((0, 7), torch.float32, 0),
+        ((21, 48), torch.float32, 4032, "x float32[21, 48]"),
+        ((21, 48), torch.int8, 1008, "x int8[21, 48]"),
+        ((5,), torch.int64, 40, "x int64[5]"),
+        ((0, 7), torch.float32, 0, "x float32[0, 7]"),
     ],
 )
-def test_bytes(shape, dtype, size):
-    assert VirtualTensor(name="x", shape=shape, dtype=dtype).size == size
-
-
-def test_text():
-    assert (
-        repr(VirtualTensor(name="codes", shape=(21, 48), dtype=torch.int8)) == "codes int8[21, 48]"
-    )
-    assert repr(VirtualTensor(name="scale", shape=(1,))) == "scale float32[1]"
-
-
-def test_tensors_equal_only_themselves():
-    a, b = (VirtualTensor(name="x", shape=(1,)) for _ in range(2))
-    assert a != b and len({a, b}) == 2
+def test_virtual_tensors(shape, dtype, size, text):
+    a, b = (VirtualTensor(name="x", shape=shape, dtype=dtype) for _ in range(2))
+    assert a.size == size and repr(a) == text
+    assert a != b and len({a, b}) == 2  # equal to themselves alone

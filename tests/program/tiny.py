@@ -4,7 +4,7 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers.builder import LayerBuilder
-from lsq.layers.programs import linear
+from lsq.layers.linear import linear
 from lsq.ops.project import Project
 from lsq.ops.rounding import Round
 from lsq.program.backend import Backend

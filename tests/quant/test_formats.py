@@ -5,7 +5,8 @@ import torch
 
 from lsq import quant
 from lsq.config import QuantConfig
-from lsq.layers import QuantizedLinear, VocabularyProjection, programs
+from lsq.layers import QuantizedLinear, VocabularyProjection
+from lsq.layers.linear import linear
 from lsq.layers.programs import Mode
 from lsq.observe import observe
 from lsq.ops.rounding import UnpackWeight
@@ -90,7 +91,7 @@ def test_a_packed_format_changes_nothing_that_products_see(options):
 
 def test_no_unpacked_codes_wait_for_the_backward_pass():
     mode = Mode(training=True, backward=True, backend=backend("reference"))
-    program = programs.linear(QuantConfig(weight_format="turned"), 5, 32, 16, mode, bias=True)
+    program = linear(QuantConfig(weight_format="turned"), 5, 32, 16, mode, bias=True)
     unpacking = [i for i, one in enumerate(program.operations) if isinstance(one, UnpackWeight)]
     assert len(unpacking) == 2 and unpacking[0] < program.forward_length <= unpacking[1]
     assert all(one.shape != (16, 32) for one in program.saved)

@@ -38,18 +38,18 @@ def where() -> CUDA:
 def test_all_operations_are_one_list(monkeypatch, where):
     made, replay = [], LaunchList.run
     monkeypatch.setattr(LaunchList, "run", lambda self: (made.append(self), replay(self)))
-    embed, norm, _ = chain(where.place)
+    embed, norm, _ = chain(where.device)
     where.prepare([(embed, ()), (norm, ()), (embed, ())])()
     assert len(made) == 1 and norm.out.isfinite().all()
 
 
 def test_what_a_kernel_cannot_take_is_refused_with_its_name(where):
-    embed, norm, _ = chain(where.place)
+    embed, norm, _ = chain(where.device)
     embed.x = embed.x.t().contiguous().t()
     with pytest.raises(ValueError, match="^Embed.x is torch.float32 with strides"):
         where.prepare([(embed, ())])
-    embed, norm, _ = chain(where.place)
-    norm.out = torch.empty(3 * 48 + 1, device=where.place)[1:].view(3, 48)
+    embed, norm, _ = chain(where.device)
+    norm.out = torch.empty(3 * 48 + 1, device=where.device)[1:].view(3, 48)
     with pytest.raises(ValueError, match="^ResidualNorm.out: a tensor begins 4 bytes after"):
         where.prepare([(embed, ()), (norm, ())])
 
@@ -61,8 +61,8 @@ def slot(operation, name: str) -> Slot:
 
 
 def test_tensors_that_were_the_same_at_first_may_part(where):
-    x, y = torch.randn(2, 41, 48).to(where.place)
-    add = Add(a=x, b=x, out=torch.empty(41, 48, device=where.place))
+    x, y = torch.randn(2, 41, 48).to(where.device)
+    add = Add(a=x, b=x, out=torch.empty(41, 48, device=where.device))
     run = where.prepare([(add, ())])
     run()
     assert torch.equal(add.out, x + x)
@@ -74,10 +74,10 @@ def test_tensors_that_were_the_same_at_first_may_part(where):
 def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
     # several products, each of a part of the rows
     monkeypatch.setattr(vocabulary_loss_cuda, "CUDA_BLOCK_ROWS", 8)
-    _, _, loss = chain(where.place)
+    _, _, loss = chain(where.device)
     loss.prediction.x.floats, loss.prediction.target = (
-        torch.randn(21, 48).to(where.place),
-        torch.randint(0, WORDS, (21,)).to(where.place),
+        torch.randn(21, 48).to(where.device),
+        torch.randint(0, WORDS, (21,)).to(where.device),
     )
     run = where.prepare([(loss, [where.allocate(*wanted) for wanted in where.scratch(loss)])])
     for _ in range(2):
@@ -85,12 +85,12 @@ def test_parts_of_a_tensor_move_with_it(where, monkeypatch):
         torch.testing.assert_close(
             loss.loss.cpu(), loss.bind(torch.Tensor.cpu).reference()["loss"].reshape(1)
         )
-        slot(loss, "prediction.x.floats").put(torch.randn(21, 48).to(where.place))
+        slot(loss, "prediction.x.floats").put(torch.randn(21, 48).to(where.device))
 
 
 def test_memory_that_is_no_field_is_refused(where, monkeypatch):
-    x = torch.randn(41, 48).to(where.place)
-    other = torch.zeros(48).to(where.place)
+    x = torch.randn(41, 48).to(where.device)
+    other = torch.zeros(48).to(where.device)
     monkeypatch.setattr(
         Add,
         "cuda",
@@ -103,17 +103,17 @@ def test_memory_that_is_no_field_is_refused(where, monkeypatch):
 
 
 def test_another_operation_is_refused(where, monkeypatch):
-    x, launches = torch.randn(41, 48).to(where.place), Add.cuda
+    x, launches = torch.randn(41, 48).to(where.device), Add.cuda
     monkeypatch.setattr(Add, "cuda", lambda self: launches(dataclasses.replace(self, a=self.b)))
     with pytest.raises(ValueError, match="Add: lsq_add .*another operation than its own"):
         where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
 
 
 def test_what_is_not_held_may_go(where):
-    x = torch.randn(41, 48).to(where.place)
+    x = torch.randn(41, 48).to(where.device)
     add = Add(a=x, b=x, out=torch.empty_like(x))
-    assert not list(part_of(add, (), where.place, hold=False).addresses.held())
-    assert [id(tensor) for tensor in part_of(add, (), where.place).addresses.held()] == list(
+    assert not list(part_of(add, (), where.device, hold=False).addresses.held())
+    assert [id(tensor) for tensor in part_of(add, (), where.device).addresses.held()] == list(
         map(id, (x, x, add.out))
     )
 
@@ -205,46 +205,36 @@ def capability(monkeypatch):
     return capability
 
 
-def test_no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert gpu_fault().startswith("there is no GPU 0 that PyTorch can use (it sees 0)")
-
-
-def test_a_gpu_with_everything(capability):
-    capability(8, 0)
-    assert gpu_fault() is None
-    assert "no GPU 1" in gpu_fault(1)
-
-
-def test_an_old_gpu(capability):
-    capability(7, 5)
-    assert "compute capability 7.5; lsq's CUDA kernels need 8.0" in gpu_fault()
-
-
-def test_an_old_driver(capability, monkeypatch):
-    capability(9, 0)
-    monkeypatch.setattr(compiler, "version", lambda: "14.1")
-    assert "supports CUDA 13.0, but kernels are compiled by NVRTC 14.1" in gpu_fault()
-
-
 def missing(*arguments):
     raise RuntimeError(
         "no libcublasLt was found: install CUDA's libraries with `pip install '.[cuda13]'`"
     )
 
 
-@pytest.mark.parametrize("library", ["find_cublaslt", "ProductLibrary"])
-def test_missing_products(capability, monkeypatch, library):
-    capability(9, 0)
-    monkeypatch.setattr(run_cuda, library, missing)
-    assert "pip install '.[cuda13]'" in gpu_fault()
-
-
-def test_no_compiler(capability, monkeypatch):
-    capability(9, 0)
-    monkeypatch.setattr(compiler, "version", missing)
-    assert gpu_fault() is not None
+@pytest.mark.parametrize(
+    "found, index, changed, fault",
+    [
+        ((8, 0), 0, None, None),
+        ((8, 0), 1, None, "no GPU 1"),
+        ((7, 5), 0, None, "compute capability 7.5; lsq's CUDA kernels need 8.0"),
+        (
+            (9, 0),
+            0,
+            (compiler, "version", lambda: "14.1"),
+            "supports CUDA 13.0, but kernels are compiled by NVRTC 14.1",
+        ),
+        ((9, 0), 0, (run_cuda, "find_cublaslt", missing), "pip install '.[cuda13]'"),
+        ((9, 0), 0, (run_cuda, "ProductLibrary", missing), "pip install '.[cuda13]'"),
+        ((9, 0), 0, (compiler, "version", missing), "no libcublasLt"),
+        ((9, 0), 0, (torch.cuda, "is_available", lambda: False), "there is no GPU 0 that PyTorch"),
+    ],
+)
+def test_why_a_gpu_cannot_be_used(capability, monkeypatch, found, index, changed, fault):
+    capability(*found)
+    if changed is not None:
+        monkeypatch.setattr(*changed)
+    said = gpu_fault(index)
+    assert said is None if fault is None else fault in said
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

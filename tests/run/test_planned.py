@@ -1,5 +1,5 @@
-"""Where tensors of a run come from: fresh memory, or planned places, for any batch up to the
-planned one."""
+"""The memory of a step: planned offsets for any batch up to the planned one, and the order of
+passes."""
 
 import pickle
 
@@ -10,8 +10,6 @@ from lsq.layers import TransformerEncoderLayer, programs
 from lsq.layers.blocks import PackedSequences
 from lsq.layers.memory import plan_memory
 from lsq.run.executor import Execution
-from lsq.run.frames import FreshFrame
-from lsq.run.step import is_placed
 from tests.layers.examples import mode_on
 from tests.layers.shapes import config_of
 from tests.run.borrowing import inside
@@ -26,28 +24,12 @@ def planned():
 
 
 def program_of(layer, batch, time):
-    return programs.encoder_layer(
-        layer.config, PackedSequences(rows=batch * time, count=batch), mode_on("cpu")
-    )
-
-
-@pytest.mark.parametrize("place", ["cpu", "meta"])
-def test_fresh_tensors_have_the_shapes_of_what_is_written_and_lie_where_they_should(place):
-    program = programs.feed_forward(config_of(), 5, mode_on("cpu"))
-    frame = FreshFrame(torch.device(place))
-    for index in range(len(program.operations)):
-        for virtual, tensor in zip(
-            program.written(index), frame.tensors_for(program, index), strict=True
-        ):
-            assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == (
-                virtual.shape,
-                virtual.dtype,
-                place,
-            )
+    sizes = PackedSequences(rows=batch * time, count=batch)
+    return programs.encoder_layer(layer.config, sizes, mode_on("cpu"))
 
 
 @pytest.mark.parametrize("batch, time", [(2, 5), (1, 3), (2, 1)])
-def test_tensors_of_any_batch_lie_at_the_planned_places(planned, batch, time):
+def test_tensors_of_any_batch_lie_at_the_planned_offsets(planned, batch, time):
     layer, memory = planned
     program = program_of(layer, batch, time)
     frame = memory.open(layer, program)
@@ -57,7 +39,7 @@ def test_tensors_of_any_batch_lie_at_the_planned_places(planned, batch, time):
         for number, (virtual, tensor) in enumerate(
             zip(program.written(index), tensors, strict=True)
         ):
-            if is_placed(virtual) and virtual.size:
+            if virtual.is_temporary and virtual.size:
                 assert tensor.data_ptr() == base + memory.step.offsets[0, index, number]
                 assert tuple(tensor.shape) == virtual.shape and tensor.is_contiguous()
             elif virtual.size:
@@ -72,6 +54,7 @@ def test_results_lie_outside_and_first_gradients_of_parameters_inside(planned):
     # rows of x are a view, which is no leaf
     assert not inside(memory, y) and not inside(memory, x.grad)
     assert all(inside(memory, parameter.grad) for parameter in layer.parameters())
+    assert pickle.loads(pickle.dumps(memory)) is None
 
 
 def test_a_forward_pass_out_of_turn_begins_the_next_step(planned):
@@ -89,7 +72,7 @@ def test_a_forward_pass_out_of_turn_begins_the_next_step(planned):
 
 
 def test_a_pass_that_fails_lets_others_run(planned, monkeypatch):
-    layer, memory = planned
+    layer, _ = planned
     x = torch.randn(5, 2, 48)
 
     def fail(*_):
@@ -100,7 +83,3 @@ def test_a_pass_that_fails_lets_others_run(planned, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             layer(x)
     layer(x).sum().backward()
-
-
-def test_memory_is_not_pickled(planned):
-    assert pickle.loads(pickle.dumps(planned[1])) is None

@@ -23,11 +23,11 @@ def layers(request):
     torch.manual_seed(0)
     where = CUDA(cuda.current_device(), activations=request.param)
     fresh = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0))
-    fresh = fresh.to(where.place)
+    fresh = fresh.to(where.device)
     fresh.backend = where
-    fresh(torch.randn(3, 2, 48).to(where.place))
+    fresh(torch.randn(3, 2, 48).to(where.device))
     planned = copy.deepcopy(fresh)
-    plan_memory(planned, lambda: planned(torch.ones(5, 2, 48, device=where.place)).sum())
+    plan_memory(planned, lambda: planned(torch.ones(5, 2, 48, device=where.device)).sum())
     return planned, fresh
 
 
@@ -51,7 +51,7 @@ def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, mon
     runs, run, weights = [], LaunchList.run, 4
     for number in range(4):
         x, upstream = torch.randn(2, 4, 2, 48).to(
-            planned.backend.place, planned.backend.activations
+            planned.backend.device, planned.backend.activations
         )
         if number == 2:  # parameters, too, lie elsewhere from now on
             for parameter in planned.parameters():
@@ -73,7 +73,7 @@ def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, mon
 @pytest.mark.thorough
 def test_scratch_memory_may_lie_elsewhere_in_every_run(layers):
     _, layer = layers
-    x, upstream = torch.randn(2, 16, 4, 48).to(layer.backend.place, layer.backend.activations)
+    x, upstream = torch.randn(2, 16, 4, 48).to(layer.backend.device, layer.backend.activations)
     others = []
     with profile():
         expected = step(layer, x, upstream)
@@ -85,9 +85,9 @@ def test_scratch_memory_may_lie_elsewhere_in_every_run(layers):
 def test_memory_that_is_not_aligned_is_refused_when_a_pass_comes_again():
     layer = QuantizedLinear(48, 32, quant=config_of().quant)
     layer.backend = CUDA(cuda.current_device())
-    layer = layer.to(layer.backend.place)
-    plan_memory(layer, lambda: layer(torch.ones(8, 48, device=layer.backend.place)).sum())
-    memory = torch.randn(8 * 48 + 1).to(layer.backend.place)
+    layer = layer.to(layer.backend.device)
+    plan_memory(layer, lambda: layer(torch.ones(8, 48, device=layer.backend.device)).sum())
+    memory = torch.randn(8 * 48 + 1).to(layer.backend.device)
     for _ in range(3):
         layer(memory[:-1].view(8, 48)).sum().backward()
     with pytest.raises(ValueError, match="^x: a tensor begins 4 bytes"):

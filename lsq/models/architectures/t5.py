@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig, RelativeBias
+from lsq.layers.module import beside_the_graph
 from lsq.layers.packing import Packing
 from lsq.layers.positions import bucket_of_distances
-from lsq.layers.torch_compile import beside_the_graph
 from lsq.models.fused_layer import FusedLayer, SideInputs, cache_of
 from lsq.models.reading import activation_of, biases, dropout_of, plain_linears, sources, the_same
 

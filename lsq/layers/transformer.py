@@ -1,0 +1,247 @@
+"""Transformer layers as modules, and their parts by themselves.
+
+T time, B sentences, S time of a memory, H hidden; M packed tokens.
+"""
+
+import torch
+
+from lsq.config import LayerConfig
+from lsq.layers import decoding, programs
+from lsq.layers.blocks import PackedSequences
+from lsq.layers.decoding import State
+from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
+from lsq.layers.packing import (
+    Packing,
+    check_memory,
+    pack_time_major,
+    packing_options,
+    unpack_time_major,
+)
+from lsq.layers.positions import position_inputs
+
+ONE = PackedSequences(rows=1, count=1)
+
+
+class FeedForward(ProgramModule):
+    """fc2(dropout(activation(fc1(x)))) with int8 products; float32 [..., H] in and out.
+
+    With config.gated it is fc2(dropout(activation(gate(x)) * up(x))): SwiGLU with "silu" (Shazeer
+    2020).
+    """
+
+    def __init__(self, config: LayerConfig):
+        super().__init__(config.quant)
+        self.config = config
+        self.declare(lambda mode: programs.feed_forward(config, 1, mode))
+
+    @beside_the_graph
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = rows_of(x, self.config.hidden)
+        program = programs.feed_forward(self.config, rows.shape[0], self.mode(x))
+        (y,) = self.execute(program, {"x": rows})
+        return y.view(x.shape)
+
+
+class MultiheadAttention(ProgramModule):
+    """Multi-head attention with int8 projections (Vaswani et al. 2017), initialised as fairseq
+    does.
+
+    Args:
+        config: width, heads and dropout; positions count in self-attention alone.
+        cross: attend over a memory instead of the input itself.
+    """
+
+    def __init__(self, config: LayerConfig, *, cross: bool = False):
+        super().__init__(config.quant)
+        self.config, self.cross, causal = config, cross, config.window is not None
+        if cross:
+            self.declare(lambda mode: programs.cross_attention(config, ONE, ONE, mode))
+        else:
+            self.declare(lambda mode: programs.self_attention(config, ONE, mode, causal=causal))
+
+    @beside_the_graph
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """x float32 [T, B, H], memory [S, B, H] if cross; key_padding_mask bool, True is padding ->
+        [T, B, H].
+
+        The mask is [B, T], or [B, S] of the memory. Results are zero where x is padding.
+
+        Raises:
+            ValueError: a memory is missing or not wanted; another shape, no sentence, or no word.
+        """
+        if self.cross != (memory is not None):
+            raise ValueError(
+                f"cross is {self.cross}, but a memory was {'not ' if memory is None else ''}given"
+            )
+        config, options = self.config, packing_options(self)
+        own_mask = None if self.cross else key_padding_mask
+        rows, packing = pack_time_major(x, own_mask, config.hidden, **options)
+        inputs = {"x": rows, "cu_seqlens": packing.cu_seqlens}
+        if memory is None:
+            program = programs.self_attention(
+                config, packing.sentences, self.mode(x), causal=causal
+            )
+            inputs |= position_inputs(config, packing.positions, packing.shape[1], causal=causal)
+        else:
+            check_memory(memory, x)
+            source, of_source = pack_time_major(memory, key_padding_mask, config.hidden, **options)
+            program = programs.cross_attention(
+                config, packing.sentences, of_source.sentences, self.mode(x, memory)
+            )
+            inputs |= {"memory": source, "memory_cu_seqlens": of_source.cu_seqlens}
+        (y,) = self.execute(program, inputs)
+        return unpack_time_major(y, packing)
+
+
+class TransformerEncoderLayer(ProgramModule):
+    """One encoder layer, pre- or post-norm, with dropout wherever fairseq has it; `causal`: words
+    see those before them alone."""
+
+    def __init__(self, config: LayerConfig, *, causal: bool = False):
+        super().__init__(config.quant)
+        self.config, self.causal = config, causal
+        self.declare(lambda mode: programs.encoder_layer(config, ONE, mode, causal=causal))
+
+    def forward(
+        self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> float32 [T, B, H],
+        zero in padding.
+
+        Raises:
+            ValueError: another shape, no sentence, or no word.
+        """
+        rows, packing = pack_time_major(
+            x, key_padding_mask, self.config.hidden, **packing_options(self)
+        )
+        return unpack_time_major(self.rows(rows, packing), packing)
+
+    @beside_the_graph
+    def rows(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
+        """Run on packed tokens: x float32 [M, H] -> [M, H]."""
+        config, causal = self.config, self.causal
+        program = programs.encoder_layer(config, packing.sentences, self.mode(x), causal=causal)
+        positions = position_inputs(config, packing.positions, packing.shape[1], causal=causal)
+        (y,) = self.execute(program, {"x": x, "cu_seqlens": packing.cu_seqlens, **positions})
+        return y
+
+    @beside_the_graph
+    @torch.no_grad()
+    def step(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        """One step of decoding by a causal layer: the next word of each sentence, x float32 [B, H]
+        -> [B, H].
+
+        The layer keeps what the next step needs in `state`, an empty dict at first (see
+        `lsq.layers.decoding`).
+
+        Raises:
+            ValueError: the layer is not causal, in training mode, or its clips were never measured.
+        """
+        if not self.causal:
+            raise ValueError(
+                "a layer whose words see those after them cannot decode; make it with causal=True"
+            )
+        decoding.check_ready(self)
+        past, inputs = decoding.step_inputs(state, x, self.config, self.target)
+        program = decoding.encoder_step(self.config, past, len(x), self.mode())
+        y, history = self.execute(program, inputs)
+        decoding.keep_history(state, history)
+        return y
+
+
+class TransformerDecoderLayer(ProgramModule):
+    """One decoder layer, pre- or post-norm, with dropout wherever fairseq has it."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__(config.quant)
+        self.config = config
+        self.declare(lambda mode: programs.decoder_layer(config, ONE, ONE, mode))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        encoder_out: torch.Tensor,
+        encoder_padding_mask: torch.Tensor | None = None,
+        *,
+        self_padding_mask: torch.Tensor | None = None,
+        state: State | None = None,
+    ) -> torch.Tensor:
+        """x float32 [T, B, H], encoder_out [S, B, H], encoder_padding_mask bool [B, S] -> float32
+        [T, B, H].
+
+        Without `state` the whole target is there and the future is masked. With a state (an empty
+        dict at first) x is one step [1, B, H]; the layer keeps what the next step needs in the
+        state, a row for each sentence. Results are zero where `self_padding_mask` bool [B, T] says
+        padding.
+
+        Raises:
+            ValueError: another shape, no sentence or no word; a state in training mode, with more
+                than one step, or before calibration.
+        """
+        width, options = self.config.hidden, packing_options(self)
+        rows, packing = pack_time_major(x, self_padding_mask, width, **options)
+        if state is None:
+            check_memory(encoder_out, x)
+            memory = pack_time_major(encoder_out, encoder_padding_mask, width, **options)
+            return unpack_time_major(self.rows(rows, packing, *memory), packing)
+        if x.shape[:2] != (1, encoder_out.shape[1]):
+            raise ValueError(
+                f"incremental decoding takes one step [1, {encoder_out.shape[1]}, {width}] at a"
+                f" time; given {tuple(x.shape)}"
+            )
+        return unpack_time_major(self.step(rows, encoder_out, encoder_padding_mask, state), packing)
+
+    @beside_the_graph
+    def rows(
+        self, x: torch.Tensor, packing: Packing, memory: torch.Tensor, memory_packing: Packing
+    ) -> torch.Tensor:
+        """Run on packed tokens: x float32 [M, H], memory [S, H] -> [M, H]."""
+        program = programs.decoder_layer(
+            self.config, packing.sentences, memory_packing.sentences, self.mode(x, memory)
+        )
+        inputs = {
+            "x": x,
+            "cu_seqlens": packing.cu_seqlens,
+            "memory": memory,
+            "memory_cu_seqlens": memory_packing.cu_seqlens,
+        }
+        inputs |= position_inputs(self.config, packing.positions, packing.shape[1], causal=True)
+        (y,) = self.execute(program, inputs)
+        return y
+
+    @beside_the_graph
+    @torch.no_grad()
+    def step(
+        self, x: torch.Tensor, encoder_out: torch.Tensor, padding: torch.Tensor | None, state: State
+    ) -> torch.Tensor:
+        """One step of decoding: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] or
+        None -> [B, H].
+
+        Raises:
+            ValueError: training mode, or clips that were never measured.
+        """
+        decoding.check_ready(self)
+        config, mode, (source, batch, hidden) = self.config, self.mode(), encoder_out.shape
+        if not state:
+            program = decoding.decoder_memory(config, batch * source, mode)
+            memory = encoder_out.transpose(0, 1).reshape(batch * source, hidden)
+            cross, *scale = self.execute(program, {"memory": memory})
+            state["cross"] = cross.view(batch, source, -1)
+            if scale:
+                state["cross_scale"] = scale[0]
+        memory_packing = Packing(padding, shape=(batch, source), backend=self.target)
+        past, inputs = decoding.step_inputs(state, x, config, self.target)
+        inputs["cross"] = memory_packing.pack(state["cross"])
+        inputs["source_cu_seqlens"] = memory_packing.cu_seqlens
+        if "cross_scale" in state:
+            inputs["cross_scale"] = state["cross_scale"]
+        program = decoding.decoder_step(config, past, memory_packing.sentences, mode)
+        y, history = self.execute(program, inputs)
+        decoding.keep_history(state, history)
+        return y
