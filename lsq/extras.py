@@ -1,5 +1,4 @@
-"""The extras of lsq in pyproject.toml, errors that say how to install them, and names of packages
-that are imported when they are first used."""
+"""The extras of lsq in pyproject.toml, how to install them, and names that are imported late."""
 
 import json
 import shlex
@@ -64,18 +63,12 @@ EXTRAS = {
 
 
 class MissingPackage(ModuleNotFoundError):
-    """Packages of extras are not installed; the message says which, and how to install them."""
+    """Packages of extras are not installed; the message says how to install them."""
 
 
 def require(user: str, *extras: str) -> None:
-    """Make sure that the packages of these extras are installed.
-
-    Args:
-        user: what needs them, for the message.
-
-    Raises:
-        MissingPackage: at least one is not.
-    """
+    """Raise MissingPackage unless the packages of these extras are installed, which `user`
+    needs."""
     missing, lacking = [], []
     for extra in extras:
         absent = [name for name, module in EXTRAS[extra].packages.items() if not _is_there(module)]
@@ -107,11 +100,8 @@ def explanation(module: str) -> str:
 
 
 def command(*extras: str) -> str:
-    """The line that adds extras to what was installed: a checkout, one that is editable, or a
-    wheel.
-
-    Without a record of that it names the current folder, which is to be the checkout then.
-    """
+    """Return the line that adds extras to what was installed: a checkout, one that is editable, or
+    a wheel; without a record of that, the current folder, which is to be the checkout then."""
     origin = _origin()
     editable = origin.get("dir_info", {}).get("editable", False)
     path = url2pathname(urlsplit(origin["url"]).path) if origin else "."
@@ -120,13 +110,10 @@ def command(*extras: str) -> str:
 
 
 def _origin() -> dict:
-    """What pip recorded about where lsq came from (PEP 610); empty without such a record.
-
-    A checkout that is on the path has metadata of its own, without a record.
-    """
-    records = (
-        found.read_text("direct_url.json") for found in metadata.distributions(name=DISTRIBUTION)
-    )
+    """Return what pip recorded about where lsq came from (PEP 610), or nothing. A checkout on the
+    path has metadata of its own, without a record."""
+    installed = metadata.distributions(name=DISTRIBUTION)
+    records = (found.read_text("direct_url.json") for found in installed)
     return json.loads(next(filter(None, records), "{}"))
 
 

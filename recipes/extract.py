@@ -1,8 +1,8 @@
 """Plain sentence pairs from the archives of public translation tasks, or toy text for dry runs.
 
-    python recipes/extract.py iwslt14 RAW TEXT     RAW holds the unpacked de-en.tgz
-    python recipes/extract.py wmt14 RAW TEXT       RAW holds the unpacked archives that
-    wmt14_en_de/prepare.sh names python recipes/extract.py toy TEXT
+    python recipes/extract.py iwslt14 RAW TEXT     RAW: the unpacked de-en.tgz
+    python recipes/extract.py wmt14 RAW TEXT       RAW: the archives of wmt14_en_de/prepare.sh
+    python recipes/extract.py toy TEXT
 
 writes TEXT/{train,valid,test}.{de,en}, one sentence a line; line i of one language translates line
 i of the other.
@@ -20,20 +20,21 @@ LANGUAGES = ("de", "en")
 SEGMENT = re.compile(r"<seg[^>]*>(.*?)</seg>", re.DOTALL)
 IWSLT_TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
 WMT_CORPORA = ("training/europarl-v7", "commoncrawl", "training/news-commentary-v9")
+METADATA = ("<url>", "<talkid>", "<keywords>", "<speaker>", "<reviewer", "<translator")
 Pair = tuple[str, str]
 """A German sentence and its English translation."""
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a text file, without white space around them; U+2028 and the like do not end
-    lines."""
+    """Read the lines of a text file, without white space around them; U+2028 and the like do not
+    end lines."""
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}; see --download of prepare.sh")
     return [" ".join(line.split()) for line in path.read_text(encoding="utf-8").split("\n")]
 
 
 def paired(sides: list[list[str]]) -> list[Pair]:
-    """Pairs of equally long sides."""
+    """Pair equally long sides."""
     german, english = sides
     if len(german) != len(english):
         raise ValueError(f"{len(german)} German lines, but {len(english)} English ones")
@@ -41,14 +42,14 @@ def paired(sides: list[list[str]]) -> list[Pair]:
 
 
 def segments(path: Path) -> list[str]:
-    """The sentences of an SGML or XML file of an evaluation."""
+    """Read the sentences of an SGML or XML file of an evaluation."""
     text = "\n".join(lines(path))
     return [" ".join(html.unescape(segment).split()) for segment in SEGMENT.findall(text)]
 
 
 def acceptable(pair: Pair, longest: int, ratio: float = 1.5) -> bool:
-    """Whether both sides have 1 to `longest` words, and neither more than `ratio` times those of
-    the other."""
+    """Say whether both sides have 1 to `longest` words, and neither more than `ratio` times those
+    of the other."""
     counts = sorted(len(side.split()) for side in pair)
     return 1 <= counts[0] and counts[1] <= min(longest, ratio * counts[0])
 
@@ -66,33 +67,22 @@ def write(folder: Path, split: str, pairs: Iterable[Pair]) -> None:
 
 
 def every(pairs: list[Pair], step: int) -> tuple[list[Pair], list[Pair]]:
-    """(all others, every `step`-th pair from the first on)."""
+    """Return (all others, every `step`-th pair from the first on)."""
     return [pair for row, pair in enumerate(pairs) if row % step], pairs[::step]
 
 
 def iwslt14(raw: Path, text: Path) -> None:
-    """Talks: train and valid (every 23rd pair) from the tagged file, test from five earlier
+    """Write talks: train and valid (every 23rd pair) from the tagged file, test from five earlier
     evaluations."""
     sides = []
     for language in LANGUAGES:
         tagged = lines(raw / "de-en" / f"train.tags.de-en.{language}")
-        sides.append(
-            [
-                re.sub(r"</?(title|description)>", "", line).strip()
-                for line in tagged
-                if not _metadata(line)
-            ]
-        )
+        spoken = [line for line in tagged if not line.startswith(METADATA)]
+        sides.append([re.sub(r"</?(title|description)>", "", line).strip() for line in spoken])
     train, valid = every([pair for pair in paired(sides) if acceptable(pair, longest=175)], 23)
     test = [pair for name in IWSLT_TESTS for pair in paired(_evaluation(raw / "de-en", name))]
     for split, pairs in (("train", train), ("valid", valid), ("test", test)):
         write(text, split, pairs)
-
-
-def _metadata(line: str) -> bool:
-    return line.startswith(
-        ("<url>", "<talkid>", "<keywords>", "<speaker>", "<reviewer", "<translator")
-    )
 
 
 def _evaluation(folder: Path, name: str) -> list[list[str]]:
@@ -100,22 +90,20 @@ def _evaluation(folder: Path, name: str) -> list[list[str]]:
 
 
 def wmt14(raw: Path, text: Path) -> None:
-    """Parliament, web pages and news: valid is every 1,000th pair, test is newstest2014."""
+    """Write parliament, web pages and news: valid is every 1,000th pair, test is newstest2014."""
     pairs = []
     for corpus in WMT_CORPORA:
         found = paired([lines(raw / f"{corpus}.de-en.{language}") for language in LANGUAGES])
         pairs += [pair for pair in found if acceptable(pair, longest=250)]
     train, valid = every(pairs, 1000)
-    test = [
-        segments(raw / "test-full" / f"newstest2014-deen-{kind}.sgm")
-        for kind in ("ref.de", "src.en")
-    ]
+    names = (f"newstest2014-deen-{kind}.sgm" for kind in ("ref.de", "src.en"))
+    test = [segments(raw / "test-full" / name) for name in names]
     for split, split_pairs in (("train", train), ("valid", valid), ("test", paired(test))):
         write(text, split, split_pairs)
 
 
 def toy(text: Path) -> None:
-    """Random English number words and the German ones in the opposite order."""
+    """Write random English number words and the German ones in the opposite order."""
     english = "one two three four five six seven eight nine ten".split()
     german = "eins zwei drei vier fünf sechs sieben acht neun zehn".split()
     chance = random.Random(1)
@@ -123,10 +111,8 @@ def toy(text: Path) -> None:
     def sentences(count: int) -> Iterator[Pair]:
         for _ in range(count):
             words = chance.choices(range(10), k=chance.randint(2, 8))
-            yield (
-                " ".join(german[word] for word in reversed(words)),
-                " ".join(english[word] for word in words),
-            )
+            turned = " ".join(german[word] for word in reversed(words))
+            yield turned, " ".join(english[word] for word in words)
 
     for split, count in (("train", 300), ("valid", 20), ("test", 10)):
         write(text, split, sentences(count))

@@ -267,8 +267,8 @@ def test_a_wheel_alone_converts_and_trains(installed):
     )
     done = installed("-c", "import lsq; lsq.Translator('x.safetensors')")
     assert "FileNotFoundError" in done.stderr
-    draw = "from lsq.commands.losses import draw_losses; draw_losses({}, 'x.png', '')"
-    assert "needs matplotlib" in installed("-c", draw).stderr
+    table = "from lsq.study.tables import fitted; fitted([], [], [])"
+    assert "needs matplotlib, tabulate" in installed("-c", table).stderr
     callback = "from lsq.models import LsqCallback"
     assert "LsqCallback needs transformers, accelerate" in installed("-c", callback).stderr
 

@@ -13,7 +13,7 @@ import traceback
 
 import lsq
 from lsq import extras
-from lsq.commands import COMMANDS, EXTRAS, inputs, logs
+from lsq.commands import COMMANDS, EXTRAS, logs
 from lsq.commands.interruption import name_of
 from lsq.commands.options import HELP, near, shortened
 
@@ -35,8 +35,7 @@ PATHS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line up to the name of the subcommand; each subcommand parses the rest by
-    itself."""
+    """Make the parser up to the name of the subcommand, which parses the rest by itself."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     made = argparse.ArgumentParser(
@@ -46,15 +45,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--version", action="version", version=f"lsq {lsq.__version__}")
-    made.add_argument(
-        "--traceback",
-        action="store_true",
-        help="show where in the program an error was found, for bug reports",
-    )
+    traceback_help = "show where in the program an error was found, for bug reports"
+    made.add_argument("--traceback", action="store_true", help=traceback_help)
     made.add_argument("command", metavar="COMMAND", help="see below")
-    made.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command"
-    )
+    rest = {"nargs": argparse.REMAINDER, "metavar": "...", "help": "options of the command"}
+    made.add_argument("arguments", **rest)
     return made
 
 
@@ -103,49 +98,37 @@ def _run(arguments: list[str] | None) -> int:
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be text
     logs.configure()
     try:
-        inputs.check(given.command, given.arguments)
         if not HELP & set(given.arguments):
             extras.require("this command", *EXTRAS.get(given.command, ()))
-        return importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}").run(
-            given.arguments
-        )
+        module = importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}")
+        return module.run(given.arguments)
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         status, message = describe(error)
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and message is not None
-            and HELP & set(given.arguments)
-        ):
+        wants_help = HELP & set(given.arguments)
+        if wants_help and isinstance(error, ModuleNotFoundError) and message is not None:
             print(f"usage: lsq {given.command} ...\n\n{COMMANDS[given.command]}\n")
             print(f"Its options are not shown: {message.removeprefix('error: ')}")
             return 0
-        if (
-            message is None
-            or given.traceback
-            or isinstance(error, BrokenPipeError)
-            and _reader_has_gone()
-        ):
+        if message is None or given.traceback:
+            raise
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
             raise
         print(f"lsq {given.command}: {message}", file=sys.stderr, flush=True)
         return status
 
 
 def describe(error: BaseException) -> tuple[int, str | None]:
-    """(exit status, message in one line); no message for what is a fault of lsq's, or has been
-    reported."""
+    """Return (exit status, message in one line); without a message for a fault of lsq's, and what
+    has been reported."""
     message = _line(error)
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}"
     if isinstance(error, SystemExit):
         return error.code, getattr(error, "message", None)
     if isinstance(error, tuple(PATHS)):
-        refused = error.filename is not None and PATHS.get(type(error))
-        return (
-            2,
-            f"error: {shortened(str(error.filename))} {refused}"
-            if refused
-            else f"error: {message}",
-        )
+        if error.filename is not None and type(error) in PATHS:
+            message = f"{shortened(str(error.filename))} {PATHS[type(error)]}"
+        return 2, f"error: {message}"
     if isinstance(error, (OSError, FloatingPointError)):  # the machine's fault, or a training's
         return 1, f"error: {message}"
     # fairseq reports users' mistakes as Exception
@@ -175,23 +158,17 @@ def _line(error: BaseException) -> str:
 
 
 def _of_fairseq(error: BaseException, message: str) -> tuple[int, str | None]:
-    """The same for what fairseq's own code raised: it refuses options in many ways, or fails on
+    """`describe` what fairseq's own code raised: it refuses options in many ways, or fails on
     them."""
-    modules = [
-        frame.f_globals["__name__"].partition(".")[0]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    # by which fairseq reads options as Python
-    modules = [module for module in modules if module != "ast"]
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in frames]
+    modules = [module for module in modules if module != "ast"]  # fairseq reads options as Python
     if not modules or modules[-1] not in FAIRSEQ:
         return 1, None
     if isinstance(error, (AssertionError, ImportError, NotImplementedError)):
         return 2, f"error: {message or traceback.extract_tb(error.__traceback__)[-1].line}"
-    reason = f"{type(error).__name__}: {message}"
-    return (
-        1,
-        f"error: fairseq failed ({reason}); check the options, or see where with lsq --traceback",
-    )
+    reason = f"fairseq failed ({type(error).__name__}: {message})"
+    return 1, f"error: {reason}; check the options, or see where with lsq --traceback"
 
 
 if __name__ == "__main__":

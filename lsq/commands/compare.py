@@ -1,26 +1,26 @@
-"""`lsq compare`: what int8 loses with your data and options, by paired trainings and the difference
-of their losses.
+"""`lsq compare`: what int8 loses with your data and options, by paired trainings.
 
 All trainings of a seed begin with the same weights and see the same batches and dropout masks.
-Float is trained twice,
-the second time with a learning rate that differs in its last bit: such trainings part as those do
-whose sums are added in another order, and how far says which difference means something.
+Float is trained twice, the second time with a learning rate that differs in its last bit: such
+trainings part as those do whose sums are added in another order, and how far says which difference
+means something.
 """
 
 import json
 import math
 import re
 import shlex
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Annotated
 
 from lsq.commands import stages, text_run, train_text
 from lsq.commands.interruption import run_lsq
-from lsq.commands.losses import LOSSES, LossCurve, read_losses
-from lsq.commands.options import command_parser, is_given, positive
+from lsq.commands.losses import LOSSES, read_losses
+from lsq.commands.options import Positive, command_parser, is_given
 from lsq.commands.prepare import say
 from lsq.commands.stages import Stage
 from lsq.commands.train import ARCHITECTURE
@@ -53,56 +53,36 @@ class Side:
     """Of `lsq train-text`."""
 
 
-def parser() -> ArgumentParser:
-    """The command line of `lsq compare`, without what it shares with `lsq train-text`."""
-    made = command_parser(
-        "compare",
-        "Train the same model in float32 and in int8 from the same initial weights, on the same"
-        " batches and dropout"
-        " masks, and print the differences of their losses beside those of float32 against"
-        " itself. The options of"
-        " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same"
-        " command again to"
-        " continue after an interruption, or with old and new seeds together: only the new ones"
-        " are trained.",
-        epilog="`lsq train-text --help` lists the options of a training.",
-    )
-    made.add_argument(
-        "--seeds",
-        type=seed,
-        nargs="+",
-        default=[1],
-        help="a training of each side for each of these",
-    )
-    made.add_argument(
-        "--side",
-        action="append",
-        default=[],
-        metavar="NAME=OPTIONS",
-        help="in place of int8: options of `lsq train-text` by which a training differs from float,"
-        " e.g."
-        " learned='--mode int8 --lsq-clips learned'; may be given several times",
-    )
-    made.add_argument("--threads", type=positive, default=1, help="threads of each training")
-    return made
-
-
 def seed(text: str) -> int:
-    """The type of --seeds."""
+    """Convert --seeds."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise ArgumentTypeError(f"{text!r} is no seed; it must be a number from 0 to 4294967295")
     return int(text)
 
 
+class Options(Namespace):
+    """Train the same model in float32 and in int8 from the same initial weights, on the same
+    batches and dropout masks, and print the differences of their losses beside those of float32
+    against itself. The options of `lsq train-text` say what is trained, all but --mode, --seed and
+    --name. Run the same command again to continue after an interruption, or with old and new seeds
+    together: only the new ones are trained."""
+
+    seeds: Annotated[list[int], seed] = [1]
+    """a training of each side for each of these"""
+    side: Annotated[list[str], "NAME=OPTIONS"] = []
+    """in place of int8: options of `lsq train-text` by which a training differs from float, e.g.
+    learned='--mode int8 --lsq-clips learned'; may be given several times"""
+    threads: Positive = 1
+    """threads of each training"""
+
+
 def sides_of(given: list[str], shared: Namespace) -> list[Side]:
-    """Float first, by lsq's own model, then float once more, then what the user wants.
+    """Return float first, by lsq's own model, then float once more, then what the user wants;
+    ValueError if a name or options are no such, or a name is given twice.
 
     Args:
         given: NAME=OPTIONS each.
         shared: the options of all trainings.
-
-    Raises:
-        ValueError: a name or options are no such, or a name is given twice.
     """
     in_float = ["--mode", "float", "--arch", shared.arch or ARCHITECTURE]
     found = [
@@ -130,14 +110,11 @@ def sides_of(given: list[str], shared: Namespace) -> list[Side]:
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the files.
-        ChildProcessError, Interrupted: see `run_lsq`.
-    """
+    """Train what is not trained yet, and report; raises as `run_lsq` does."""
     middle = arguments.index("--") if "--" in arguments else len(arguments)
-    given, common = parser().parse_known_args(arguments[:middle])
+    epilog = "`lsq train-text --help` lists the options of a training."
+    parser = command_parser("compare", Options, epilog=epilog)
+    given, common = parser.parse_known_args(arguments[:middle])
     extra = arguments[middle:]
     for option in SET_HERE:
         if is_given(option, common):
@@ -159,15 +136,8 @@ def run(arguments: list[str]) -> int:
     runs = {}
     for seed in dict.fromkeys(given.seeds):
         for side in sides:
-            words = [
-                *common,
-                *side.options,
-                "--seed",
-                str(seed),
-                "--name",
-                f"{side.name}-{seed}",
-                *extra,
-            ]
+            named = ["--seed", str(seed), "--name", f"{side.name}-{seed}"]
+            words = [*common, *side.options, *named, *extra]
             # refuses mistakes before anything is trained
             text_run.check_folder(*train_text.parsed(words), REMEDY)
             runs[side.name, seed] = words
@@ -177,71 +147,47 @@ def run(arguments: list[str]) -> int:
         for words in runs.values():
             run_lsq(["train-text", *words], threads=given.threads)
         made.mark({}, finished=False)
-        report(
-            shared.output,
-            [side.name for side in sides],
-            list(dict.fromkeys(given.seeds)),
-            made.folder,
-        )
+        names, seeds = [side.name for side in sides], list(dict.fromkeys(given.seeds))
+        report(shared.output, names, seeds, made.folder)
     return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What is compared of a training."""
-
-    curve: LossCurve
-    results: dict
-    """results.json of `lsq train-text`."""
 
 
 def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> None:
     """Print the differences of the finished runs of these sides and seeds, and write FILES into a
     folder."""
-    found = {
-        (name, seed): Trained(
-            curve=read_losses(output / f"{name}-{seed}" / "model" / LOSSES),
-            results=json.loads(
-                (output / f"{name}-{seed}" / "results.json").read_text(encoding="utf-8")
-            ),
-        )
-        for name in names
-        for seed in seeds
-    }
+    curves, results = {}, {}
+    for run in ((name, seed) for name in names for seed in seeds):
+        path = output / "{}-{}".format(*run)
+        curves[run] = read_losses(path / "model" / LOSSES)
+        results[run] = json.loads((path / "results.json").read_text(encoding="utf-8"))
     others = names[1:]
     # a training that was begun otherwise may lack a window
-    curves = [one.curve for one in found.values()]
-    windows = sorted(set.intersection(*(set(curve.training) for curve in curves)))
-    validated = max(set.intersection(*(set(curve.validation) for curve in curves)))
-    rows: list[tuple[str, int, Callable[[Trained], float]]] = [
-        (
-            f"updates {before + 1} to {window}",
-            4,
-            lambda one, window=window: one.curve.training[window],
-        )
-        for before, window in zip([0, *windows], windows, strict=False)
+    windows = sorted(set.intersection(*(set(curve.training) for curve in curves.values())))
+    validated = max(set.intersection(*(set(curve.validation) for curve in curves.values())))
+    rows: list[tuple[str, int, Callable[[tuple[str, int]], float]]] = [
+        (f"updates {before + 1} to {end}", 4, lambda run, end=end: curves[run].training[end])
+        for before, end in zip([0, *windows], windows, strict=False)
     ]
     rows += [
-        (f"validation after {validated}", 4, lambda one: one.curve.validation[validated]),
-        ("BLEU", 2, lambda one: one.results["bleu"]),
-        ("chrF", 2, lambda one: one.results["chrf"]),
+        (f"validation after {validated}", 4, lambda run: curves[run].validation[validated]),
+        ("BLEU", 2, lambda run: results[run]["bleu"]),
+        ("chrF", 2, lambda run: results[run]["chrf"]),
         (
             "seconds an update",
             3,
-            lambda one: one.results["training_seconds"] / one.results["updates"],
+            lambda run: results[run]["training_seconds"] / results[run]["updates"],
         ),
     ]
     differences = {
         title: {
-            name: [value(found[name, seed]) - value(found[FLOAT, seed]) for seed in seeds]
-            for name in others
+            name: [value((name, seed)) - value((FLOAT, seed)) for seed in seeds] for name in others
         }
         for title, _, value in rows
     }
     table = [
         (
             title,
-            f"{mean(value(found[FLOAT, seed]) for seed in seeds):.{digits}f}",
+            f"{mean(value((FLOAT, seed)) for seed in seeds):.{digits}f}",
             *(spread(one, digits) for one in differences[title].values()),
         )
         for title, digits, value in rows
@@ -251,8 +197,7 @@ def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> No
     say("\n" + fitted(table, head, aligned, style="github"))
     say(
         f"\nLosses are in bits a token. Of {FLOAT} the mean over seeds, of all others the"
-        " difference to it"
-        f"{', ± its standard error' if len(seeds) > 1 else ''}."
+        f" difference to it{', ± its standard error' if len(seeds) > 1 else ''}."
     )
     for name in names[2:]:
         say(verdict(name, differences[f"validation after {validated}"], differences, len(windows)))
@@ -281,8 +226,7 @@ def verdict(
         advice = "several --seeds tell whether this is chance" if more else "this may be chance"
         return (
             f"{name} ends {found:+.4f} bits a token from {FLOAT}. Float trained twice differs by up"
-            " to"
-            f" {floor:.4f}; {advice}."
+            f" to {floor:.4f}; {advice}."
         )
     error = stdev(ended[name]) / math.sqrt(count)
     certain = abs(found) > STUDENT[min(count, max(STUDENT))] * error
@@ -291,8 +235,7 @@ def verdict(
     )
     return (
         f"{name} {seen} {FLOAT} by {count} seeds: {found:+.4f} bits a token at the end, with a"
-        " standard error of"
-        f" {error:.4f} (paired t-test, 95 %)."
+        f" standard error of {error:.4f} (paired t-test, 95 %)."
     )
 
 

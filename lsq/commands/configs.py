@@ -1,6 +1,6 @@
 """`lsq configs`: files of tuned products, their content, and whether it still holds."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,44 +21,37 @@ HEAD = "op m n k layout types chosen default float gain spread date".split() + [
 TEXTS = ("op", "layout", "types", "date", "run as")
 
 
+ACTIONS = {
+    "list": "all files, and whether they are used here",
+    "show": "the content of a file",
+    "verify": "run every entry of a GPU's file once, and compare with exact arithmetic",
+    "export": "write the entries that are in use here as one file",
+}
+
+
+class Options(Namespace):
+    """Files that say how each matrix product runs fastest on one device; `lsq tune` makes them."""
+
+
 def parser() -> ArgumentParser:
-    """The command line of `lsq configs`."""
-    result = command_parser(
-        "configs",
-        "Files that say how each matrix product runs fastest on one device; `lsq tune` makes them.",
-    )
+    """Make the parser of `lsq configs`."""
+    result = command_parser("configs", Options)
     actions = result.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="all files, and whether they are used here")
-    showing = actions.add_parser("show", help="the content of a file")
-    verifying = actions.add_parser(
-        "verify", help="run every entry of a GPU's file once, and compare with exact arithmetic"
-    )
-    exporting = actions.add_parser(
-        "export", help="write the entries that are in use here as one file"
-    )
-    for action in (listing, showing, verifying, exporting):
+    made = {name: actions.add_parser(name, help=text) for name, text in ACTIONS.items()}
+    for action in made.values():
         one_line_errors(action)
-    for action in (showing, verifying):
-        action.add_argument("file", type=Path, metavar="FILE.json")
-    verifying.add_argument("--quiet", action="store_true", help="no progress bar")
-    exporting.add_argument(
-        "output",
-        type=Path,
-        metavar="PATH",
-        help="a file, or a folder, where it is named after the device",
-    )
-    exporting.add_argument(
-        "--kind", choices=KINDS, default="cuda", help="of device (default: cuda)"
-    )
+    for name in ("show", "verify"):
+        made[name].add_argument("file", type=Path, metavar="FILE.json")
+    made["verify"].add_argument("--quiet", action="store_true", help="no progress bar")
+    path = "a file, or a folder, where it is named after the device"
+    made["export"].add_argument("output", type=Path, metavar="PATH", help=path)
+    kind = {"choices": KINDS, "default": "cuda", "help": "of device (default: cuda)"}
+    made["export"].add_argument("--kind", **kind)
     return result
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand; the exit status: 1 if `verify` found an entry that does not hold, else 0.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the file, or a device that is not here.
-    """
+    """Run an action; the exit status is 1 if `verify` found an entry that does not hold, else 0."""
     given = parser().parse_args(arguments)
     if given.action == "verify":
         return verify(given.file, quiet=given.quiet)
@@ -69,7 +62,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _device(kind: str) -> Validators | str:
-    """The device of a kind, or the reason why there is none."""
+    """Return the device of a kind, or the reason why there is none."""
     try:
         return device.here(kind)
     except RuntimeError as error:
@@ -77,7 +70,7 @@ def _device(kind: str) -> Validators | str:
 
 
 def list_files() -> str:
-    """Every file, its device, and whether it is used."""
+    """List every file, its device, and whether it is used."""
     files = configuration_file.search(device.here("cpu"))
     if not files:
         folder = configuration_file.user_folder()
@@ -96,7 +89,7 @@ def list_files() -> str:
 
 
 def show(file: ConfigurationFile) -> str:
-    """The device of a file and a table of its entries."""
+    """Format the device of a file and a table of its entries."""
     validators = file.validators
     words = [
         f"{name} {' '.join(value) or 'none' if isinstance(value, tuple) else value}"
@@ -128,12 +121,8 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def verify(path: Path, *, quiet: bool) -> int:
-    """Check every entry of a GPU's file, print what is wrong; the exit status: 1 if anything is.
-
-    Raises:
-        ValueError: the file is damaged, or was made for another device or a CPU.
-        OSError: it cannot be read.
-    """
+    """Check every entry of a GPU's file and print what is wrong; the exit status is 1 if anything
+    is. ValueError if the file is damaged, or was made for another device or a CPU."""
     file = configuration_file.read(path)
     if file.validators.kind == "cpu":
         raise ValueError(
@@ -157,12 +146,8 @@ def verify(path: Path, *, quiet: bool) -> int:
 
 
 def export(output: Path, kind: str) -> int:
-    """Write the entries that are in use as one file.
-
-    Raises:
-        ValueError: there are none, or there is no device of this kind.
-        OSError: it cannot be written.
-    """
+    """Write the entries that are in use as one file; ValueError if there are none, or there is no
+    device of this kind."""
     check_writable(output, "PATH", makes_folders=True)
     here = _device(kind)
     if isinstance(here, str):

@@ -12,7 +12,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 
@@ -51,23 +52,29 @@ INT8_FEATURES = {
     "Arm dot product",
     "Arm int8 matrix multiply",
 }
-"""The features that multiply int8 faster than floats; without any, int8 works but is hardly faster.
-"""
+"""Features that multiply int8 faster than floats."""
+
+
+class Options(Namespace):
+    """Say what this machine can do, which int8 path runs here, and what to install for more."""
+
+    json: bool = False
+    """print the report as one JSON object"""
+    emulate: bool = False
+    """run the CUDA kernels in an emulator on the CPU and compare them with their references,
+    instead of the report; takes a C++ compiler, no GPU, and about half a minute the first time"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCheck:
-    """One int8 product, compared with exact arithmetic and timed against float32."""
+    """One int8 product [M, K] times [N, K] transposed, compared with exact arithmetic and timed
+    against float32."""
 
     exact: bool
-    """Whether every int32 sum equals exact arithmetic, on codes so large that float32 sums would
-    round."""
     shape: tuple[int, int, int]
-    """(M, N, K): [M, K] times [N, K] transposed."""
+    """(M, N, K)"""
     int8_milliseconds: float
-    """Median time of the int8 product."""
     float32_milliseconds: float
-    """Median time of the float32 product of the same shape."""
 
     @property
     def speedup(self) -> float:
@@ -87,29 +94,29 @@ class Report:
     threads: int
     """Threads that torch uses."""
     cpu_features: tuple[str, ...]
-    """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell.
-    """
+    """Those of processor.CPU_FEATURES; empty where the system does not tell."""
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
     cuda: str | None
-    """The version of CUDA that torch is built for; None: for none."""
+    """The version of CUDA that torch is built for."""
     gpu_fault: str | None
-    """Why layers cannot compute on the first of them; None: they can."""
+    """Why layers cannot compute on the first GPU; None: they can."""
     host_library: str | None
-    """Which C++ library runs the fused loops; None: plain torch does, as none was built."""
+    """The C++ library that runs the fused loops; None: plain torch does."""
     faults: dict[str, str]
     """Libraries that were built but cannot be used -> why, and what to do."""
     packages: dict[str, str | None]
-    """Version of each required and optional package; None where it is not installed."""
+    """Version of each required and optional package; None: it is not installed."""
     product: ProductCheck
 
     @property
+    def missing(self) -> list[str]:
+        return [name for name in REQUIRED if not self.packages[name]]
+
+    @property
     def healthy(self) -> bool:
-        """Whether training works: exact int8 products, no unusable library, every required package
-        installed."""
-        return (
-            self.product.exact and not self.faults and all(self.packages[name] for name in REQUIRED)
-        )
+        """Whether training works."""
+        return self.product.exact and not self.faults and not self.missing
 
     @property
     def on_gpu(self) -> bool:
@@ -119,45 +126,44 @@ class Report:
     @property
     def advice(self) -> tuple[str, ...]:
         """Recommendations to the user, most important first."""
-        advice = []
-        if not self.product.exact:
-            advice.append(
+        no_int8 = self.cpu_features and not INT8_FEATURES.intersection(self.cpu_features)
+        slow = not no_int8 and self.product.speedup < 1 and not self.on_gpu
+        checks = [
+            (
+                not self.product.exact,
                 "int8 products are wrong on this machine: do not train in int8 here. Another"
-                " version of torch "
-                "may be right; please report the CPU and the versions above."
-            )
-        advice += [f"The {name} cannot be used: {fault}" for name, fault in self.faults.items()]
-        missing = [name for name in REQUIRED if not self.packages[name]]
-        if missing:
-            advice.append(f"Required packages are missing: pip install {' '.join(missing)}")
-        if self.gpus and self.gpu_fault:
-            advice.append(f"The GPU cannot be used: {self.gpu_fault}")
-        if self.host_library is None:
-            advice.append(
+                " version of torch may be right; please report the CPU and the versions above.",
+            ),
+            *((True, f"The {name} cannot be used: {fault}") for name, fault in self.faults.items()),
+            (
+                self.missing,
+                f"Required packages are missing: pip install {' '.join(self.missing)}",
+            ),
+            (self.gpus and self.gpu_fault, f"The GPU cannot be used: {self.gpu_fault}"),
+            (
+                self.host_library is None,
                 "The C++ library is missing, so plain torch runs the fused loops, slower. Install a"
-                " C++17 "
-                "compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install"
-                " gcc-c++) and install "
-                "lsq again (in a clone: make library)."
-            )
-        if self.cpu_features and not INT8_FEATURES.intersection(self.cpu_features):
-            advice.append(
+                " C++17 compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install"
+                " gcc-c++) and install lsq again (in a clone: make library).",
+            ),
+            (
+                no_int8,
                 "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with"
-                " AVX-512 "
-                "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than"
-                " float32."
-            )
-        elif self.product.speedup < 1 and not self.on_gpu:
-            advice.append(
+                " AVX-512 VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much"
+                " faster than float32.",
+            ),
+            (
+                slow,
                 f"int8 products take {1 / self.product.speedup:.1f} times as long as those of"
                 " float32 here. Run this again when nothing else runs; if it stays so, train in"
-                " floats here."
-            )
-        return tuple(advice)
+                " floats here.",
+            ),
+        ]
+        return tuple(text for holds, text in checks if holds)
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of a distribution, or None; nothing is imported."""
+    """Return the installed version of a distribution, or None; nothing is imported."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -202,8 +208,7 @@ def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int =
 
 
 def library_faults() -> dict[str, str]:
-    """Each library of lsq's that was built but cannot be used, and why; one that was not built is
-    no fault."""
+    """Return each library of lsq's that was built but cannot be used, and why."""
     loads = {"C++ library": loader.library}
     if runtime.LIBRARY.exists():
         loads["launcher"] = runtime.library
@@ -217,46 +222,38 @@ def library_faults() -> dict[str, str]:
 
 
 def report() -> Report:
-    """Look at this machine; takes well under a second."""
+    """Look at this machine, in well under a second."""
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    faults = library_faults()
-    usable = "C++ library" not in faults
+    faults, features = library_faults(), processor.cpu_features()
+    library = "UNUSABLE (see below)"
+    if "C++ library" not in faults:
+        library = loader.description() if loader.available() else None
+    optional = [name for extra in EXTRAS.values() for name in extra.packages]
     return Report(
         version=lsq.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         cpu=processor.cpu_model(),
-        cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
         cpu_features=tuple(
-            name
-            for flag, name in processor.CPU_FEATURES.items()
-            if flag in processor.cpu_features()
+            name for flag, name in processor.CPU_FEATURES.items() if flag in features
         ),
         cuda=torch.version.cuda,
         gpus=tuple(
             f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
             for gpu in gpus
         ),
-        host_library="UNUSABLE (see below)"
-        if not usable
-        else loader.description()
-        if loader.available()
-        else None,
+        host_library=library,
         gpu_fault=gpu_fault(),
         faults=faults,
-        packages={
-            name: installed_version(name)
-            for name in (*REQUIRED, *(name for extra in EXTRAS.values() for name in extra.packages))
-        },
+        packages={name: installed_version(name) for name in (*REQUIRED, *optional)},
         product=check_product(),
     )
 
 
 def kernel_name() -> str:
-    """Name of the int8 product on this CPU where nothing is tuned."""
+    """Name the int8 product on this CPU where nothing is tuned."""
     try:
         fastest, *_ = (*tiles.usable(), None)
     except (LibraryError, OSError):
@@ -265,54 +262,38 @@ def kernel_name() -> str:
 
 
 def text(found: Report) -> str:
-    """The report for people."""
-    m, n, k = found.product.shape
-    seen = "; ".join(found.gpus)
+    """Format the report for people."""
+    built_for = f"CUDA {found.cuda}" if found.cuda else "the CPU alone"
+    gpu = f"none that torch can use (it is built for {built_for})"
+    if found.gpus:
+        used = "NOT USED, see below" if found.gpu_fault else "used"
+        gpu = f"{'; '.join(found.gpus)} ({used})"
     loops = "the C++ library" if found.host_library else "plain torch"
-    gpu = (
-        "none that torch can use (it is built for"
-        f" {f'CUDA {found.cuda}' if found.cuda else 'the CPU alone'})"
-    )
-    if seen:
-        gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})"
     path = f"CPU: matrix products by {kernel_name()}, the loops between them by {loops}"
     if found.on_gpu:
         path = f"GPU: matrix products by cuBLASLt and kernels of lsq, which do all else; {path}"
-    rows = [
-        ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
-        (
-            "CPU",
-            f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}",
-        ),
-        ("CPU features", ", ".join(found.cpu_features) or "unknown"),
-        ("GPU", gpu),
-        ("C++ library", found.host_library or "none (plain PyTorch)"),
-        ("int8 path", path),
-        (
-            "int8 product",
-            f"{'exact' if found.product.exact else 'WRONG'}; {m} x {n} x {k} in "
-            f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast"
-            " as float32",
-        ),
-        *((name, found.packages[name] or "MISSING") for name in REQUIRED),
-        *(
-            (f"extra {name}", f"{_of_extra(found, extra.packages)} (for {extra.purpose})")
-            for name, extra in EXTRAS.items()
-        ),
-    ]
-    width = max(len(name) for name, _ in rows) + 2
-    lines = [f"{name:<{width}}{value}" for name, value in rows]
-    lines += (
-        ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
-    )
-    return "\n".join(lines)
-
-
-def _of_extra(found: Report, packages: Iterable[str]) -> str:
-    there = [f"{name} {found.packages[name]}" for name in packages if found.packages[name]]
-    missing = [name for name in packages if not found.packages[name]]
-    parts = [", ".join(there)] if there else []
-    return "; ".join([*parts, f"not installed: {', '.join(missing)}"] if missing else parts)
+    product, (m, n, k) = found.product, found.product.shape
+    cores, threads = _count(found.cores, "core"), _count(found.threads, "torch thread")
+    rows = {
+        "lsq": f"{found.version}, Python {found.python}, {found.system}",
+        "CPU": f"{found.cpu}, {cores}, {threads}",
+        "CPU features": ", ".join(found.cpu_features) or "unknown",
+        "GPU": gpu,
+        "C++ library": found.host_library or "none (plain PyTorch)",
+        "int8 path": path,
+        "int8 product": f"{'exact' if product.exact else 'WRONG'}; {m} x {n} x {k} in"
+        f" {product.int8_milliseconds:.2f} ms, {product.speedup:.1f} times as fast as float32",
+        **{name: found.packages[name] or "MISSING" for name in REQUIRED},
+    }
+    for name, extra in EXTRAS.items():
+        there = [f"{one} {found.packages[one]}" for one in extra.packages if found.packages[one]]
+        missing = [one for one in extra.packages if not found.packages[one]]
+        parts = [", ".join(there)] if there else []
+        parts += [f"not installed: {', '.join(missing)}"] if missing else []
+        rows[f"extra {name}"] = f"{'; '.join(parts)} (for {extra.purpose})"
+    width = max(map(len, rows)) + 2
+    advice = [f"* {line}" for line in found.advice] or ["Nothing to do."]
+    return "\n".join([*(f"{name:<{width}}{value}" for name, value in rows.items()), "", *advice])
 
 
 def _count(number: int, noun: str) -> str:
@@ -320,20 +301,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: print the report, or check the emulator; the exit status: 0 if training works
-    here, or all kernels agree, else 1."""
-    parser = command_parser(
-        "doctor",
-        "Say what this machine can do, which int8 path runs here, and what to install for more.",
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    parser.add_argument(
-        "--emulate",
-        action="store_true",
-        help="run the CUDA kernels in an emulator on the CPU and compare them with their"
-        " references, instead of the "
-        "report; takes a C++ compiler, no GPU, and about half a minute the first time",
-    )
+    """Print the report, or check the emulator; the exit status is 0 if training works here, or all
+    kernels agree, else 1."""
+    parser = command_parser("doctor", Options)
     options = parser.parse_args(arguments)
     if options.emulate and options.json:
         parser.error("--json is for the report; it does not go with --emulate")
@@ -348,8 +318,27 @@ def run(arguments: list[str]) -> int:
     return 0 if found.healthy else 1
 
 
+# The emulator
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationCheck:
+    """One call of an operation in the emulator, beside its reference."""
+
+    operation: str
+    floats: float
+    """Largest difference of float results, relative to the largest magnitude; infinity where NaN
+    are elsewhere."""
+    integers: float
+    """Share of codes and bits that differ; infinity where codes differ by more than one."""
+
+    @property
+    def agrees(self) -> bool:
+        return self.floats <= FLOAT_LIMIT and self.integers <= CODE_LIMIT
+
+
 def emulate() -> int:
-    """Check the CUDA operations in the emulator; the exit status: 0 if all agree with their
+    """Check the CUDA operations in the emulator; the exit status is 0 if all agree with their
     references, else 1."""
     try:
         backend("emulated")
@@ -362,54 +351,29 @@ def emulate() -> int:
         calls = [check for check in found if check.operation == name]
         worst = max(check.floats for check in calls), max(check.integers for check in calls)
         verdict = "agrees" if all(check.agrees for check in calls) else "DIFFERS"
-        print(
-            f"{name:<42}{verdict:<9}floats {worst[0]:.1e}, codes {worst[1]:.1%}, {len(calls)} calls"
-        )
-    wrong = [check for check in found if not check.agrees]
-    print(
-        f"{len(names)} CUDA operations in {len(found)} calls; {len(wrong) or 'none'} differ from"
-        " their references."
-    )
+        figures = f"floats {worst[0]:.1e}, codes {worst[1]:.1%}, {len(calls)} calls"
+        print(f"{name:<42}{verdict:<9}{figures}")
+    wrong = sum(not check.agrees for check in found)
+    total = f"{len(names)} CUDA operations in {len(found)} calls"
+    print(f"{total}; {wrong or 'none'} differ from their references.")
     return 1 if wrong else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperationCheck:
-    """One call of an operation in the emulator, beside its reference."""
-
-    program: str
-    operation: str
-    floats: float
-    """Largest difference of float results, relative to the largest magnitude; infinity where other
-    places are NaN."""
-    integers: float
-    """Share of codes and bits that differ; infinity where codes differ by more than one."""
-
-    @property
-    def agrees(self) -> bool:
-        return self.floats <= FLOAT_LIMIT and self.integers <= CODE_LIMIT
+SMALL = {"hidden": 48, "heads": 3, "feed_forward": 112}
 
 
 def trained() -> list[Program]:
-    """Small programs that run every operation of training in all modes, as a GPU has them."""
-    found = []
+    """Build small programs that run every operation of training in all modes, as a GPU has them."""
+    found, batch = [], PackedSequences(rows=21, count=3)
     for quant, activation, norm in (
         (QuantConfig(backward="int8"), "relu", "layer"),
         (QuantConfig(backward="float", clip_gradient="lsq"), "gelu", "rms"),
         (QuantConfig(mode="float"), "relu", "layer"),
     ):
-        config = LayerConfig(
-            hidden=48,
-            heads=3,
-            feed_forward=112,
-            dropout=0.1,
-            attention_dropout=0.1,
-            activation_dropout=0.1,
-            activation=activation,
-            norm=norm,
-            quant=quant,
-        )
+        dropouts = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
+        config = LayerConfig(**SMALL, **dropouts, activation=activation, norm=norm, quant=quant)
         mode = Mode(training=True, backward=True, backend=backend("emulated"))
+<<<<<<< HEAD
         table = Table(
             vocabulary=11,
             hidden=config.hidden,
@@ -427,13 +391,21 @@ def trained() -> list[Program]:
                 config, PackedSequences(rows=21, count=3), PackedSequences(rows=27, count=3), mode
             ),
             programs.vocabulary_loss(quant, 41, 91, config.hidden, mode, padding=1, smoothing=0.1),
+=======
+        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
+        sizes = {"vocabulary": 11, "hidden": config.hidden, "positions": 9, "padding": 1}
+        table = Table(**sizes, scale=2.0, dropout=0.1, learned=True)
+        gated = replace(config, activation="silu", gated=True, bias=False)
+        found += [
+            programs.feed_forward(gated, 21, mode),
+            programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
+            programs.decoder_layer(config, batch, PackedSequences(rows=27, count=3), mode),
+            programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
+>>>>>>> 4a9aa0722240664d8dbd682beac06570f1b0669f
             programs.embedding(quant, 15, table, mode),
         ]
-    turned = turning(LayerConfig(hidden=48, heads=3, feed_forward=112))
-    return [
-        *found,
-        programs.self_attention(turned, PackedSequences(rows=21, count=3), mode, causal=True),
-    ]
+    turned = turning(LayerConfig(**SMALL))
+    return [*found, programs.self_attention(turned, batch, mode, causal=True)]
 
 
 def turning(config: LayerConfig) -> LayerConfig:
@@ -449,11 +421,8 @@ def turning(config: LayerConfig) -> LayerConfig:
 
 
 def checks() -> Iterator[OperationCheck]:
-    """Run every operation of every program, and before them those that round its weights.
-
-    Raises:
-        RuntimeError: there is no C++ compiler, or a kernel fails.
-    """
+    """Run every operation of every program, and before them those that round its weights;
+    RuntimeError if a kernel fails."""
     for program in trained():
         values = border_tensors(program)
         weights = [
@@ -461,9 +430,7 @@ def checks() -> Iterator[OperationCheck]:
             for weight in program.weights.values()
             if weight.codes is not None
         ]
-        finishing = [
-            operation for operation in program.operations if isinstance(operation, FinishSums)
-        ]
+        finishing = [found for found in program.operations if isinstance(found, FinishSums)]
         sums = {one.parts: one for operation in finishing for one in operation.sums}
         for operation in (*weights, *program.operations):
             expected, found = (_run(name, operation, values) for name in ("reference", "emulated"))
@@ -472,7 +439,6 @@ def checks() -> Iterator[OperationCheck]:
             floats = [pair for pair in pairs if pair[1].dtype.is_floating_point]
             integers = [pair for pair in pairs if not pair[1].dtype.is_floating_point]
             yield OperationCheck(
-                program=program.name,
                 operation=operation.name,
                 floats=max((_of_floats(*pair) for pair in floats), default=0.0),
                 integers=max((_of_integers(*pair) for pair in integers), default=0.0),
@@ -482,8 +448,7 @@ def checks() -> Iterator[OperationCheck]:
 def _run(
     name: str, operation: Operation, values: dict[VirtualTensor, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """What an operation writes on the backend of that name, in memory of its own, over what is
-    written there before."""
+    """Return what an operation writes on a backend, in memory of its own, over what was there."""
     made = {
         tensor: values[tensor].clone()
         if tensor in values
@@ -501,7 +466,7 @@ def _comparable(
     expected: Sequence[torch.Tensor],
     sums: Mapping[VirtualTensor, PartialSums],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs that are to be equal: of sums over rows that are left in parts, the totals."""
+    """Pair tensors that are to be equal: of sums over rows that are left in parts, the totals."""
     pairs = []
     for tensor, *pair in zip(tensors, found, expected, strict=True):
         if tensor in sums:

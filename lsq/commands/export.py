@@ -3,10 +3,11 @@
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 from zipfile import BadZipFile, ZipFile
 
 from lsq.commands import interruption, run_files
-from lsq.commands.options import command_parser, is_part_of, replaces
+from lsq.commands.options import AnyPath, File, Folder, command_parser, is_part_of, replaces
 from lsq.files.lock import locked_file
 from lsq.serving import export_ctranslate2, model_file
 from lsq.serving.architecture import check_codes
@@ -15,17 +16,32 @@ from lsq.serving.int4 import with_int4
 from lsq.serving.model_file import ExportedModel
 
 LSQ, CTRANSLATE2, FAIRSEQ = TARGETS = ("lsq", "ctranslate2", "fairseq")
-DESCRIPTION = """
-Write a trained model for others to translate with. lsq: one file with the integers of the training,
-which `lsq translate` loads without fairseq. ctranslate2: a folder for CTranslate2, with the same
-codes and scales of weights.
-fairseq: a float checkpoint of fairseq's own transformer, for fairseq-generate.
-"""
+
+
+class Options(Namespace):
+    """Write a trained model for others to translate with. lsq: one file with the integers of the
+    training, which `lsq translate` loads without fairseq. ctranslate2: a folder for CTranslate2,
+    with the same codes and scales of weights. fairseq: a float checkpoint of fairseq's own
+    transformer, for fairseq-generate."""
+
+    to: Annotated[str, TARGETS]
+    """who is to load it"""
+    output: AnyPath
+    """the file, or CTranslate2's folder"""
+    bits: Annotated[int, (4, 8), "N"] | None = None
+    """of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares, 8 leaves
+    them (default: as trained)"""
+    overwrite: bool = False
+    """replace what was exported there before"""
+    data: Folder | None = None
+    """of a checkpoint: the folder of its dict.*.txt"""
+    sentencepiece_model: File | None = None
+    """of a checkpoint: its subwords"""
 
 
 def parser() -> ArgumentParser:
     """Make the parser of `lsq export`."""
-    made = command_parser("export", DESCRIPTION)
+    made = command_parser("export", Options)
     made.add_argument(
         "model",
         type=Path,
@@ -33,31 +49,6 @@ def parser() -> ArgumentParser:
         help="a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a"
         " checkpoint with --data, or (for ctranslate2, or with --bits 4) a file that was exported"
         " for lsq",
-    )
-    made.add_argument("--to", choices=TARGETS, required=True, help="who is to load it")
-    made.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="the file, or CTranslate2's folder",
-    )
-    made.add_argument(
-        "--bits",
-        type=int,
-        choices=(4, 8),
-        metavar="N",
-        help="of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares, 8"
-        " leaves them (default: as trained)",
-    )
-    made.add_argument(
-        "--overwrite", action="store_true", help="replace what was exported there before"
-    )
-    made.add_argument(
-        "--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt"
-    )
-    made.add_argument(
-        "--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint: its subwords"
     )
     return made
 
@@ -116,8 +107,8 @@ def is_exported(path: Path, target: str) -> bool:
 
 
 def export_file(given: Namespace) -> None:
-    """Export a file that was exported for lsq; ValueError if it is damaged, or does not go with
-    --to or another option."""
+    """Export a file that was exported for lsq; ValueError if it is damaged, or does not go with an
+    option."""
     if given.data is not None or given.sentencepiece_model is not None:
         raise ValueError(
             f"{given.model} has its words in it; leave --data and --sentencepiece-model out"
@@ -131,21 +122,16 @@ def export_file(given: Namespace) -> None:
 
 
 def export_training(given: Namespace) -> None:
-    """Export a checkpoint, of a run or by itself.
-
-    Raises:
-        FileNotFoundError, ValueError: see `lsq.commands.run_files`; or the model is not of lsq, or
-            not kept as codes.
-    """
+    """Export a checkpoint, of a run or by itself; ValueError if the model is not of lsq, or not
+    kept as codes, and as `run_files.find` raises."""
     source = run_files.find(given.model, given.data, given.sentencepiece_model)
-    from lsq.commands import trained  # it imports fairseq, which takes seconds
-    from lsq.fairseq import checkpoint, float_checkpoint
+    from lsq.fairseq import checkpoint, float_checkpoint  # imports fairseq, which takes seconds
     from lsq.fairseq.model import LSQModel
 
     quant = checkpoint.quantization(checkpoint.options_in(source.checkpoint, "model"))
     if quant.quantized or given.to != FAIRSEQ:
         check_codes(quant)
-    found = trained.load(source)
+    found = run_files.load(source)
     if not isinstance(found.model, LSQModel):
         raise ValueError(
             f"{source.checkpoint} is of fairseq's own {type(found.model).__name__}; give one of"

@@ -1,83 +1,68 @@
 """`lsq formats`: errors of number formats in the tensors of a model."""
 
 import json
+import pickle
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Annotated
+from zipfile import is_zipfile
 
-from lsq import files
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lsq import extras, files
 from lsq.commands import interruption, logs, model_batch, run_files
-from lsq.commands.options import command_parser, count, replaces
-from lsq.commands.tensor_files import PARTS, tensors_in
+from lsq.commands.model_batch import BatchOptions
+from lsq.commands.options import AnyPath, Count, Folder, command_parser, is_given, replaces
+from lsq.files import loading_fault
 from lsq.files.lock import locked_folder
 from lsq.quant.numbers import METHODS
-from lsq.quant.numbers.scaled import PERCENTILE
+from lsq.serving import model_file
 from lsq.study import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
 from lsq.study.tensors import LARGEST_SAMPLE
 
-DESCRIPTION = """
-Measure the error of number formats in real tensors: signal-to-noise in decibels (6 dB are a bit),
-the largest error, and bits per value with scales counted. From a checkpoint: of its weights. From a
-model and a batch of text: of its weights, of what its products read (activations), and of the
-gradients of what they give.
-"""
-WORDS = 2048
-"""Default size of the batch."""
 JSON, TABLE, PICTURE = OUTPUTS = ("formats.json", "formats.md", "formats.png")
+
+
+class Options(BatchOptions):
+    """Measure the error of number formats in real tensors: signal-to-noise in decibels (6 dB are a
+    bit), the largest error, and bits per value with scales counted. From a checkpoint: of its
+    weights. From a model and a batch of text: of its weights, of what its products read
+    (activations), and of the gradients of what they give."""
+
+    checkpoint: AnyPath | None = None
+    """a file of safetensors, PyTorch, fairseq or `lsq export`, a folder of transformers', or a run
+    of `lsq train-text`: all float tensors with two dimensions or more"""
+    model: AnyPath | None = None
+    """a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint of
+    fairseq's with --data: weights, activations and gradients of a batch"""
+    clip: Annotated[str, METHODS] = "absmax"
+    """how clips are measured"""
+    sample: Count = LARGEST_SAMPLE
+    """values that are looked at of a large tensor"""
+    output: Folder | None = None
+    """write formats.json, formats.md and formats.png into this folder"""
+    overwrite: bool = False
+    """replace these files"""
+    words = 2048
+    formats = list(DEFAULT_FORMATS)
 
 
 def parser() -> ArgumentParser:
     """Make the parser of `lsq formats`."""
-    made = command_parser("formats", DESCRIPTION)
-    source = made.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="PATH",
-        help="a file of safetensors, PyTorch, fairseq or `lsq export`, a folder of transformers',"
-        " or a run of `lsq train-text`: all float tensors with two dimensions or more",
-    )
-    source.add_argument(
-        "--model",
-        type=Path,
-        metavar="PATH",
-        help="a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint"
-        " of fairseq's with --data: weights, activations and gradients of a batch",
-    )
-    model_batch.add_options(made, DEFAULT_FORMATS, WORDS)
-    made.add_argument("--clip", choices=METHODS, default="absmax", help="how clips are measured")
-    made.add_argument(
-        "--percentile",
-        type=float,
-        default=PERCENTILE,
-        metavar="P",
-        help="of --clip percentile: what is left inside",
-    )
-    made.add_argument(
-        "--sample",
-        type=count,
-        default=LARGEST_SAMPLE,
-        metavar="N",
-        help="values that are looked at of a large tensor",
-    )
-    made.add_argument(
-        "--output", type=Path, metavar="DIR", help=f"write {', '.join(OUTPUTS)} into this folder"
-    )
-    made.add_argument("--overwrite", action="store_true", help="replace these files")
-    return made
+    return command_parser("formats", Options)
 
 
 def run(arguments: list[str]) -> int:
-    """Measure, show, and write.
-
-    Raises:
-        FileNotFoundError, ValueError: a mistake in the options or the files; or nothing could be
-            measured.
-        OSError: the output cannot be written.
-        Interrupted: SIGTERM or SIGHUP.
-    """
-    given = parser().parse_args(arguments)
-    check(given)
+    """Measure, show, and write; ValueError for a mistake, or if nothing could be measured."""
+    options = parser()
+    given = options.parse_args(arguments)
+    if (given.checkpoint is None) == (given.model is None):
+        options.error("give one of --checkpoint and --model")
+    check(given, is_given("--words", arguments))
     logs.quieten()
     output = given.output
     # so that all files are of one measurement
@@ -93,16 +78,12 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def check(given: Namespace) -> None:
-    """Refuse options that do not go together, and an output that may not be written.
-
-    Raises:
-        FileNotFoundError: a file is not there.
-        ValueError: with what to do.
-    """
+def check(given: Namespace, words: bool) -> None:
+    """Refuse options that do not go together, a file that is not there, and an output that may not
+    be written; `words`: whether --words is given."""
     of_model = {
         "--text": given.text,
-        "--words": given.words,
+        "--words": words,
         "--data": given.data,
         "--sentencepiece-model": given.sentencepiece_model,
     }
@@ -135,13 +116,14 @@ def check(given: Namespace) -> None:
 
 def measured(given: Namespace) -> tuple[Errors, str]:
     """Measure; return the errors and a description of the source."""
-    names = ("formats", "clip", "percentile", "sample", "quiet")
+    names = ("formats", "clip", "sample", "quiet")
     options = {name: getattr(given, name) for name in names}
     if given.checkpoint is not None:
         tensors = tensors_in(file_of(given.checkpoint))
         errors = measure_tensors(tensors, chosen=given.tensors, **options)
         return errors, str(given.checkpoint)
-    batch = model_batch.of_options(given, WORDS)
+    batch = model_batch.load(given)
+    print(f"measuring {given.model}, {batch.description}")
     errors = measure(batch.model, batch.loss, tensors=given.tensors, **options)
     return errors, f"{given.model}, {batch.description}"
 
@@ -160,3 +142,103 @@ def write(errors: Errors, source: str, folder: Path) -> None:
     files.write_text(folder / TABLE, f"# Number formats: {source}\n\n{errors.table('github')}\n")
     content = json.dumps({"source": source, **errors.to_json()}, indent=1, allow_nan=False)
     files.write_text(folder / JSON, content + "\n")
+
+
+# Tensors by name from the files that models are kept in
+
+STATES = ("model", "state_dict", "model_state_dict")
+"""Names under which a checkpoint holds its model, beside the state of an optimizer and others."""
+PARTS = ("*.safetensors", "pytorch_model*.bin")
+"""transformers' names of the files of a model in a folder; the first that is there."""
+
+
+def tensors_in(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file, by name; codes of an exported model become the floats that they
+    stand for.
+
+    Args:
+        path: a file of safetensors, of `lsq export --to lsq` or of torch.save, from which only
+            plain data and types of fairseq's checkpoints are loaded; or a folder of transformers'
+            with such files.
+
+    Raises:
+        ValueError: it is damaged, empty or another file, or has types in it that are not safe.
+    """
+    if path.is_dir():
+        parts = next(filter(None, (sorted(path.glob(pattern)) for pattern in PARTS)), [])
+        if not parts:
+            raise ValueError(
+                f"{path} has no {' or '.join(PARTS)} in it; name a file, or the folder of a model"
+            )
+        return {name: tensor for part in parts for name, tensor in tensors_in(part).items()}
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    if not model_file.is_model_file(path):
+        return dict(_named(_state(_of_torch(path))))
+    if model_file.is_exported(path):
+        return _decoded(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no file of safetensors: {error}") from None
+
+
+def _decoded(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of an exported model; rows of packed codes are filled up with zeros."""
+    model = model_file.read(path).model
+    tensors = {}
+    for name, tensor in model.tensors.items():
+        weight = name.removesuffix(".codes")
+        if weight != name:
+            codes = model.codes(weight, 2 * tensor.shape[1])
+            tensors[weight] = codes * model.tensors[weight + ".scale"][:, None]
+        elif not name.endswith(".scale"):
+            tensors[name] = tensor
+    return tensors
+
+
+def _of_torch(path: Path) -> object:
+    options = {"map_location": "cpu", "weights_only": True, "mmap": is_zipfile(path)}
+    try:
+        return torch.load(path, **options)
+    except pickle.UnpicklingError as error:
+        refused = error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise _damaged(path, error) from None
+    try:
+        from lsq.fairseq.compatibility import checkpoints  # takes seconds
+
+        checkpoints.register_types()
+        return torch.load(path, **options)
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{path} holds types that are not loaded without knowing them; if it is a checkpoint of"
+            f" fairseq's, install that: {extras.command('fairseq')}"
+        ) from None
+    except Exception:  # whatever is in the file decides what fails
+        raise _damaged(path, refused) from None
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path} is damaged, or no file of tensors that is safe to load: {loading_fault(error)};"
+        " save the state dict of the model by itself, best with safetensors"
+    )
+
+
+def _state(content: object) -> object:
+    """Find the model in a checkpoint."""
+    for name in STATES:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            return _state(content[name])
+    return content
+
+
+def _named(content: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts, with the names of these before theirs."""
+    if isinstance(content, Tensor):
+        yield name or "tensor", content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _named(value, f"{name}.{key}" if name else str(key))

@@ -14,7 +14,7 @@ from fairseq.models import FairseqLanguageModel
 from fairseq.tasks import TASK_REGISTRY
 
 from lsq import extras
-from lsq.commands import device, launch, limits
+from lsq.commands import launch, limits
 from lsq.commands.options import check_writable
 from lsq.commands.train import TASK, check_data, parse, peek
 from lsq.fairseq import architectures
@@ -26,11 +26,7 @@ HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
 
 
 def run(arguments: list[str]) -> int:
-    """Translate as the options say.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the data.
-    """
+    """Translate as the options say; ValueError or OSError for a mistake in them or the data."""
     checkpoint = Path((peek(arguments, "--path") or "").split(os.pathsep)[0])
     args = parse(
         options.get_generation_parser(default_task=task_of(checkpoint)),
@@ -44,7 +40,7 @@ def run(arguments: list[str]) -> int:
     check_data(args)
     if args.results_path is not None:
         check_writable(Path(args.results_path), "--results-path", makes_folders=True)
-    device.choose(args, is_ours(checkpoint))
+    launch.choose_device(args, is_ours(checkpoint))
     launch.check_precision(args)
     limits.check_generation(args)
     if args.bpe == "sentencepiece":

@@ -1,5 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP, during training: finish the update, write a checkpoint, say so, and
-stop."""
+"""SIGINT, SIGTERM and SIGHUP: noted, raised, and passed on to a process of `lsq`."""
 
 import contextlib
 import errno
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 
 
 def name_of(number: int) -> str:
-    """A signal in words."""
+    """Return a signal in words."""
     return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -27,26 +26,18 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Within this context SIGTERM and SIGHUP raise Interrupted, so that what is half written is
-    removed."""
+    """Let SIGTERM and SIGHUP raise Interrupted within this context, so that what is half written is
+    removed; those that are ignored, as under nohup, stay ignored."""
 
     def handle(number: int, frame: object) -> None:
         raise Interrupted(number, f"stopped by {name_of(number)}")
 
-    numbers = (
-        (signal.SIGTERM, signal.SIGHUP)
-        if threading.current_thread() is threading.main_thread()
-        else ()
-    )
-    before = {number: signal.getsignal(number) for number in numbers}
-    before = {
-        number: handler
-        for number, handler in before.items()
-        if handler not in (signal.SIG_IGN, None)
-    }
-    for number in before:
-        signal.signal(number, handle)
+    before = {}
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before[number] = signal.signal(number, handle)
         yield
     finally:
         for number, handler in before.items():
@@ -88,15 +79,12 @@ class Interruption:
 
     def conclude(self) -> None:
         """From now on ignore signals, and SIGTERM also after this context: this process is about to
-        say why it ends.
-
-        torchrun sends SIGTERM to all processes once one has ended, and SIGKILL half a minute later.
-        """
+        say why it ends, and torchrun sends SIGTERM to all once one has ended."""
         self._concluding = True
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within this context a signal raises Interrupted at once."""
+        """Let a signal raise Interrupted at once within this context."""
         before, self._immediate = self._immediate, True
         try:
             yield
@@ -123,8 +111,7 @@ POLL_SECONDS = 0.3
 
 
 def run_lsq(arguments: list[str], *, threads: int) -> None:
-    """Run `lsq` with these arguments and this many threads, and wait for it; it writes to the same
-    screen.
+    """Run `lsq` with these arguments and threads, and wait for it; it writes to the same screen.
 
     Raises:
         ChildProcessError: it failed, and has said why.

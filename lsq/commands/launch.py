@@ -1,45 +1,117 @@
-"""Which process of which training this is: fairseq's distributed options from torchrun's
-environment."""
+"""Where a training computes: the device, from --lsq-device, --lsq-activations and fairseq's --cpu,
+and this process's part of it, from torchrun's environment."""
 
+import logging
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 
 import torch
 
 from lsq.dist import attempts
 from lsq.fairseq import architectures
+from lsq.fairseq.device import (
+    ACTIVATIONS,
+    ACTIVATIONS_HELP,
+    CPU,
+    CUDA,
+    DEFAULT_ACTIVATIONS,
+    DEVICE_HELP,
+    DEVICES,
+    EMULATOR,
+    check,
+)
+from lsq.run.backends import Backend, for_device
+from lsq.run.cuda import AbsentGPU, gpu_fault
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "lsq_transformer"
 """Default architecture."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ONE_MACHINE = (
-    "--rdzv-backend",
-    "c10d",
-    "--rdzv-endpoint",
-    "127.0.0.1:0",
-    "--local-addr",
-    "127.0.0.1",
-)
-"""torchrun's options for one machine.
+ONE_MACHINE = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1".split()
+"""torchrun's options for one machine. Its --standalone waits in vain where localhost or the host
+has no address."""
+DEVICE_OPTIONS = {"lsq_device": "--lsq-device", "lsq_activations": "--lsq-activations"}
+"""Names in fairseq's namespaces -> options."""
 
-Its --standalone waits in vain where localhost or the host has no address.
-"""
+
+def add_device_options(parser: ArgumentParser) -> None:
+    """Add DEVICE_OPTIONS to the parser of a command that is not fairseq's."""
+    parser.add_argument("--lsq-device", choices=DEVICES, help=DEVICE_HELP)
+    parser.add_argument("--lsq-activations", choices=tuple(ACTIVATIONS), help=ACTIVATIONS_HELP)
+
+
+def planned(args: Namespace) -> Backend:
+    """Return the backend that a training with these options would be planned for, which need not be
+    here; ValueError if the options contradict each other."""
+    given = args.lsq_device or (CPU if args.cpu or gpu_fault() else CUDA)
+    if given == CPU:
+        check(args, on_cpu=True)
+        return for_device(torch.device("cpu"))
+    return AbsentGPU(ACTIVATIONS[str(args.lsq_activations or DEFAULT_ACTIVATIONS[given])])
+
+
+def choose_device(args: Namespace, ours: bool) -> None:
+    """Set `cpu` in `args` so that a model computes on the device that was asked for, or the best.
+
+    Args:
+        args: options of a command, `cpu` among them; tasks of fairseq's own have no DEVICE_OPTIONS.
+        ours: whether the model is of lsq. Others compute where fairseq has it: on a GPU unless
+            `cpu` is set.
+
+    Raises:
+        ValueError: the device does not work here, or the options contradict each other.
+    """
+    given = getattr(args, "lsq_device", None)
+    if not ours:
+        _choose_for_fairseq(args, given)
+        return
+    if given is None and not on_cpu(args):
+        fault = gpu_fault()
+        if fault is not None:
+            logger.warning("the GPU stays unused, layers compute on the CPU: %s", fault)
+            args.cpu = True
+    elif given not in (None, CUDA):
+        args.cpu = True
+    if hasattr(args, "lsq_device"):
+        check(args, on_cpu=on_cpu(args))
+
+
+def _choose_for_fairseq(args: Namespace, given: str | None) -> None:
+    options = device_options(args)
+    if given == EMULATOR or "--lsq-activations" in options:
+        words = " ".join(f"{option} {value}" for option, value in options.items())
+        raise ValueError(f"{words}: only models of lsq take it, and this one is none; leave it out")
+    if given == CUDA and on_cpu(args):
+        fault = (
+            "--cpu was given, too; leave one of them out"
+            if args.cpu
+            else "PyTorch sees no GPU here; leave it out"
+        )
+        raise ValueError(f"--lsq-device cuda: {fault}")
+    args.cpu = args.cpu or given not in (None, CUDA)
+
+
+def device_of(args: Namespace) -> str:
+    """Return which of DEVICES a model computes on after `choose_device`."""
+    return args.lsq_device or (CPU if on_cpu(args) else CUDA)
+
+
+def device_options(args: Namespace) -> dict[str, str]:
+    """Return those of DEVICE_OPTIONS that were given, with their values."""
+    values = {option: getattr(args, name, None) for name, option in DEVICE_OPTIONS.items()}
+    return {option: str(value) for option, value in values.items() if value is not None}
 
 
 def on_cpu(args: Namespace) -> bool:
-    """Whether this training runs on the CPU."""
+    """Say whether this training runs on the CPU."""
     return args.cpu or not torch.cuda.is_available()
 
 
 def check_precision(args: Namespace) -> None:
-    """Refuse what fairseq would fail on, or ignore, on the CPU, and what lsq's models do not take.
-
-    Raises:
-        ValueError: --fp16 or --amp without a GPU or for a model of lsq's, or --tpu without its
-            library.
-    """
+    """Refuse --fp16 and --amp without a GPU or for a model of lsq's, and --tpu; ValueError."""
     # a checkpoint that is translated with has its own
     architecture = getattr(args, "arch", None) or ""
     reason = "--cpu is given" if args.cpu else "PyTorch sees no GPU here"
@@ -59,11 +131,8 @@ def check_precision(args: Namespace) -> None:
 
 
 def fill_in(args: Namespace, environment: Mapping[str, str] = os.environ) -> None:
-    """Set fairseq's distributed options in `args`, in place, so that every process takes part in
-    one training.
-
-    Under torchrun they come from its environment. `distributed_world_size` is None where it was not
-    given: then there is a process for each GPU, and one on the CPU.
+    """Set fairseq's distributed options in `args`, from torchrun's environment or for a process for
+    each GPU, or one on the CPU, where `distributed_world_size` is None.
 
     Raises:
         ValueError: the launch would train nothing, or contradicts torchrun.
@@ -75,9 +144,8 @@ def fill_in(args: Namespace, environment: Mapping[str, str] = os.environ) -> Non
     elif args.distributed_world_size > 1 and not args.distributed_no_spawn and on_cpu(args):
         raise ValueError(
             f"--distributed-world-size {args.distributed_world_size} without GPUs would train"
-            " nothing; start"
-            f" {args.distributed_world_size} processes with torchrun --nproc-per-node"
-            f" {args.distributed_world_size} --no-python lsq train ..."
+            f" nothing; start {args.distributed_world_size} processes with torchrun"
+            f" --nproc-per-node {args.distributed_world_size} --no-python lsq train ..."
         )
     if on_cpu(args) and args.distributed_backend == "nccl":
         args.distributed_backend = "gloo"
@@ -88,14 +156,12 @@ def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
     if args.distributed_world_size not in (None, world_size):
         raise ValueError(
             f"--distributed-world-size {args.distributed_world_size} contradicts torchrun, which"
-            " started"
-            f" {world_size} processes; leave it out"
+            f" started {world_size} processes; leave it out"
         )
     if not on_cpu(args) and local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"torchrun started process {local_rank} of this machine (counted from 0), but PyTorch"
-            " sees only"
-            f" {torch.cuda.device_count()} GPUs; lower --nproc-per-node, or give --cpu"
+            f" sees only {torch.cuda.device_count()} GPUs; lower --nproc-per-node, or give --cpu"
         )
     args.distributed_world_size = world_size
     args.device_id = local_rank
@@ -106,22 +172,12 @@ def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
 
 
 def torchrun_command(args: Namespace, arguments: list[str]) -> list[str] | None:
-    """The command that starts one process for each GPU, where fairseq would fork them itself; else
-    None.
-
-    fairseq's own processes would each get an interrupt twice, from the terminal and when their
-    parent ends, and so have no time to write a checkpoint; torchrun's get it once.
-    """
+    """Return the command that starts one process for each GPU, where fairseq would fork them
+    itself; else None. fairseq's own processes get an interrupt twice, from the terminal and when
+    their parent ends, and so have no time to write a checkpoint; torchrun's get it once."""
     by_fairseq = args.distributed_world_size > 1 and not args.distributed_no_spawn
     if not by_fairseq or args.distributed_init_method is not None or args.distributed_port > 0:
         return None
     processes = min(args.distributed_world_size, torch.cuda.device_count())
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *ONE_MACHINE,
-        "--nproc-per-node",
-        str(processes),
-    ]
-    return [*launcher, "-m", "lsq.commands.cli", "train", *arguments]
+    launcher = ["-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(processes)]
+    return [sys.executable, *launcher, "-m", "lsq.commands.cli", "train", *arguments]

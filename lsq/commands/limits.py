@@ -5,7 +5,7 @@ import ast
 import math
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fairseq.criterions import CRITERION_REGISTRY
 
@@ -13,8 +13,7 @@ from lsq.commands.options import LARGEST_COUNT
 from lsq.fairseq.options import option
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Numbers that an option may be."""
 
     words: str
@@ -28,13 +27,11 @@ INTERVAL = Range("at least 1", lambda number: number >= 1)
 NOT_NEGATIVE = Range("at least 0 and finite", lambda number: 0 <= number < math.inf)
 LAYERS = Range("from 0 to 1000", lambda number: 0 <= number <= 1000)
 SCALE = Range("from -1e6 to 1e6", lambda number: -1e6 <= number <= 1e6)
-COUNT_OR_OFF = Range(
-    f"{COUNT.words}, or -1 for none", lambda number: number == -1 or COUNT.holds(number)
-)
-NOT_NEGATIVE_OR_OFF = Range(
-    f"{NOT_NEGATIVE.words}, or -1 for none",
-    lambda number: number == -1 or NOT_NEGATIVE.holds(number),
-)
+
+
+def _or_off(allowed: Range) -> Range:
+    return Range(f"{allowed.words}, or -1 for none", lambda n: n == -1 or allowed.holds(n))
+
 
 COUNTS = """
     batch_size batch_size_valid beam checkpoint_shard_count distributed_world_size
@@ -47,42 +44,31 @@ NOT_NEGATIVES = """
     save_interval_updates stop_time_hours validate_after_updates validate_interval_updates
     warmup_updates weight_decay
 """
+SCALES = "diverse_beam_strength lm_weight max_len_b stop_min_lr unkpen warmup_init_lr"
+NUMBERS_KEPT = "keep_best_checkpoints keep_interval_updates keep_last_epochs patience"
+INTERVALS = "ema_update_freq log_interval save_interval validate_interval"
 RANGES = {
     **dict.fromkeys(COUNTS.split(), COUNT),
     **dict.fromkeys(NOT_NEGATIVES.split(), NOT_NEGATIVE),
     **dict.fromkeys("decoder_layers encoder_layers".split(), LAYERS),
-    **dict.fromkeys(
-        "diverse_beam_strength lm_weight max_len_b stop_min_lr unkpen warmup_init_lr".split(), SCALE
-    ),
-    **dict.fromkeys("diverse_beam_groups sampling_topk".split(), COUNT_OR_OFF),
-    **dict.fromkeys(
-        "keep_best_checkpoints keep_interval_updates keep_last_epochs patience".split(),
-        NOT_NEGATIVE_OR_OFF,
-    ),
-    **dict.fromkeys(
-        "ema_update_freq log_interval save_interval validate_interval".split(), INTERVAL
-    ),
-    "clip_norm": Range("at least 0", lambda number: number >= 0),
-    "diversity_rate": Range(
-        "from 0 to 1e6, or -1 for none", lambda number: number == -1 or 0 <= number <= 1e6
-    ),
-    "label_smoothing": Range("at least 0 and below 1", lambda number: 0 <= number < 1),
-    "lenpen": Range("from -100 to 100", lambda number: -100 <= number <= 100),
-    "num_batch_buckets": Range(
-        "0: fairseq's buckets fail with this NumPy", lambda number: number == 0
-    ),
-    "sampling_topp": Range(
-        "above 0 and at most 1, or -1 for none", lambda number: number == -1 or 0 < number <= 1
-    ),
-    "seed": Range("from 0 to 4294967295", lambda number: 0 <= number < 2**32),
-    "temperature": Range("from 1e-3 to 1e6", lambda number: 1e-3 <= number <= 1e6),
+    **dict.fromkeys(SCALES.split(), SCALE),
+    **dict.fromkeys("diverse_beam_groups sampling_topk".split(), _or_off(COUNT)),
+    **dict.fromkeys(NUMBERS_KEPT.split(), _or_off(NOT_NEGATIVE)),
+    **dict.fromkeys(INTERVALS.split(), INTERVAL),
+    "clip_norm": Range("at least 0", lambda n: n >= 0),
+    "diversity_rate": _or_off(Range("from 0 to 1e6", lambda n: 0 <= n <= 1e6)),
+    "label_smoothing": Range("at least 0 and below 1", lambda n: 0 <= n < 1),
+    "lenpen": Range("from -100 to 100", lambda n: -100 <= n <= 100),
+    "num_batch_buckets": Range("0: fairseq's buckets fail with this NumPy", lambda n: n == 0),
+    "sampling_topp": _or_off(Range("above 0 and at most 1", lambda n: 0 < n <= 1)),
+    "seed": Range("from 0 to 4294967295", lambda n: 0 <= n < 2**32),
+    "temperature": Range("from 1e-3 to 1e6", lambda n: 1e-3 <= n <= 1e6),
 }
-"""Name in fairseq's namespaces -> what it may be; of an option that takes several values, each of
-them."""
+"""Name in fairseq's namespaces -> its numbers; of an option that takes several, each of them."""
 
-TRANSLATION = {"translation", "lsq_translation"}
+TRANSLATION_TASKS = {"translation", "lsq_translation"}
 """Tasks whose models are a source encoder and a decoder that sees the words before."""
-WORD_BY_WORD = TRANSLATION | {"language_modeling", "lsq_language_modeling"}
+WORD_BY_WORD = TRANSLATION_TASKS | {"language_modeling", "lsq_language_modeling"}
 """Tasks whose models predict each word from those before."""
 CRITERIA = {
     "adaptive_loss",
@@ -95,12 +81,7 @@ CRITERIA = {
 
 
 def check(args: Namespace) -> None:
-    """Refuse what numbers of a training or a translation cannot be.
-
-    Raises:
-        ValueError: an option is out of its range, or does not go with another; the message names
-            it.
-    """
+    """Raise a ValueError if a number of a training or a translation is out of its range."""
     given = vars(args)
     for name in sorted(RANGES.keys() & given.keys()):
         values = given[name] if isinstance(given[name], list) else [given[name]]
@@ -112,11 +93,7 @@ def check(args: Namespace) -> None:
 
 
 def check_training(args: Namespace) -> None:
-    """Refuse what other options of a training cannot be.
-
-    Raises:
-        ValueError: one of them cannot be used, or two do not go together.
-    """
+    """Raise a ValueError if other options of a training cannot be used, or not together."""
     if args.lr_scheduler == "inverse_sqrt" and args.warmup_updates == 0:
         raise ValueError("--warmup-updates is 0; --lr-scheduler inverse_sqrt needs at least 1")
     if args.lr_scheduler == "polynomial_decay" and args.total_num_update is None:
@@ -138,7 +115,7 @@ def check_training(args: Namespace) -> None:
 
 
 def _literal(text: object) -> object:
-    """Value of an option that fairseq evaluates as Python, or None."""
+    """Evaluate an option as fairseq does, or return None."""
     try:
         return ast.literal_eval(text) if isinstance(text, str) else text
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -153,16 +130,12 @@ def _are_betas(values: object) -> bool:
 
 
 def check_generation(args: Namespace) -> None:
-    """Refuse what the options of a translation cannot be together.
-
-    Raises:
-        ValueError: two of them contradict each other, or one does not belong to this command.
-    """
+    """Raise a ValueError if options of a translation contradict each other or belong to another
+    command."""
     if args.sampling and args.nbest != args.beam:
         raise ValueError(
             f"--sampling draws --beam ({args.beam}) translations of each sentence and keeps them"
-            " all: give"
-            f" --nbest {args.beam}, or --beam {args.nbest}"
+            f" all: give --nbest {args.beam}, or --beam {args.nbest}"
         )
     if args.nbest > args.beam:
         raise ValueError(
@@ -178,8 +151,7 @@ def check_generation(args: Namespace) -> None:
     if args.constraints is not None:
         raise ValueError(
             "--constraints needs constraints beside each sentence, which binarised data does not"
-            " have; leave it out,"
-            " or use fairseq-interactive"
+            " have; leave it out, or use fairseq-interactive"
         )
     overrides = _literal(args.model_overrides)
     if not isinstance(overrides, dict) or not all(isinstance(name, str) for name in overrides):

@@ -1,5 +1,4 @@
-"""Choose what reaches the screen: fairseq's log without the noise of its imports and its use of
-other libraries."""
+"""What reaches the screen: fairseq's log without noise."""
 
 import contextlib
 import logging
@@ -24,13 +23,11 @@ NOISE = (
     "In 'config': Usage of deprecated keyword",
     r"\s*'config' is validated against ConfigStore",
 )
-"""Beginnings of warnings about how fairseq uses PyTorch and hydra, which its users can do nothing
-about."""
+"""Beginnings of warnings about how fairseq uses PyTorch and hydra."""
 
 
 class _Screen(logging.StreamHandler):
-    """Ends the command when nobody reads its output any more, as a print would, instead of saying
-    so each time."""
+    """Ends the command when nobody reads its output any more, as a print would."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), BrokenPipeError):
@@ -39,11 +36,8 @@ class _Screen(logging.StreamHandler):
 
 
 def configure() -> None:
-    """Log warnings to standard output, as fairseq does.
-
-    To be called before fairseq is imported: some of its modules set up logging in ways of their own
-        otherwise.
-    """
+    """Log warnings to standard output, as fairseq does; to be called before fairseq is imported,
+    some modules of which set up logging in ways of their own otherwise."""
     logging.basicConfig(
         format=FORMAT,
         datefmt="%Y-%m-%d %H:%M:%S",
@@ -55,8 +49,8 @@ def configure() -> None:
 
 
 def to_standard_error() -> None:
-    """Log there what `configure` has sent to standard output: for commands that write there what
-    they make."""
+    """Log there what `configure` has sent to standard output: for commands that write results
+    there."""
     for handler in logging.getLogger().handlers:
         if getattr(handler, "stream", None) is sys.stdout:
             handler.setStream(sys.stderr)
@@ -70,7 +64,7 @@ def quieten() -> None:
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Within this context nothing reaches standard error, not even what C++ writes: PyTorch's
+    """Let nothing reach standard error within this context, not even what C++ writes: PyTorch's
     profiler logs there."""
     kept = os.dup(STANDARD_ERROR)
     try:
@@ -84,8 +78,8 @@ def silent_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Within this context everything that is logged, and every warning, goes to a file instead of
-    the screen."""
+    """Write what is logged, and every warning, into a file instead of the screen within this
+    context."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")

@@ -1,24 +1,36 @@
-"""The losses of a training, read from its run folder, and pictures of them."""
+"""The losses of a training: recorded beside one progress bar, read again, and drawn."""
 
+import contextlib
 import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fairseq.logging import meters, progress_bar
+from fairseq.trainer import Trainer
+from tqdm import tqdm
+
 from lsq import extras
+from lsq.fairseq.compatibility import replaced
 
 LOSSES = "losses.jsonl"
 """The file in the folder of a model."""
+RECORDED = ("loss", "nll_loss", "lr")
+"""Names of fairseq's statistics."""
+DIGITS = 6
+"""After the point, where fairseq keeps 3: too few for the difference of two trainings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Losses of one training: bits per target token, without label smoothing, by number of
+    """Losses of one training, in bits per target token without label smoothing, by number of
     updates."""
 
     training: dict[int, float] = field(default_factory=dict)
-    """Mean loss of the updates since the entry before, without label smoothing but with dropout."""
+    """Mean loss of the updates since the entry before, with dropout."""
     validation: dict[int, float] = field(default_factory=dict)
-    """Mean loss on the validation set, without label smoothing and dropout."""
     times: dict[int, float] = field(default_factory=dict)
     """Seconds spent in updates so far, in all sittings of a training that was resumed."""
 
@@ -34,7 +46,7 @@ class LossCurve:
 
 
 def read_losses(path: Path) -> LossCurve:
-    """The curve in a file that `recording` wrote; empty where there is none.
+    """Read a file of `recording`; without one the curve is empty.
 
     Where a training was resumed from before its last entry, the later entry of an update counts.
     Lines that are no entries, e.g. cut short by a full disk, are left out.
@@ -58,10 +70,8 @@ def read_losses(path: Path) -> LossCurve:
 
 
 def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
-    """Draw losses of named trainings over updates and over seconds into one PNG file.
-
-    Those of training are pale, those of validation have a dot at each.
-    """
+    """Draw losses of named trainings over updates and over seconds into one PNG file: pale lines
+    for training, dots for validation."""
     extras.require("a picture", "study")
     from matplotlib.figure import Figure
 
@@ -84,3 +94,96 @@ def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
         axes.grid(alpha=0.3)
     by_second.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+@contextlib.contextmanager
+def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
+    """Within this context fairseq's training shows one bar of `updates` updates and appends its
+    losses to `path`."""
+    before, step, rounded = read_losses(path), Trainer.train_step, meters.safe_round
+    done, seconds = min(before.updates, updates), before.seconds
+
+    # fairseq's own clock stands still once a checkpoint is loaded
+    def timed(*arguments, **options):
+        nonlocal seconds
+        start = time.perf_counter()
+        try:
+            return step(*arguments, **options)
+        finally:
+            seconds += time.perf_counter() - start
+
+    with (
+        path.open("a", encoding="utf-8") as file,
+        tqdm(
+            total=updates, initial=done, desc=description, unit=" updates", disable=quiet or None
+        ) as bar,
+    ):
+
+        def make(
+            iterator: Iterable, *, prefix: str | None = None, **options
+        ) -> progress_bar.BaseProgressBar:
+            return _Recorder(iterator, file, bar, lambda: seconds, lines=bar.disable and not quiet)
+
+        with (
+            replaced(progress_bar, progress_bar=make),
+            replaced(Trainer, train_step=timed),
+            replaced(
+                meters, safe_round=lambda number, digits: rounded(number, max(digits, DIGITS))
+            ),
+        ):
+            yield
+
+
+class _Recorder(progress_bar.BaseProgressBar):
+    """Takes the place of fairseq's bar of each epoch and validation; with `lines`, each validation
+    prints one."""
+
+    def __init__(
+        self, iterable: Iterable, file, bar: tqdm, seconds: Callable[[], float], lines: bool
+    ):
+        super().__init__(iterable)
+        self.file, self.bar, self.seconds, self.lines = file, bar, seconds, lines
+
+    def __iter__(self) -> Iterator:
+        return iter(self.iterable)
+
+    def log(self, stats: dict, tag: str | None = None, step: int | None = None) -> None:
+        """Called every --log-interval updates."""
+        self._record("train", stats, step)
+        self.bar.set_postfix(loss=f"{float(stats['loss']):.2f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def print(self, stats: dict, tag: str | None = None, step: int | None = None) -> None:
+        """Called after an epoch and after a validation."""
+        if tag == "valid":
+            self._record("valid", stats, step)
+            if self.lines:
+                loss = f"validation loss {float(stats['nll_loss']):.3f}"
+                print(
+                    f"update {step} of {self.bar.total}: {loss}, {self.seconds():.0f} s"
+                    " of training",
+                    flush=True,
+                )
+        logging.getLogger("lsq").info(
+            "%s at update %s: %s", tag, step, self._str_pipes(self._format_stats(stats))
+        )
+
+    def _record(self, kind: str, stats: dict, step: int) -> None:
+        values = {name: float(stats[name]) for name in RECORDED if name in stats}
+        entry = {"kind": kind, "update": step, "seconds": self.seconds(), **values}
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+
+
+@contextlib.contextmanager
+def one_bar(description: str, quiet: bool) -> Iterator[None]:
+    """Within this context fairseq's generation shows a bar of its batches and logs nothing to
+    it."""
+
+    def make(iterator: Iterable, **options) -> progress_bar.BaseProgressBar:
+        return progress_bar.NoopProgressBar(
+            tqdm(iterator, desc=description, unit=" batches", disable=quiet or None)
+        )
+
+    with replaced(progress_bar, progress_bar=make):
+        yield

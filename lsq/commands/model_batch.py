@@ -1,17 +1,17 @@
-"""A model by the path that a user gives, and its loss on a batch of text: for `lsq formats` and
-`lsq sensitivity`."""
+"""A model and its loss on a batch of text, for `lsq formats` and `lsq sensitivity`."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from lsq.commands import run_files
-from lsq.commands.options import count
+from lsq.commands.options import Count, File, Folder
 from lsq.text.corpus import read_lines, read_pairs
 
 LONGEST = 256
@@ -37,92 +37,37 @@ class ModelBatch:
     description: str
 
 
-def add_options(parser: ArgumentParser, formats: Sequence[str], words: int) -> None:
-    """Add the options that say which text, tensors and formats, and whether there is a progress
-    bar."""
-    parser.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="with --model: sentences, one a line, and a second file of translations for a model"
-        " that translates; without it, the validation data of the training",
-    )
-    parser.add_argument(
-        "--words",
-        type=count,
-        metavar="N",
-        help=f"with --model: of the text, about (default: {words})",
-    )
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="of a checkpoint as --model: its data folder"
-    )
-    parser.add_argument(
-        "--sentencepiece-model",
-        type=Path,
-        metavar="FILE",
-        help="of a checkpoint as --model, for --text",
-    )
-    parser.add_argument(
-        "--tensors",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="names of weights, with * and ?; without it, all",
-    )
-    parser.add_argument(
-        "--formats",
-        nargs="+",
-        default=list(formats),
-        metavar="FORMAT",
-        help="such as nvfp4 or int4/group16/uint4, see docs/numbers.md",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+class BatchOptions(Namespace):
+    """model and text"""
+
+    text: list[File] = []
+    """with --model: sentences, one a line, and a second file of translations for a model that
+    translates; without it, the validation data of the training"""
+    words: Count
+    """with --model: of the text, about"""
+    data: Folder | None = None
+    """of a checkpoint as --model: its data folder"""
+    sentencepiece_model: File | None = None
+    """of a checkpoint as --model, for --text"""
+    tensors: Annotated[list[str], "PATTERN"] = []
+    """names of weights, with * and ?; without it, all"""
+    formats: Annotated[list[str], "FORMAT"]
+    """such as nvfp4 or int4/group16/uint4, see docs/numbers.md"""
+    quiet: bool = False
+    """no progress bar"""
 
 
-def of_options(given: Namespace, words: int) -> ModelBatch:
-    """Load what the options describe, and say that it is measured."""
-    batch = load(
-        given.model,
-        given.text,
-        data=given.data,
-        subwords=given.sentencepiece_model,
-        words=given.words or words,
-    )
-    print(f"measuring {given.model}, {batch.description}")
-    return batch
-
-
-def load(
-    path: Path,
-    texts: Sequence[Path] = (),
-    *,
-    data: Path | None = None,
-    subwords: Path | None = None,
-    words: int,
-) -> ModelBatch:
-    """Read a model and make a batch.
-
-    Args:
-        path: a folder of transformers' with its tokenizer; or a run of `lsq train-text`, or a
-            checkpoint of fairseq's with `data`.
-        texts: a file with a sentence a line; for a model that translates also one of their
-            translations. Without any, a trained model takes its own validation data. The sentences
-            of the batch are spread over the files.
-        data, subwords: of a checkpoint: the folder of its data, and sentencepiece's model.
-        words: of the batch, about; at least one sentence.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is not there, damaged, or does not fit.
-    """
-    if path.is_dir() and (path / "config.json").exists():
-        if data is not None or subwords is not None:
-            raise ValueError(
-                f"{path} is a folder of transformers'; leave --data and --sentencepiece-model out"
-            )
-        return _of_transformers(path, texts, words)
-    return _of_fairseq(path, texts, data, subwords, words)
+def load(given: BatchOptions) -> ModelBatch:
+    """Read the model that the options name and make a batch of sentences that are spread over the
+    text; ValueError or FileNotFoundError if a file is not there, damaged, or does not fit."""
+    if not given.model.is_dir() or not (given.model / "config.json").exists():
+        return _of_fairseq(given)
+    if given.data is not None or given.sentencepiece_model is not None:
+        raise ValueError(
+            f"{given.model} is a folder of transformers'; leave --data and --sentencepiece-model"
+            " out"
+        )
+    return _of_transformers(given.model, given.text, given.words)
 
 
 def _spread(lengths: Sequence[int], words: int) -> list[int]:
@@ -134,20 +79,14 @@ def _spread(lengths: Sequence[int], words: int) -> list[int]:
 # Models of fairseq
 
 
-def _of_fairseq(
-    path: Path, texts: Sequence[Path], data: Path | None, subwords: Path | None, words: int
-) -> ModelBatch:
-    files = run_files.find(path, data, subwords)
-    from lsq.commands import trained  # it imports fairseq, which takes seconds
-
-    found = trained.load(files)
+def _of_fairseq(given: BatchOptions) -> ModelBatch:
+    path, texts = given.model, given.text
+    found = run_files.load(run_files.find(path, given.data, given.sentencepiece_model))
     dataset = _own_data(found) if not texts else _pairs(found, texts)
-    chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
+    chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], given.words)
     sample = dataset.collater([dataset[i] for i in chosen])
     if found.criterion is None:
-        raise ValueError(
-            f"{path} does not say what its loss was; give the checkpoint of a training"
-        )
+        raise ValueError(f"{path} does not say what its loss was; give that of a training")
     criterion, plain = (found.task.build_criterion(found.criterion).eval() for _ in range(2))
     plain.eps = 0.0
 
@@ -199,23 +138,16 @@ def _pairs(found, texts: Sequence[Path]):
     pairs = read_pairs(*texts, print)
 
     def encoded(lines: list[str], dictionary) -> list[Tensor]:
-        pieces = [
-            " ".join(processor.encode(line, out_type=str)) if processor else line for line in lines
-        ]
-        return [
-            dictionary.encode_line(line, add_if_not_exist=False).long()[-LONGEST:]
-            for line in pieces
-        ]
+        if processor:
+            lines = [" ".join(processor.encode(line, out_type=str)) for line in lines]
+        codes = (dictionary.encode_line(line, add_if_not_exist=False) for line in lines)
+        return [line.long()[-LONGEST:] for line in codes]
 
-    source, target = encoded(pairs.source, found.source), encoded(pairs.target, found.target)
-    return LanguagePairDataset(
-        source,
-        [len(line) for line in source],
-        found.source,
-        target,
-        [len(line) for line in target],
-        found.target,
-    )
+    sides = []
+    for lines, dictionary in ((pairs.source, found.source), (pairs.target, found.target)):
+        side = encoded(lines, dictionary)
+        sides += [side, [len(line) for line in side], dictionary]
+    return LanguagePairDataset(*sides)
 
 
 # Models of transformers

@@ -1,10 +1,8 @@
-"""`lsq numbers`: the built-in task.
-
-English number names to German, learnt in float and then in int8, and compared.
+"""`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8.
 
 No number that is tested is trained on. Both trainings are of the same model, from the same initial
-weights, with the
-same batches and dropout masks: what is left of their difference comes from int8, and from chance.
+weights, with the same batches and dropout masks: what is left of their difference comes from int8,
+and from chance.
 """
 
 import json
@@ -13,10 +11,10 @@ import random
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lsq.commands import device, stages, text_run, train_text, training_options
+from lsq.commands import launch, stages, text_run, train_text
 from lsq.commands.interruption import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
-from lsq.commands.options import check_writable, command_parser, positive
+from lsq.commands.options import Folder, Positive, check_writable, command_parser
 from lsq.commands.prepare import Prepared, say, text_option
 from lsq.commands.stages import Stage
 from lsq.commands.step_memory import step_memory
@@ -33,13 +31,13 @@ NUMBERS = "numbers"
 SAMPLES = 8
 """Translations that are shown."""
 VOCABULARY = {"size": 100, "coverage": 1.0, "max_length": 60}
-SIZES = {"--layers": 2, "--hidden": 128, "--feed-forward": 512, "--heads": 4, "--max-tokens": 2000}
-"""Options of `lsq train-text` that this command has as well, and their defaults here."""
+SIZES = ("--layers", "--hidden", "--feed-forward", "--heads", "--max-tokens")
+"""Options of `lsq train-text` that this command has as well."""
 TRAINING = {
-    "--dropout": "0.1",
-    "--lr": "0.002",
-    "--warmup": "40",
-    "--beam": "4",
+    "--dropout": 0.1,
+    "--lr": 0.002,
+    "--warmup": 40,
+    "--beam": 4,
     "--bleu-tokenizer": "char",
 }
 """Its options that are fixed here. BLEU counts characters: German names are single words."""
@@ -47,96 +45,80 @@ RUNS = {"float": ["--mode", "float", "--arch", ARCHITECTURE], "int8": ["--mode",
 FAIRSEQ = {"fairseq": ["--mode", "float", "--arch", "transformer"]}
 """By their names: options of `lsq train-text` by which trainings differ; FAIRSEQ with --fairseq
 alone."""
-CHANCE = 0.003
-"""Bits a token, measured with the options that are the default here (docs/numbers.md)."""
 MOST_THREADS = 8
 """More are slower with models this small."""
 
 
+class Options(train_text.Sizes):
+    """Train two small translators of English number names into German, one in float32 and then one
+    in int8, with the same data, options, seed and threads; compare their speed, their memory and
+    their translations of numbers that neither has seen. Run the same command again to continue
+    after an interruption."""
+
+    output: Folder = Path("runs/numbers")
+    """where to write"""
+    updates: Positive = 550
+    """updates of the weights, in each run"""
+    train_pairs: Positive = 20000
+    """numbers to learn from"""
+    test_pairs: Positive = 500
+    """numbers to test with"""
+    max_tokens: Positive = 2000
+    """tokens in a batch, with padding"""
+    seed: int = 1
+    """seed of the numbers, the weights and the dropout"""
+    cpu: bool = False
+    """use no GPU"""
+    fairseq: bool = False
+    """also train fairseq's own model, which draws other weights and masks"""
+    threads: Positive = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    """threads of either training"""
+    quiet: bool = False
+    """no progress bars"""
+    layers, hidden, feed_forward, heads = 2, 128, 512, 4
+
+
 def parser() -> ArgumentParser:
-    """The command line of `lsq numbers`."""
-    made = command_parser(
-        "numbers",
-        "Train two small translators of English number names into German, one in float32 and"
-        " then one in int8, with"
-        " the same data, options, seed and threads; compare their speed, their memory and their"
-        " translations of"
-        " numbers that neither has seen. Run the same command again to continue after an"
-        " interruption.",
-    )
-    made.add_argument(
-        "--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write"
-    )
-    made.add_argument(
-        "--updates", type=positive, default=550, help="updates of the weights, in each run"
-    )
-    made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
-    made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
-    training_options.add(made, (*training_options.MODEL, *training_options.TRAINING), SIZES)
-    made.add_argument(
-        "--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout"
-    )
-    cores = len(os.sched_getaffinity(0))
-    made.add_argument("--cpu", action="store_true", help="use no GPU")
-    made.add_argument(
-        "--fairseq",
-        action="store_true",
-        help="also train fairseq's own model, which draws other weights and masks",
-    )
-    device.add_options(made)
-    made.add_argument(
-        "--threads",
-        type=positive,
-        default=min(cores, MOST_THREADS),
-        help="threads of either training",
-    )
-    made.add_argument("--quiet", action="store_true", help="no progress bars")
+    """Make the parser of `lsq numbers`."""
+    made = command_parser("numbers", Options)
+    launch.add_device_options(made)
     return made
 
 
 def train_text_arguments(given: Namespace, files: TextFiles, name: str) -> list[str]:
-    """The command line of `lsq train-text` for the run of that name."""
-    arguments = []
-    for split, pair in files.items():
-        for side, path in zip(SIDES, pair, strict=True):
-            arguments += [text_option(split, side), str(path)]
+    """Return the command line of `lsq train-text` for the run of that name."""
     every = max(1, given.updates // 15)
     options = {
-        "--output": str(given.output),
+        **{
+            text_option(split, SIDES[side]): files[split][side]
+            for split in files
+            for side in (0, 1)
+        },
+        "--output": given.output,
         "--name": name,
-        "--vocabulary-size": str(VOCABULARY["size"]),
-        "--character-coverage": str(VOCABULARY["coverage"]),
-        "--max-length": str(VOCABULARY["max_length"]),
-        "--updates": str(given.updates),
-        "--validate-every": str(every),
-        "--log-every": str(max(1, every // 5)),
-        "--seed": str(given.seed),
-        **{option: str(size) for option, size in sizes(given).items()},
+        "--vocabulary-size": VOCABULARY["size"],
+        "--character-coverage": VOCABULARY["coverage"],
+        "--max-length": VOCABULARY["max_length"],
+        "--updates": given.updates,
+        "--validate-every": every,
+        "--log-every": max(1, every // 5),
+        "--seed": given.seed,
+        **sizes(given),
         **TRAINING,
+        **(launch.device_options(given) if name in RUNS else {}),
     }
-    if name in RUNS:
-        options |= device.asked(given)
-    switches = [*(["--cpu"] if given.cpu else []), *(["--quiet"] if given.quiet else [])]
-    named = [*(RUNS | FAIRSEQ)[name], *(word for option in options.items() for word in option)]
-    return arguments + named + switches
+    words = [*(RUNS | FAIRSEQ)[name], *(str(word) for option in options.items() for word in option)]
+    return words + ["--cpu"] * given.cpu + ["--quiet"] * given.quiet
 
 
 def sizes(given: Namespace) -> dict[str, int]:
-    """The options of SIZES."""
-    return {option: getattr(given, destination(option)) for option in SIZES}
+    """Return the options of SIZES."""
+    return {option: getattr(given, option[2:].replace("-", "_")) for option in SIZES}
 
 
-def destination(option: str) -> str:
-    """What argparse calls an option."""
-    return option[2:].replace("-", "_")
-
-
-def report(prepared: Prepared, names: list[str], *, usual: bool) -> None:
-    """Compare the runs of these names: prints samples and a table, writes results.json, samples.txt
-    and losses.png.
-
-    `usual`: see `meaning`.
-    """
+def report(prepared: Prepared, names: list[str]) -> None:
+    """Compare the runs of these names: print samples and a table, write results.json, samples.txt
+    and losses.png."""
     source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
     hypotheses = {name: hypotheses_of(prepared, name) for name in names}
     runs = {}
@@ -161,123 +143,72 @@ def report(prepared: Prepared, names: list[str], *, usual: bool) -> None:
     curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in names}
     draw_losses(curves, prepared.output / "losses.png", "English number names to German")
     stages.write_json(prepared.output / "results.json", {"test_pairs": len(target), "runs": runs})
+    apart = runs["int8"]["best_validation_loss"] - runs["float"]["best_validation_loss"]
     say("\n".join(samples))
     say(
         f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least"
-        " validation loss:"
-    )
-    say(table(runs))
-    say(meaning(runs, usual=usual))
-    say(
-        "Memory is of the tensors of a forward and backward pass, beside parameters, gradients and"
-        " Adam's moments.\n"
+        f" validation loss:\n{table(runs)}\nWith the same initial weights, batches and dropout"
+        f" masks int8 ends {apart:+.4f} bits a token from float.\n`lsq compare` says how much of"
+        " that is chance.\nMemory is of the tensors of a forward and backward pass, beside"
+        " parameters, gradients and Adam's moments.\n"
         f"Everything is in {prepared.output}: losses.png, samples.txt, results.json"
     )
 
 
 def table(runs: dict[str, dict]) -> str:
-    """Quality, speed and memory of the runs, in words and figures side by side."""
+    """Format quality, speed and memory of the runs side by side."""
     first, second = runs["float"], runs["int8"]
-    lines = [("", list(runs))]
-    lines += [
-        (title, [form.format(factor * run[key]) for run in runs.values()])
-        for title, key, form, factor in (
-            ("exact match", "exact_match", "{:.1f} %", 1),
-            ("BLEU (characters)", "bleu", "{:.2f}", 1),
-            ("chrF", "chrf", "{:.2f}", 1),
-            ("least validation loss, bits a token", "best_validation_loss", "{:.4f}", 1),
-            ("  after so many updates", "best_update", "{:d}", 1),
-            ("seconds an update", "seconds_an_update", "{:.3f}", 1),
-            ("peak memory, MB", "peak_bytes", "{:.0f}", 1e-6),
-            ("  kept for the backward pass, MB", "kept_bytes", "{:.0f}", 1e-6),
-        )
-    ]
     fastest = min(runs.keys() - {"int8"}, key=lambda name: runs[name]["seconds_an_update"])
-    ratios = {
-        "seconds an update": (
-            f"int8 is {runs[fastest]['seconds_an_update'] / second['seconds_an_update']:.2f} times"
-            f" as fast as {fastest}"
-        ),
-        "peak memory, MB": f"{second['peak_bytes'] / first['peak_bytes']:.2f} of float's",
-        "  kept for the backward pass, MB": (
-            f"{second['kept_bytes'] / first['kept_bytes']:.2f} of float's"
-        ),
-    }
-    return "\n".join(
-        (
-            f"{title:38}{''.join(f'{figure:>10}' for figure in figures)}   {ratios.get(title, '')}"
-        ).rstrip()
-        for title, figures in lines
+    speed = runs[fastest]["seconds_an_update"] / second["seconds_an_update"]
+    faster = f"int8 is {speed:.2f} times as fast as {fastest}"
+    peak, kept = (
+        f"{second[name] / first[name]:.2f} of float's" for name in ("peak_bytes", "kept_bytes")
     )
-
-
-def meaning(runs: dict[str, dict], *, usual: bool) -> str:
-    """What the difference of the two losses says, in a sentence.
-
-    `usual`: the options are those that CHANCE was measured with.
-    """
-    found = runs["int8"]["best_validation_loss"] - runs["float"]["best_validation_loss"]
-    ended = (
-        "With the same initial weights, batches and dropout masks int8 ends"
-        f" {found:+.4f} bits a token from float."
-    )
-    if not usual:
-        return f"{ended}\n`lsq compare` says how much of that is chance."
-    if abs(found) <= CHANCE:
-        seen = "which says nothing against either"
-    else:
-        seen = "more than that: other seeds (--seed) tell whether it is chance"
-    return (
-        f"{ended}\n"
-        f"Two trainings in float whose sums have another order part by about {CHANCE} here: {seen}."
-    )
+    lines = [f"{'':38}" + "".join(f"{name:>10}" for name in runs)]
+    for title, key, form, factor, ratio in (
+        ("exact match", "exact_match", "{:.1f} %", 1, ""),
+        ("BLEU (characters)", "bleu", "{:.2f}", 1, ""),
+        ("chrF", "chrf", "{:.2f}", 1, ""),
+        ("least validation loss, bits a token", "best_validation_loss", "{:.4f}", 1, ""),
+        ("  after so many updates", "best_update", "{:d}", 1, ""),
+        ("seconds an update", "seconds_an_update", "{:.3f}", 1, faster),
+        ("peak memory, MB", "peak_bytes", "{:.0f}", 1e-6, peak),
+        ("  kept for the backward pass, MB", "kept_bytes", "{:.0f}", 1e-6, kept),
+    ):
+        figures = "".join(f"{form.format(factor * run[key]):>10}" for run in runs.values())
+        lines.append(f"{title:38}{figures}   {ratio}".rstrip())
+    return "\n".join(lines)
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand.
-
-    Raises:
-        ValueError, OSError: a mistake in the options, or a run failed.
-        Interrupted: a signal came.
-    """
+    """Train in float and in int8, and compare; raises as `run_lsq` does."""
     given = parser().parse_args(arguments)
     check_writable(given.output, makes_folders=True)
-    device.choose(given, ours=True)  # for both runs, so that they compute in one place
+    launch.choose_device(given, ours=True)  # for both runs, so that they compute in one place
     with locked_folder(given.output / NUMBERS, "choose another --output"):
         compare(given)
     return 0
 
 
 def compare(given: Namespace) -> None:
-    """Make the numbers and their data, train on them in every mode, and report.
-
-    Raises:
-        ValueError: the runs that are there were made from other numbers, or the folder holds files
-            of somebody else.
-        ChildProcessError, Interrupted: see `run_lsq`.
-    """
+    """Make the numbers and their data, train on them in every mode, and report; ValueError if what
+    is there was made from other numbers, or by somebody else."""
     text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=corpus.FILES)
-    comparison = Stage(
-        name="comparison", folder=given.output, makes=("results.json", "samples.txt", "losses.png")
-    )
-    key = {
-        "--train-pairs": given.train_pairs,
-        "--test-pairs": given.test_pairs,
-        "--seed": given.seed,
-        **sizes(given),
-    }
+    made = ("results.json", "samples.txt", "losses.png")
+    comparison = Stage(name="comparison", folder=given.output, makes=made)
+    counts = {"--train-pairs": given.train_pairs, "--test-pairs": given.test_pairs}
+    key = {**counts, "--seed": given.seed, **sizes(given)}
     before = comparison.check_own()
     if before is not None and (found := stages.differences(before.key, key)):
         raise ValueError(
             f"{given.output} holds a comparison with other options ({'; '.join(found)}); choose"
             " another --output"
         )
-    stages.run_stage(
-        text,
-        key,
-        lambda folder: write_numbers(folder, given.train_pairs, given.test_pairs, given.seed),
-        say,
-    )
+
+    def write(folder: Path) -> None:
+        write_numbers(folder, given.train_pairs, given.test_pairs, given.seed)
+
+    stages.run_stage(text, key, write, say)
     comparison.mark(key, finished=False)
     files = {split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS}
     prepared = Prepared(files=files, output=given.output, **VOCABULARY)
@@ -287,7 +218,4 @@ def compare(given: Namespace) -> None:
         text_run.check_folder(*asked, "choose another --output")
     for name in names:
         run_lsq(["train-text", *train_text_arguments(given, files, name)], threads=given.threads)
-    decisive = ("updates", "train_pairs", *map(destination, SIZES))
-    default = parser().get_default
-    usual = all(getattr(given, option) == default(option) for option in decisive)
-    report(prepared, names, usual=usual)
+    report(prepared, names)

@@ -1,13 +1,16 @@
-"""Parts of command lines that several subcommands share."""
+"""Command lines: options as fields of classes, types of values, errors in one line."""
 
 import argparse
 import difflib
+import inspect
 import os
 import re
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 HELP = frozenset(("-h", "--help"))
 CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
@@ -17,15 +20,13 @@ LONGEST = 1000
 """Characters of a message."""
 PART = re.compile("[a-z0-9]+")
 REQUIRED, UNRECOGNIZED = "the following arguments are required: ", "unrecognized arguments: "
-"""Beginnings of what argparse says."""
+"""Beginnings of argparse's messages."""
 DIGITS = re.compile("[0-9]{1,18}")
-"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as
-well."""
+"""A whole number: int() takes digits of every script, spaces and underscores as well."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, lists as they are typed, but for None, False and empty lists, which say
-    nothing."""
+    """Shows defaults, but for None, False and empty lists; lists as they are typed."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == []:
@@ -35,31 +36,74 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def command_parser(command: str, description: str, **options) -> ArgumentParser:
-    """The parser of `lsq COMMAND`: defaults in the help, no abbreviations, errors in one line.
+def command_parser(command: str, declared: type[Namespace], **options) -> ArgumentParser:
+    """Make the parser of `lsq COMMAND`: no abbreviations, errors in one line.
 
     Args:
+        command: its name.
+        declared: its options, see `add_options`; the docstring is the description.
         options: further ones of ArgumentParser.
     """
     parser = ArgumentParser(
         prog=f"lsq {command}",
-        description=description,
+        description=inspect.getdoc(declared),
         allow_abbrev=False,
         **{"formatter_class": HelpFormatter, **options},
     )
     one_line_errors(parser)
+    add_options(parser, declared)
     return parser
+
+
+def add_options(parser: ArgumentParser, declared: type[Namespace]) -> None:
+    """Add an option for every field of a class: its docstring is the help, and one without a
+    default is required. The fields of a base class are a group, with the docstring as its title.
+
+    Annotations are `bool` for switches, `X | None`, `list[X]` for one value or more, and
+    `Annotated[X, ...]` with a metavar, a tuple of choices, or a function that makes the value.
+    """
+    from lsq.config import documentation  # imports torch
+
+    for owner in declared.__mro__:
+        if not issubclass(owner, Namespace) or owner is Namespace:
+            continue
+        group = parser if owner is declared else parser.add_argument_group(inspect.getdoc(owner))
+        texts = documentation(owner)
+        for name, annotation in inspect.get_annotations(owner).items():
+            options = _argument(annotation)
+            if not hasattr(declared, name):
+                options["required"] = True
+            elif annotation is not bool:
+                options["default"] = getattr(declared, name)
+                if options["default"] == []:
+                    options["action"] = "extend"
+            group.add_argument(
+                "--" + name.replace("_", "-"), help=texts[name].replace("%", "%%"), **options
+            )
+
+
+def _argument(annotation: Any) -> dict[str, Any]:
+    """Options of `add_argument` for an annotation."""
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    if get_origin(annotation) in (Union, UnionType):
+        return _argument(kinds[0])
+    if get_origin(annotation) is list:
+        return _argument(kinds[0]) | {"nargs": "+"}
+    if get_origin(annotation) is Annotated:
+        options = _argument(kinds[0])
+        for given in kinds[1:]:
+            kind = {str: "metavar", tuple: "choices"}.get(type(given), "type")
+            options[kind] = given
+        return options
+    return {"action": "store_true"} if annotation is bool else {"type": annotation}
 
 
 def one_line_errors(parser: ArgumentParser) -> None:
     """Let a parser report a mistake in one line, without the usage, which fills screens for
-    fairseq's parsers.
-
-    Options that it does not know come first: without them, others may be missing.
-    """
+    fairseq's parsers. Unknown options come first: without them, others may be missing."""
     parse_known_args, words = parser.parse_known_args, []
 
-    def remember(args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+    def remember(args: Sequence[str] | None = None, namespace: Namespace | None = None):
         words[:] = sys.argv[1:] if args is None else args
         return parse_known_args(args, namespace)
 
@@ -84,8 +128,7 @@ def _unknown(parser: ArgumentParser, words: Sequence[str]) -> list[str]:
 
 
 def shortened(message: str) -> str:
-    """A message as it is, or its beginning and end where it quotes a whole line of a file, or lists
-    a whole model."""
+    """Shorten a long message to its beginning and end."""
     return (
         message
         if len(message) <= LONGEST
@@ -94,7 +137,7 @@ def shortened(message: str) -> str:
 
 
 def _few(found: re.Match) -> str:
-    """The words of argparse, but with the nearest choices only where there are many."""
+    """Reword argparse's message, with the nearest choices alone where there are many."""
     choices = [choice.strip(" '") for choice in found[2].split(",")]
     if len(choices) <= MANY_CHOICES:
         return found[0]
@@ -102,37 +145,57 @@ def _few(found: re.Match) -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """Which names a user may have meant, to be put behind a message."""
+    """Say which names a user may have meant, behind a message."""
     nearest = near(name, known)
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """The names that are most like one, at most three; those of the same parts in another order, if
-    there are any."""
-    bare = {one.lstrip("-"): one for one in known}
-    same = [one for one in bare.values() if _parts(one) == _parts(name)]
-    return same or [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), bare)]
+    """Return the names that are most like one, at most three; those of the same parts in another
+    order, if there are any."""
 
+    def parts(name: str) -> list[str]:
+        return sorted(PART.findall(name.lower()))
 
-def _parts(name: str) -> list[str]:
-    return sorted(PART.findall(name.lower()))
+    bare = {other.lstrip("-"): other for other in known}
+    same = [other for other in bare.values() if parts(other) == parts(name)]
+    return same or [bare[other] for other in difflib.get_close_matches(name.lstrip("-"), bare)]
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Convert a whole number above 0, for argparse."""
     if not DIGITS.fullmatch(text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def count(text: str) -> int:
-    """A number of words, threads and such above 0, for argparse; larger ones would take all
+    """Convert a number of words, threads and such, for argparse; larger ones would take all
     memory."""
     number = positive(text)
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text} is too large; at most {LARGEST_COUNT}")
     return number
+
+
+def seconds(text: str) -> float:
+    """Convert a number of seconds above 0, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+File = Annotated[Path, "FILE"]
+Folder = Annotated[Path, "DIR"]
+AnyPath = Annotated[Path, "PATH"]
+Positive = Annotated[int, positive]
+Count = Annotated[int, "N", count]
+Seconds = Annotated[float, "S", seconds]
+"""Annotations of options."""
 
 
 def is_given(option: str, words: list[str]) -> bool:
@@ -146,15 +209,12 @@ def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:
 
 
 def check_writable(output: Path, option: str = "--output", *, makes_folders: bool = False) -> None:
-    """Refuse an output that cannot be written, before the work that it is for.
+    """Refuse an output that cannot be written, with a ValueError, before the work that it is for.
 
     Args:
         output: a file or a folder, there or not.
         option: by which it was given.
         makes_folders: the command makes the folders around it where they are missing.
-
-    Raises:
-        ValueError: there is no folder for it, or this user may not write there.
     """
     around = [path for path in (output.absolute(), *output.absolute().parents) if path.is_dir()][0]
     if not makes_folders and around not in (output.absolute(), output.absolute().parent):
@@ -168,25 +228,11 @@ def check_writable(output: Path, option: str = "--output", *, makes_folders: boo
 
 
 def replaces(output: Path, overwrite: bool) -> bool:
-    """Whether there is something at --output that will be replaced.
-
-    Raises:
-        ValueError: there is, and `overwrite` is not wanted; or see `check_writable`.
-    """
+    """Say whether something at --output will be replaced; ValueError if something is there and
+    `overwrite` is not given, or nobody may write there."""
     check_writable(output)
     if output.exists() and not overwrite:
         raise ValueError(
             f"--output {output} is there already; choose another, or replace it with --overwrite"
         )
     return output.exists()
-
-
-def seconds(text: str) -> float:
-    """A number of seconds above 0, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value

@@ -1,19 +1,21 @@
 """`lsq plan`: choose offsets for the buffers of a file or of a training step, with a small peak."""
 
-import contextlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from tqdm import tqdm
 
 from lsq.commands.options import (
+    Count,
+    File,
+    Seconds,
     check_writable,
     command_parser,
-    count,
+    is_given,
     one_line_errors,
     positive,
-    seconds,
 )
 from lsq.memory.files import read_buffers, save_plan, write_plan
 from lsq.memory.picture import alive_at_peak, draw
@@ -25,71 +27,50 @@ SHOWN = 10
 
 TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".split()
 """Options of fairseq-train that need not be given."""
+Bytes = Annotated[int, positive, "BYTES"]
+
+
+class Options(Namespace):
+    """Choose offsets for buffers, so that those that are alive at the same time do not overlap, and
+    say how much memory they need and why. The plan is checked before it is shown. The buffers come
+    from a file, or from a training step: lsq plan --arch lsq_transformer_wmt_en_de --max-tokens
+    4096 --max-source-positions 256 --max-target-positions 256, with any options of lsq train:
+    --lsq-device cuda plans for a GPU, without one."""
+
+    arch: Annotated[str, "NAME"] | None = None
+    """plan a training step of this architecture"""
+    vocabulary_size: Count = 32000
+    """joined vocabulary, with --arch"""
+    output: Annotated[Path, "PLAN"] | None = None
+    """write id,offset; or all of the plan, if it ends in .json"""
+    method: Annotated[str, METHODS] = "portfolio"
+    """how to plan"""
+    capacity: Bytes | None = None
+    """what the plan should keep to"""
+    time_limit: Seconds = TIME_LIMIT
+    """seconds for exact"""
+    plot: File | None = None
+    """draw a map of the memory (.png, .svg, .pdf)"""
+    quiet: bool = False
+    """no progress bar"""
 
 
 def parser(of_file: bool = True) -> ArgumentParser:
-    """The command line of `lsq plan` for a file, or for a training step."""
-    result = command_parser(
-        "plan",
-        "Choose offsets for buffers, so that those that are alive at the same time do not overlap,"
-        " and say how much memory they need and why. The plan is checked before it is shown. The"
-        " buffers come from a file, or from a training step: lsq plan --arch"
-        " lsq_transformer_wmt_en_de --max-tokens 4096 --max-source-positions 256"
-        " --max-target-positions 256, with any options of lsq train: --lsq-device cuda plans for a"
-        " GPU, without one.",
-    )
-    columns = "id,lower,upper,size[,alignment][,offset]; alive on [lower, upper)"
+    """Make the parser of `lsq plan` for a file, or for a training step."""
+    made = command_parser("plan", Options)
     if of_file:
-        result.add_argument(
+        columns = "id,lower,upper,size[,alignment][,offset]; alive on [lower, upper)"
+        made.add_argument(
             "file", type=Path, metavar="FILE.csv", help=f"{columns}; or give --arch NAME instead"
         )
-        result.add_argument(
-            "--align",
-            type=positive,
-            default=1,
-            metavar="N",
-            help="alignment where the file gives none",
+        made.add_argument(
+            "--align", type=positive, default=1, metavar="N", help="alignment if the file has none"
         )
-    result.add_argument("--arch", metavar="NAME", help="plan a training step of this architecture")
-    result.add_argument(
-        "--vocabulary-size",
-        type=count,
-        default=32000,
-        metavar="N",
-        help="joined vocabulary, with --arch",
-    )
-    result.add_argument(
-        "--output",
-        type=Path,
-        metavar="PLAN",
-        help="write id,offset; or all of the plan, if it ends in .json",
-    )
-    result.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
-    result.add_argument(
-        "--capacity", type=positive, metavar="BYTES", help="what the plan should keep to"
-    )
-    result.add_argument(
-        "--time-limit", type=seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact"
-    )
-    result.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)"
-    )
-    result.add_argument("--quiet", action="store_true", help="no progress bar")
-    return result
-
-
-@contextlib.contextmanager
-def _progress(given: Namespace) -> Iterator[Callable[[int], None]]:
-    """Within this context, the `progress` of `plan`."""
-    hidden = given.quiet or given.method != "exact"
-    with tqdm(
-        desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden or None
-    ) as bar:
-        yield lambda tried: bar.update(tried - bar.n)
+    return made
 
 
 def report(buffers: list[Buffer], plan: Plan) -> str:
-    """The memory of a plan and its reasons, for people."""
+    """Format the memory of a plan and its reasons."""
     lines = [
         f"buffers      {len(buffers)}",
         f"peak         {plan.peak} bytes ({plan.peak / 2**20:.1f} MiB)",
@@ -111,42 +92,37 @@ def report(buffers: list[Buffer], plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _check_outputs(given: Namespace) -> None:
+def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
+    """Return the options, and the buffers to plan."""
+    of_file = not is_given("--arch", arguments)
+    options = parser(of_file)
+    if of_file:
+        given = options.parse_args(arguments)
+    else:
+        given, training = options.parse_known_args(arguments)
     for option, path in (("--output", given.output), ("--plot", given.plot)):
         if path is not None:
             check_writable(path, option)
-
-
-def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
-    """The options, and the buffers to plan."""
-    if not any(argument.partition("=")[0] == "--arch" for argument in arguments):
-        given = parser().parse_args(arguments)
-        _check_outputs(given)
+    if of_file:
         return given, read_buffers(given.file, alignment=given.align)
-    given, training = parser(of_file=False).parse_known_args(arguments)
-    _check_outputs(given)
     parsed = parse_step("lsq plan", given.arch, training)
-    from lsq.commands import device  # takes seconds, and a file needs none of it
+    from lsq.commands import launch  # takes seconds, and a file needs none of it
     from lsq.fairseq.memory import describe_training
 
-    backend = device.planned(parsed)
+    backend = launch.planned(parsed)
     parsed.lsq_device = parsed.lsq_activations = None  # it need not be here
-    print(
-        f"planned for  {backend.name}, activations in"
-        f" {str(backend.activations).removeprefix('torch.')}"
-    )
+    activations = str(backend.activations).removeprefix("torch.")
+    print(f"planned for  {backend.name}, activations in {activations}")
     step = describe_training(parsed, given.vocabulary_size, backend)
     return given, list(step.buffers.values())
 
 
 def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:
-    """fairseq's options of a training step that needs no data, from `arguments` for a command of
-    lsq.
-
-    Exits as argparse does after a mistake.
+    """Parse fairseq's options of a training step that needs no data, for a command of lsq.
 
     Raises:
         ValueError: the architecture is not of lsq, or a number is out of its range.
+        SystemExit: argparse has told another mistake.
     """
     from fairseq import options  # takes seconds
 
@@ -163,20 +139,17 @@ def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Nam
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the file.
-        LibraryError: exact is asked for, and the C++ host library is not built.
-    """
+    """Plan, report, and write; LibraryError if exact is asked for without the C++ library."""
     given, buffers = _buffers(arguments)
-    with _progress(given) as progress:
+    hidden = given.quiet or given.method != "exact" or None
+    shown = {"desc": "searching", "unit": " positions", "unit_scale": True, "leave": False}
+    with tqdm(disable=hidden, **shown) as bar:
         result = plan(
             buffers,
             method=given.method,
             capacity=given.capacity,
             time_limit=given.time_limit,
-            progress=progress,
+            progress=lambda tried: bar.update(tried - bar.n),
         )
     print(report(buffers, result))
     if given.output is not None:

@@ -1,4 +1,4 @@
-"""From text files to fairseq's binary data, in stages that are skipped when they are done already.
+"""From text files to fairseq's binary data, in stages of which finished ones are skipped.
 
 output/text         cleaned sentence pairs of train, valid and test
 output/vocabulary   sentencepiece's model of both languages
@@ -17,22 +17,18 @@ from lsq.text.corpus import SIDES, Corpus, TextFiles
 
 
 def say(message: str) -> None:
-    """Tell the user what goes on."""
+    """Print a message at once."""
     print(message, flush=True)
 
 
 def text_option(split: str, side: str) -> str:
-    """The option of `lsq train-text` that names the file of one side of a split."""
+    """Return the option of `lsq train-text` that names the file of one side of a split."""
     return f"--{side}" if split == "train" else f"--{split}-{side}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The data of all runs in an output folder.
-
-    Raises:
-        ValueError: the folder's name is not UTF-8.
-    """
+    """The data of all runs in an output folder; ValueError if its name is not UTF-8."""
 
     files: TextFiles
     output: Path
@@ -48,25 +44,19 @@ class Prepared:
 
     @property
     def data(self) -> Path:
-        """fairseq's data folder."""
         return self.output / "data"
 
     @property
     def vocabulary(self) -> Path:
-        """sentencepiece's model."""
         return self.output / "vocabulary" / vocabulary.MODEL
 
     def lines(self, split: str, side: str) -> list[str]:
-        """The sentences of one side, "src" or "tgt", of a split as it was binarised."""
+        """Read the sentences of one side, "src" or "tgt", of a split as it was binarised."""
         return corpus.read_items(self.data / f"{split}.{side}")
 
     @cached_property
     def text_settings(self) -> dict:
-        """What the text depends on, by the options of `lsq train-text`; see `stages.differences`.
-
-        Raises:
-            FileNotFoundError, ValueError: a file is missing, or no file.
-        """
+        """Options of `lsq train-text` that the text depends on; see `stages.differences`."""
         found = {}
         for split, pair in self.files.items():
             for number, side in enumerate(SIDES):
@@ -87,7 +77,7 @@ class Prepared:
 
     @cached_property
     def settings(self) -> dict:
-        """What the data depend on, by the options of `lsq train-text`."""
+        """Options of `lsq train-text` that the data depend on."""
         return {
             **self.text_settings,
             "--vocabulary-size": self.size,
@@ -97,47 +87,30 @@ class Prepared:
 
 
 def prepare(prepared: Prepared) -> Prepared:
-    """Clean and split the text, learn the vocabulary, binarise; returns `prepared`.
-
-    Finished stages are skipped.
-
-    Raises:
-        FileNotFoundError, ValueError: a mistake in the files or options; a folder holds files that
-            are not of this command.
-    """
+    """Clean and split the text, learn the vocabulary, binarise; returns `prepared`. ValueError or
+    FileNotFoundError for a mistake in the files or options, or files of somebody else."""
     output = prepared.output
     text = Stage(name="text", folder=output / "text", makes=corpus.FILES)
-    learnt = Stage(
-        name="vocabulary", folder=output / "vocabulary", makes=(vocabulary.MODEL, vocabulary.PIECES)
-    )
+    made = (vocabulary.MODEL, vocabulary.PIECES)
+    learnt = Stage(name="vocabulary", folder=output / "vocabulary", makes=made)
     data = Stage(name="data", folder=prepared.data, makes=binary.FILES)
     for stage in (text, learnt, data):  # all before any of them writes
         stage.check_own()
-    run_stage(
-        text,
-        prepared.text_settings,
-        lambda folder: corpus.write_splits(prepared.files, folder, say),
-        say,
-    )
+
+    def write(folder: Path) -> None:
+        corpus.write_splits(prepared.files, folder, say)
 
     def learn(folder: Path) -> None:
         say(f"vocabulary: learning {prepared.size} pieces")
-        vocabulary.learn_vocabulary(
-            Corpus.read(text.folder, "train"), folder, prepared.size, prepared.coverage
-        )
-
-    run_stage(
-        learnt,
-        {name: value for name, value in prepared.settings.items() if name != "--max-length"},
-        learn,
-        say,
-    )
+        pairs = Corpus.read(text.folder, "train")
+        vocabulary.learn_vocabulary(pairs, folder, prepared.size, prepared.coverage)
 
     def binarize(folder: Path) -> None:
-        pieces = vocabulary.load_vocabulary(learnt.folder)
-        binary.binarize_splits(
-            prepared.files, text.folder, pieces, folder, prepared.max_length, say
-        )
+        pieces, most = vocabulary.load_vocabulary(learnt.folder), prepared.max_length
+        binary.binarize_splits(prepared.files, text.folder, pieces, folder, most, say)
 
+    of_pieces = {name: one for name, one in prepared.settings.items() if name != "--max-length"}
+    run_stage(text, prepared.text_settings, write, say)
+    run_stage(learnt, of_pieces, learn, say)
     run_stage(data, prepared.settings, binarize, say)
     return prepared

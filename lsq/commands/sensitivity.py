@@ -2,15 +2,15 @@
 
 import contextlib
 import signal
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from typing import Annotated
 
 from tqdm import tqdm
 
 from lsq.commands import interruption, model_batch
 from lsq.commands.interruption import Interrupted, name_of
-from lsq.commands.options import check_writable, command_parser
+from lsq.commands.model_batch import BatchOptions
+from lsq.commands.options import AnyPath, Folder, check_writable, command_parser
 from lsq.files import write_text
 from lsq.files.lock import locked_folder
 from lsq.quant.numbers import METHODS
@@ -19,51 +19,33 @@ from lsq.study.sensitivity import FORMATS
 from lsq.study.tensors import ACTIVATION
 
 JSON, TABLE, PICTURE = OUTPUTS = ("sensitivity.json", "sensitivity.md", "sensitivity.png")
-WORDS = 8192
-"""Default size of the text."""
 BATCH_WORDS = 4096
 """Of sentences that are computed together, padding included."""
-DESCRIPTION = """
-Say what each weight of a trained model, and what each product reads, costs in loss in each number
-format: measured, one tensor at a time, and estimated from gradients. Stop it whenever you like:
-what is done is in the file, and the same command goes on with the rest.
-"""
 
 
-def parser() -> ArgumentParser:
-    """Make the parser of `lsq sensitivity`."""
-    made = command_parser("sensitivity", DESCRIPTION)
-    made.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint"
-        " of fairseq's with --data",
-    )
-    model_batch.add_options(made, FORMATS, WORDS)
-    made.add_argument(
-        "--clip", choices=METHODS, default="mse", help="how clips of weights are measured"
-    )
-    made.add_argument("--weights-only", action="store_true", help="leave out what products read")
-    made.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help=f"folder for {', '.join(OUTPUTS)}"
-    )
-    made.add_argument(
-        "--overwrite", action="store_true", help=f"begin anew, whatever {JSON} is there"
-    )
-    return made
+class Options(BatchOptions):
+    """Say what each weight of a trained model, and what each product reads, costs in loss in each
+    number format: measured, one tensor at a time, and estimated from gradients. Stop it whenever
+    you like: what is done is in the file, and the same command goes on with the rest."""
+
+    model: AnyPath
+    """a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint of
+    fairseq's with --data"""
+    clip: Annotated[str, METHODS] = "mse"
+    """how clips of weights are measured"""
+    weights_only: bool = False
+    """leave out what products read"""
+    output: Folder
+    """folder for sensitivity.json, sensitivity.md and sensitivity.png"""
+    overwrite: bool = False
+    """begin anew, whatever sensitivity.json is there"""
+    words = 8192
+    formats = list(FORMATS)
 
 
 def run(arguments: list[str]) -> int:
-    """Measure and write, or go on where an earlier run ended.
-
-    Raises:
-        FileNotFoundError, ValueError: a mistake in the options or the files.
-        OSError: the output cannot be written.
-        Interrupted: a signal came.
-    """
-    given = parser().parse_args(arguments)
+    """Measure and write, or go on where an earlier run ended; Interrupted if a signal came."""
+    given = command_parser("sensitivity", Options).parse_args(arguments)
     for path in (given.model, *given.text):
         if not path.exists():
             raise FileNotFoundError(2, "is not there", str(path))
@@ -71,7 +53,8 @@ def run(arguments: list[str]) -> int:
         raise ValueError(f"--output {given.output} is a file; give a folder")
     check_writable(given.output, makes_folders=True)
     with locked_folder(given.output, "choose another --output"), _interruptible(given.overwrite):
-        batch = model_batch.of_options(given, WORDS)
+        batch = model_batch.load(given)
+        print(f"measuring {given.model}, {batch.description}")
         with _progress(given.quiet) as progress:
             costs = sensitivity(
                 batch.model,

@@ -7,35 +7,33 @@ from dataclasses import fields
 
 from lsq.commands import logs
 from lsq.commands.options import command_parser
-from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
+from lsq.commands.translator import ModelOptions, add_search, search_options, translator_of
 from lsq.config import documentation, require_positive
 from lsq.serving.http.requests import Limits
 
-DESCRIPTION = """
-Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and options of
-the search such as "beam"; GET /health and /metrics (for Prometheus) say how it is, and GET / is a
-page for trying it. Requests that arrive together are translated together. Ctrl-C or SIGTERM ends it
-when what has arrived is answered.
-"""
 MOST_PORT = 2**16 - 1
+
+
+class Options(ModelOptions):
+    """Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and
+    options of the search such as "beam"; GET /health and /metrics (for Prometheus) say how it is,
+    and GET / is a page for trying it. Requests that arrive together are translated together. Ctrl-C
+    or SIGTERM ends it when what has arrived is answered."""
+
+    host: str = "127.0.0.1"
+    """address to serve at; 0.0.0.0: all of this machine"""
+    port: int = 8080
+    """0: any that is free"""
 
 
 def parser() -> ArgumentParser:
     """Make the parser of `lsq serve`."""
-    made = command_parser("serve", DESCRIPTION)
-    made.add_argument(
-        "--host", default="127.0.0.1", help="address to serve at; 0.0.0.0: all of this machine"
-    )
-    made.add_argument("--port", type=int, default=8080, help="0: any that is free")
-    add_model(made)
+    made = command_parser("serve", Options)
     limits, texts = made.add_argument_group("limits"), documentation(Limits)
     for field in fields(Limits):
-        limits.add_argument(
-            option_of(field.name),
-            type=field.type,
-            default=field.default,
-            help=texts[field.name].replace("%", "%%"),
-        )
+        given = {"type": field.type, "default": field.default}
+        text = texts[field.name].replace("%", "%%")
+        limits.add_argument(option_of(field.name), help=text, **given)
     add_search(made)
     return made
 
@@ -54,11 +52,7 @@ def limits_of(given: Namespace) -> Limits:
 
 
 def run(arguments: list[str]) -> int:
-    """Serve until a signal comes.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the files, or the address is in use.
-    """
+    """Serve until a signal comes; OSError if the address is in use."""
     given = parser().parse_args(arguments)
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")

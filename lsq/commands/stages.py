@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from lsq.files import PARTIAL, json_file, write_text
@@ -21,11 +21,7 @@ MARKER = "lsq-stage.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """Marker that a stage leaves in its folder.
-
-    Raises:
-        ValueError: a field is of another type.
-    """
+    """Marker that a stage leaves in its folder."""
 
     stage: str
     key: dict
@@ -42,11 +38,7 @@ class Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Read the marker of a stage, or None.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Read the marker of a stage, or None; ValueError if it is damaged."""
     path = folder / MARKER
     if not path.exists():
         return None
@@ -55,12 +47,12 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -75,14 +67,14 @@ class Stage:
     """The names of all that it makes in its folder, or patterns of them."""
 
     def made(self) -> list[Path]:
-        """What lies in the folder under names that this stage gives."""
+        """Return what lies in the folder under names that this stage gives."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(
-            path for path in paths if any(_is_named(path.name, name) for name in self.makes)
-        )
+        patterns = [re.escape(name) if isinstance(name, str) else name for name in self.makes]
+        return sorted(p for p in paths if any(re.fullmatch(made, p.name) for made in patterns))
 
     def check_own(self) -> Marker | None:
-        """What the stage left in its folder, or None; it may write there.
+        """Return the marker that the stage left in its folder, or None. Its other methods begin
+        with this check, too.
 
         Raises:
             ValueError: the marker is damaged, or of another stage, or what lies there under names
@@ -100,38 +92,25 @@ class Stage:
         if others:
             raise ValueError(
                 f"{self.folder} holds {others[0].name}, which this command did not make (there is"
-                f" no {MARKER}) and"
-                " would replace; choose another folder, or move it away"
+                f" no {MARKER}) and would replace; choose another folder, or move it away"
             )
         return found
 
     def mark(self, key: dict, *, finished: bool, files: dict[str, str] | None = None) -> None:
-        """Say what this folder is for; it is made where it is missing.
-
-        Raises:
-            ValueError: see `check_own`.
-        """
+        """Write the marker into the folder, which is made where it is missing."""
         self.check_own()
         self.folder.mkdir(parents=True, exist_ok=True)
         marker = Marker(stage=self.name, key=key, finished=finished, files=files or {})
         write_json(self.folder / MARKER, asdict(marker))
 
     def empty(self, key: dict) -> None:
-        """Remove the files that this stage made, after marking it as unfinished under a new key.
-
-        Raises:
-            ValueError: see `check_own`.
-        """
+        """Remove the files that this stage made, after marking it as unfinished under a new key."""
         self.mark(key, finished=False)
         self._unlink_made()
 
     def remove(self) -> None:
         """Remove the files that this stage made, its marker, and its folder if nothing else is
-        there.
-
-        Raises:
-            ValueError: see `check_own`.
-        """
+        there."""
         if self.check_own() is not None:
             self._unlink_made()
             (self.folder / MARKER).unlink()
@@ -144,40 +123,25 @@ class Stage:
                 path.unlink()
 
     def is_done(self, key: dict) -> bool:
-        """Whether the stage is finished with this key, and its files are as it left them.
-
-        Raises:
-            ValueError: see `check_own`.
-        """
-        found = self.check_own()
-        if found is None or not found.finished or differences(found.key, key):
+        """Say whether the stage is finished with this key, and its files are as it left them."""
+        marker = self.check_own()
+        if marker is None or not marker.finished or differences(marker.key, key):
             return False
-        paths = {name: self.folder / name for name in found.files}
-        return all(
-            path.is_file() and file_digest(path) == found.files[name]
-            for name, path in paths.items()
-        )
+        paths = {self.folder / name: digest for name, digest in marker.files.items()}
+        return all(path.is_file() and file_digest(path) == paths[path] for path in paths)
 
 
 def run_stage(
     stage: Stage, key: dict, work: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
-    """Let `work(folder)` make what the stage makes, unless it is there already.
-
-    What was there before stays until the work is done.
-
-    Raises:
-        ValueError: see `Stage.check_own`; and what `work` raises.
-    """
+    """Let `work(folder)` make what the stage makes, unless it is there already. What was there
+    before stays until the work is done."""
     if stage.is_done(key):
         say(f"{stage.name}: already done")
         return
     stage.folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Stage(
-        name=stage.name,
-        folder=stage.folder.with_name(f".{stage.folder.name}{PARTIAL}"),
-        makes=stage.makes,
-    )
+    name = f".{stage.folder.name}{PARTIAL}"
+    partial = replace(stage, folder=stage.folder.with_name(name))
     partial.empty(key)
     try:
         work(partial.folder)
@@ -191,20 +155,14 @@ def run_stage(
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """List the differences of two keys, one readable entry each: "--lr: 0.1 before, 0.2 now".
-
-    Of a text, {"file": where it was read from, "sha256": of its content}, only the content counts.
-    """
+    """List the differences of two keys: "--lr: 0.1 before, 0.2 now". Of a text, {"file": its path,
+    "sha256": of its content}, only the content counts."""
     names = sorted(before.keys() | now.keys())
     changed = [name for name in names if _compared(before.get(name)) != _compared(now.get(name))]
     return [
         f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now"
         for name in changed
     ]
-
-
-def _is_named(name: str, wanted: str | re.Pattern) -> bool:
-    return name == wanted if isinstance(wanted, str) else wanted.fullmatch(name) is not None
 
 
 def _compared(value: object) -> object:

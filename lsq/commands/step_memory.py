@@ -1,5 +1,4 @@
-"""Memory that the tensors of a training step take: what its backward pass needs kept, and the
-peak."""
+"""Memory of the tensors of a training step: kept for the backward pass, and at its peak."""
 
 import os
 from collections import Counter
@@ -18,7 +17,8 @@ from lsq.memory.kept import nothing_kept
 def saved_tensors(
     forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]
 ) -> Counter:
-    """Bytes that autograd keeps when `forward` runs: every storage once, without parameters.
+    """Count the bytes that autograd keeps when `forward` runs: every storage once, without
+    parameters.
 
     Args:
         forward: returns the tensor on which backward() would be called.
@@ -46,7 +46,7 @@ def saved_tensors(
 
 
 def traced_peak(run: Callable[[], object]) -> int:
-    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held
+    """Measure the bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond those
     before; lsq keeps none."""
     with nothing_kept(), silent_libraries():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -62,7 +62,7 @@ def traced_peak(run: Callable[[], object]) -> int:
 
 
 def peak_on_gpu(run: Callable[[], object]) -> int:
-    """Peak of PyTorch's allocator on the current GPU, in bytes."""
+    """Measure the peak of PyTorch's allocator on the current GPU, in bytes."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
@@ -70,20 +70,14 @@ def peak_on_gpu(run: Callable[[], object]) -> int:
 
 
 def step_memory(checkpoint: Path) -> dict[str, int]:
-    """Memory of a step of the translator in a checkpoint of `lsq train`, on the largest batch of
-    its training data.
-
-    The step runs on a GPU if the training did and there is one, else on the CPU.
+    """Measure the memory of a step of the translator in a checkpoint of `lsq train`, on the largest
+    batch of its training data, on a GPU if the training used one and there is one.
 
     A step is a forward and a backward pass with every tensor in fresh memory; parameters, their
-    gradients and the optimizer's state exist before and are not counted.
+    gradients and the optimizer's state are not counted.
 
     Returns:
-        {"kept_bytes": what the forward pass keeps for the backward pass, "peak_bytes": most at any
-        time}.
-
-    Raises:
-        FileNotFoundError, ValueError: the checkpoint or its data are missing or damaged.
+        {"kept_bytes": kept for the backward pass, "peak_bytes": most at any time}.
     """
     quieten()
     with logging_to(Path(os.devnull)):

@@ -7,6 +7,7 @@ output/<run>/               results.json, losses.png
 
 import os
 import platform
+import re
 from argparse import Namespace
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,15 +17,16 @@ import torch
 from fairseq.tasks import TASK_REGISTRY
 
 import lsq
-from lsq.commands import device, generate, stages, train, training_options
+from lsq.commands import generate, stages, train
 from lsq.commands.interruption import Interrupted, raised
-from lsq.commands.limits import TRANSLATION
+from lsq.commands.launch import DEVICE_OPTIONS, device_of
+from lsq.commands.limits import TRANSLATION_TASKS
 from lsq.commands.logs import logging_to
-from lsq.commands.losses import LOSSES, draw_losses, read_losses
+from lsq.commands.losses import LOSSES, draw_losses, one_bar, read_losses, recording
 from lsq.commands.prepare import Prepared, prepare, say
-from lsq.commands.progress import one_bar, recording
-from lsq.commands.run_files import BEST
-from lsq.commands.run_folder import UPDATES, RunFolder
+from lsq.commands.run_files import BEST, TRANSLATION
+from lsq.commands.stages import Stage
+from lsq.commands.train import CHECKPOINT
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility.checkpoints import updates_of
@@ -35,10 +37,92 @@ from lsq.layers.model_formats import decoded_summary
 from lsq.text.corpus import read_items, write_items
 from lsq.text.score import scores
 
+# Options
+
+SETS = {
+    "layers": ("--encoder-layers", "--decoder-layers"),
+    "hidden": ("--encoder-embed-dim", "--decoder-embed-dim"),
+    "feed-forward": ("--encoder-ffn-embed-dim", "--decoder-ffn-embed-dim"),
+    "heads": ("--encoder-attention-heads", "--decoder-attention-heads"),
+    "warmup": ("--warmup-updates",),
+    "validate-every": ("--save-interval-updates",),
+    "log-every": ("--log-interval",),
+    **{
+        name: (f"--{name}",)
+        for name in "dropout max-tokens update-freq lr label-smoothing clip-norm".split()
+    },
+}
+"""Option of `lsq train-text` -> options of `lsq train` that it sets."""
+NAMES = {option: f"--{name}" for name, options in SETS.items() for option in options}
+FIXED = {
+    "--share-all-embeddings": None,
+    "--optimizer": "lsq_adam",
+    "--adam-betas": "(0.9, 0.98)",
+    "--lr-scheduler": "inverse_sqrt",
+    "--keep-interval-updates": "1",
+    "--no-epoch-checkpoints": None,
+    "--save-interval": "1000000",
+    "--validate-interval": "1000000",
+    "--num-workers": "0",
+}
+"""Options of `lsq train` that are always the same; None for switches."""
+UNBOUND = frozenset(
+    "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar"
+    " --tensorboard-logdir --save-interval --save-interval-updates --validate-interval"
+    " --validate-interval-updates --keep-interval-updates --keep-last-epochs"
+    " --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours --lsq-memory"
+    " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout --lsq-device --lsq-activations".split()
+)
+"""Options of `lsq train` that change nothing of what a run has made: they may differ when it goes
+on."""
+OF_THIS_COMMAND = {
+    "--disable-validation": "the checkpoint that translates is chosen by it",
+    "--no-last-checkpoints": "an interrupted training goes on from them",
+    "--max-update": "give --updates",
+    "--no-save": "the checkpoints are needed to translate",
+    "--save-dir": "give --output and --name",
+}
+"""Options of `lsq train` that cannot follow a lone --, and what to do instead."""
 REPORTED_PACKAGES = ("torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
 PREPARATION_SECONDS = 10.0
-"""To wait for another run that prepares the data of the same output folder: mostly it only looks at
-them."""
+"""To wait for another run that prepares the same data: mostly it only looks at them."""
+
+
+def set_by(given: Namespace) -> dict[str, str]:
+    """Return the options of `lsq train` that those of `lsq train-text` set, with their values."""
+    values = {name: str(getattr(given, name.replace("-", "_"))) for name in SETS}
+    return {option: values[name] for name, options in SETS.items() for option in options}
+
+
+def named_options(words: list[str]) -> dict[str, str | None]:
+    """Return options of a command line with their values, None for those without; words before any
+    option are under ""."""
+    values: dict[str, list[str]] = {}
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            option, _, value = word.partition("=")
+            values[option] = [value] if value else []
+        else:
+            values.setdefault(option, []).append(word)
+    return {option: " ".join(texts) or None for option, texts in values.items()}
+
+
+def bound(training: dict[str, str | None], extra: list[str]) -> dict[str, str | bool]:
+    """Return the options that a run depends on, as its user knows them; True for switches.
+
+    Args:
+        training: options of `lsq train` that `lsq train-text` sets, with their values.
+        extra: further ones, as the user gave them.
+    """
+    further = named_options(extra)
+    ours = {
+        NAMES.get(name, name): value
+        for name, value in training.items()
+        if name not in further and name not in UNBOUND
+    }
+    theirs = {name: value for name, value in further.items() if name not in UNBOUND}
+    return {name: True if value is None else value for name, value in (ours | theirs).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +137,158 @@ class RunOptions:
     """Further options of `lsq train`, as the user gave them."""
 
     def arguments(self, data: Path, folder: Path) -> list[str]:
-        """The command line of `lsq train` with this data that writes into this folder."""
+        """Return the command line of `lsq train` with this data that writes into this folder."""
         training = {"--save-dir": str(folder), "--distributed-world-size": "1", **self.training}
-        given = [
-            word
-            for option, value in training.items()
-            for word in (option, value)
-            if word is not None
-        ]
-        return [str(data), *given, "--max-update", str(self.given.updates), *self.extra]
+        words = [word for option in training.items() for word in option if word is not None]
+        return [str(data), *words, "--max-update", str(self.given.updates), *self.extra]
+
+
+# The folder of a run
+
+NAME = re.compile(r"\w[\w.+=@,-]*")
+RESERVED = ("text", "vocabulary", "data", "numbers")
+"""Folders of an output folder that are not runs."""
+STAGE = "run"
+RESIDUALS = re.compile(r"checkpoint_last\.gradients-rank-(\d+)-of-(\d+)\.safetensors")
+"""Files that error feedback of version 0.1 wrote."""
+UPDATES = "--max-update"
+"""In the key of a model: how many updates are wanted, to which it is not bound."""
+SOURCES = ("--lsq-from", "--finetune-from-model", "--restore-file")
+"""Options that name a checkpoint to start from."""
+
+
+def check_name(name: str) -> str:
+    """Return the name of a run; ValueError if it is not one plain folder name, or is that of a
+    folder of the data."""
+    if not NAME.fullmatch(name) or len(name.encode()) > 200:
+        raise ValueError(
+            f"--name {name!r} is not a plain folder name: letters, digits and _ . + = @ , - are"
+            " allowed, the first of them a letter, digit or _; to write elsewhere, give --output"
+        )
+    if name.casefold() in RESERVED:
+        raise ValueError(
+            f"--name {name} is the name of a folder of the data; choose any but"
+            f" {', '.join(RESERVED)}"
+        )
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """output/<name>, with the stages in it: the whole run, the training, and the translation."""
+
+    prepared: Prepared
+    name: str
+    remedy: str = "choose another --name, or delete it with --overwrite"
+    """For messages."""
+
+    @property
+    def path(self) -> Path:
+        return self.prepared.output / self.name
+
+    @property
+    def run(self) -> Stage:
+        return Stage(name=STAGE, folder=self.path, makes=("results.json", "losses.png"))
+
+    @property
+    def model(self) -> Stage:
+        makes = (CHECKPOINT, RESIDUALS, LOSSES, "train.log", "crash.pt")
+        return Stage(name="model", folder=self.path / "model", makes=makes)
+
+    @property
+    def translation(self) -> Stage:
+        makes = ("hypotheses.txt", "generate-test.txt", "generate.log")
+        return Stage(name="translation", folder=self.path / TRANSLATION, makes=makes)
+
+    def updates(self) -> int:
+        """Return the updates that the last checkpoint has made, 0 without one; ValueError if it is
+        damaged."""
+        last = self.model.folder / LAST
+        return updates_of(last) if last.exists() else 0
+
+    def goes_on(self, key: dict) -> bool:
+        """Say whether a run of this key has begun here; ValueError if the folder holds files of
+        somebody else."""
+        return not self._differences(key) and self.run.check_own() is not None
+
+    def check(self, key: dict, updates: int, overwrite: bool) -> None:
+        """Make sure that a run with this key may be begun here or go on, and that no other run
+        loses its data. Nothing is written.
+
+        Args:
+            key: what the run is bound to: settings of the data and of the training.
+            updates: that are wanted.
+            overwrite: whether what is here may be removed.
+
+        Raises:
+            ValueError: it may not; names every option that differs, with both values.
+        """
+        check_data(self.prepared, except_run=self.name)
+        self.translation.check_own()
+        different = self._differences(key)
+        if overwrite:
+            if different or updates < self.updates():
+                self._check_sources(key)
+            return
+        if different and any(path.suffix == ".pt" for path in self.model.made()):
+            of_data = any(entry.partition(": ")[0] in self.prepared.settings for entry in different)
+            raise ValueError(
+                f"{self.path} holds a run with other options ({'; '.join(different)});"
+                f" {self.remedy.replace('--name', '--output') if of_data else self.remedy}"
+            )
+        made = 0 if different else self.updates()
+        if updates < made:
+            raise ValueError(
+                f"--updates is {updates}, but {self.path} has made {made} already; give at least"
+                f" {made}, or {self.remedy}"
+            )
+
+    def claim(self, key: dict, updates: int) -> None:
+        """Mark the folder as that of a run with this key, and remove what another run left there,
+        or this one if it has made more updates than are wanted; ValueError if the folder holds
+        files of somebody else."""
+        if self._differences(key) or updates < self.updates():
+            for stage in (self.translation, self.model, self.run):
+                stage.remove()
+        self.run.mark(key, finished=False)
+
+    def _differences(self, key: dict) -> list[str]:
+        markers = [stage.check_own() for stage in (self.run, self.model)]
+        keys = [{**marker.key, UPDATES: None} for marker in markers if marker is not None]
+        return next(filter(None, (stages.differences(before, key) for before in keys)), [])
+
+    def _check_sources(self, key: dict) -> None:
+        for option in SOURCES:
+            source = key.get(option)
+            if source is not None and Path(source).resolve().is_relative_to(self.path.resolve()):
+                raise ValueError(
+                    f"{option} {source} is of the run that --overwrite removes; choose another"
+                    " --name"
+                )
+
+
+def check_data(prepared: Prepared, except_run: str | None = None) -> None:
+    """Make sure that the data which are about to be made are those of all runs in the output
+    folder, but of `except_run`; ValueError names a run with others, and what differs."""
+    for path in sorted(prepared.output.glob(f"[!.]*/{stages.MARKER}")):
+        name, marker = path.parent.name, stages.read_marker(path.parent)
+        if name == except_run or marker is None or marker.stage != STAGE:
+            continue
+        theirs = {option: marker.key.get(option) for option in prepared.settings}
+        if different := stages.differences(theirs, prepared.settings):
+            raise ValueError(
+                f"{prepared.output} holds the data of the run {name}, which were made with other"
+                f" options ({'; '.join(different)}); choose another --output"
+            )
+
+
+# A run
 
 
 @raised()  # while it prepares and translates; a training finishes its update first
 def run(prepared: Prepared, options: RunOptions) -> dict:
     """Make the data, train, translate the test set and score; what is done is skipped, what was
-    begun is continued.
-
-    All options are compared with what is there before anything is written.
+    begun is continued. All options are compared with what is there before anything is written.
 
     Returns:
         The content of results.json.
@@ -110,38 +329,24 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
 
 
 def key_of(prepared: Prepared, options: RunOptions) -> dict:
-    """Key of the run: options that its results depend on."""
-    return {**prepared.settings, **training_options.bound(options.training, options.extra)}
+    """Return the options that the results of a run depend on."""
+    return {**prepared.settings, **bound(options.training, options.extra)}
 
 
 def check_folder(prepared: Prepared, options: RunOptions, remedy: str) -> None:
-    """Refuse what the folder of a run does not take, for a command that begins several.
-
-    Args:
-        remedy: what a user of that command can do.
-
-    Raises:
-        ValueError: see `RunFolder.check`.
-    """
+    """Refuse what the folder of a run does not take, for a command that begins several, whose users
+    can do `remedy`; see `RunFolder.check`."""
     folder = RunFolder(prepared=prepared, name=options.given.name, remedy=remedy)
     folder.check(key_of(prepared, options), options.given.updates, options.given.overwrite)
 
 
 def check_training(prepared: Prepared, options: RunOptions) -> str | None:
     """Refuse what the training would be refused for, before anything is written or removed: build
-    its model.
-
-    Returns:
-        What the model multiplies as decoded values, in words; None: nothing.
-
-    Raises:
-        FileNotFoundError, ValueError: an option is wrong, or does not go with another.
-    """
+    its model. Returns what the model multiplies as decoded values, in words; None: nothing."""
     with logging_to(Path(os.devnull)):
-        args = train.parse_training(
-            options.arguments(prepared.data, Path("unused")), with_data=False
-        )
-        if args.task in TRANSLATION:
+        arguments = options.arguments(prepared.data, Path("unused"))
+        args = train.parse_training(arguments, with_data=False)
+        if args.task in TRANSLATION_TASKS:
             words = made_up_dictionary(prepared.size)
             words.pad_to_multiple_(DIMENSION_MULTIPLE)
             task = TASK_REGISTRY[args.task](args, words, words)
@@ -152,11 +357,7 @@ def check_training(prepared: Prepared, options: RunOptions) -> str | None:
 
 def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> None:
     """Train into the run's folder, from the last checkpoint there if there is one, or else the
-    newest sound one.
-
-    Raises:
-        Interrupted: a signal came.
-    """
+    newest sound one; Interrupted if a signal came."""
     model = folder.model.folder
     arguments = options.arguments(prepared.data, model)
     done = folder.updates()
@@ -164,18 +365,12 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
         # written whole before the process or the disk failed
         arguments += ["--restore-file", str(other)]
         done = updates_of(other)
-    say(
-        f"{folder.name}: {f'going on from update {done}' if done else 'training'}; the log is"
-        f" {model / 'train.log'}"
-    )
+    how = f"going on from update {done}" if done else "training"
+    say(f"{folder.name}: {how}; the log is {model / 'train.log'}")
+    given, description = options.given, f"training {folder.name}"
     with (
         logging_to(model / "train.log"),
-        recording(
-            model / LOSSES,
-            options.given.updates,
-            f"training {options.given.name}",
-            options.given.quiet,
-        ),
+        recording(model / LOSSES, given.updates, description, given.quiet),
     ):
         try:
             train.run(arguments)
@@ -186,65 +381,56 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
 
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
     """Translate the test set with the checkpoint of least validation loss."""
-    arguments = [str(prepared.data), "--path", str(model / BEST), "--gen-subset", "test"]
-    arguments += [
-        "--results-path",
-        str(folder),
-        "--beam",
-        str(options.given.beam),
-        "--max-tokens",
-        "4096",
-    ]
-    arguments += ["--num-workers", "0", "--max-len-b", str(options.given.max_length)]
-    arguments += ["--bpe", "sentencepiece", "--sentencepiece-model", str(prepared.vocabulary)]
-    for option in ("--cpu", *device.OPTIONS):
+    given = options.given
+    arguments = [str(prepared.data), "--path", str(model / BEST), "--results-path", str(folder)]
+    arguments += "--gen-subset test --max-tokens 4096 --num-workers 0 --bpe sentencepiece".split()
+    arguments += ["--beam", str(given.beam), "--max-len-b", str(given.max_length)]
+    arguments += ["--sentencepiece-model", str(prepared.vocabulary)]
+    for option in ("--cpu", *DEVICE_OPTIONS.values()):
         if option in options.training:
             arguments += filter(None, (option, options.training[option]))
     with (
         logging_to(folder / "generate.log"),
-        one_bar(f"translating with {options.given.name}", options.given.quiet),
+        one_bar(f"translating with {given.name}", given.quiet),
     ):
         generate.run(arguments)
-    hypotheses = generate.read_hypotheses(
-        folder / "generate-test.txt", len(prepared.lines("test", "tgt"))
-    )
+    count = len(prepared.lines("test", "tgt"))
+    hypotheses = generate.read_hypotheses(folder / "generate-test.txt", count)
     write_items(folder / "hypotheses.txt", hypotheses)
 
 
 def hypotheses_of(prepared: Prepared, name: str) -> list[str]:
-    """The translations of the test set by the run of this name."""
-    return read_items(prepared.output / name / "translation" / "hypotheses.txt")
+    """Read the translations of the test set by the run of this name."""
+    return read_items(prepared.output / name / TRANSLATION / "hypotheses.txt")
 
 
 def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
-    """Score a finished run; writes results.json and losses.png, and returns the content of the
+    """Score a finished run, write results.json and losses.png, and return the content of the
     former."""
-    prepared = folder.prepared
+    prepared, given = folder.prepared, options.given
     curve = read_losses(folder.model.folder / LOSSES)
-    hypotheses = hypotheses_of(prepared, options.given.name)
+    hypotheses = hypotheses_of(prepared, given.name)
     best = updates_of(folder.model.folder / BEST)
     results = {
-        "run": options.given.name,
-        **scores(hypotheses, prepared.lines("test", "tgt"), options.given.bleu_tokenizer),
+        "run": given.name,
+        **scores(hypotheses, prepared.lines("test", "tgt"), given.bleu_tokenizer),
         "test_pairs": len(hypotheses),
         "updates": curve.updates,
         "training_seconds": round(curve.seconds, 3),
         "best_update": best,
         "best_validation_loss": curve.validation.get(best),
-        "options": {**key, "--beam": options.given.beam, "more": options.extra},
+        "options": {**key, "--beam": given.beam, "more": options.extra},
         "versions": {
             "lsq": lsq.__version__,
             **{name: metadata.version(name) for name in REPORTED_PACKAGES},
         },
         "machine": {
             "architecture": platform.machine(),
-            "device": device.used(options.given),
+            "device": device_of(given),
             "threads": torch.get_num_threads(),
             "gpus": torch.cuda.device_count(),
         },
     }
     stages.write_json(folder.path / "results.json", results)
-    draw_losses(
-        {options.given.name: curve}, folder.path / "losses.png", f"Losses of {options.given.name}"
-    )
+    draw_losses({given.name: curve}, folder.path / "losses.png", f"Losses of {given.name}")
     return results

@@ -1,6 +1,7 @@
 """`lsq train`: fairseq-train with lsq's plugin loaded and fairseq's traps removed."""
 
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -18,11 +19,10 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import DictConfig
 
-from lsq.commands import device, launch, limits, logs
-from lsq.commands.inputs import check_data_folders
+from lsq.commands import launch, limits, logs
 from lsq.commands.interruption import Interrupted, Interruption, name_of
 from lsq.commands.launch import ARCHITECTURE
-from lsq.commands.options import HELP, HelpFormatter, check_writable, one_line_errors
+from lsq.commands.options import HELP, HelpFormatter, check_writable, is_given, one_line_errors
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
@@ -50,18 +50,13 @@ def parse(
 ) -> Namespace:
     """Parse with a parser of fairseq's; --help also shows the options of the model, task and so on.
 
-    Exits as argparse does: with status 0 after help and 2 after a mistake.
-
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or --user-dir is no folder.
+        SystemExit: with status 0 after help and 2 after a mistake, as argparse does.
     """
     logs.quieten()
-    parser.prog, parser.description, parser.usage = (
-        program,
-        description,
-        f"{program} DATA [options]",
-    )
-    parser.formatter_class = HelpFormatter
+    parser.prog, parser.description = program, description
+    parser.usage, parser.formatter_class = f"{program} DATA [options]", HelpFormatter
     one_line_errors(parser)
     wants_help = bool(HELP & set(arguments))
     if wants_help:
@@ -77,8 +72,9 @@ def parse(
             parser.print_help()
             parser.exit(0)
 
-    if not any(argument.partition("=")[0] == "--user-dir" for argument in arguments):
+    if not is_given("--user-dir", arguments):
         arguments = ["--user-dir", str(user_dir()), *arguments]
+    check_user_dir(peek(arguments, "--user-dir"))
     args = options.parse_args_and_arch(parser, arguments, modify_parser=modify)
     # fairseq takes --bf16 to mean a TPU
     args.tpu = any(argument == "--tpu" for argument in arguments)
@@ -86,9 +82,20 @@ def parse(
     return args
 
 
+def check_user_dir(folder: str | None) -> None:
+    """Raise ValueError unless fairseq will find a folder of plugins: as it is, or beside or in its
+    own."""
+    own = Path(importlib.util.find_spec("fairseq").origin).parent
+    roots = Path(), own, own.parent
+    if folder is not None and not any((root / folder).is_dir() for root in roots):
+        raise ValueError(
+            f"--user-dir {folder} is no folder; leave it out for lsq's own plugin, which `lsq"
+            " user-dir` names"
+        )
+
+
 def peek(arguments: list[str], *names: str) -> str | None:
-    """The value of one option, by which the parser of the others is chosen; None where it has
-    none."""
+    """Return the value of an option by which the parser of the others is chosen, or None."""
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     # without a value, it is the other parser that refuses it
     first.add_argument(*names, dest="value", nargs="?")
@@ -98,15 +105,17 @@ def peek(arguments: list[str], *names: str) -> str | None:
 def check_data(args: Namespace) -> None:
     """Raise ValueError unless every folder of binarised data is there, of two sides where the task
     translates."""
-    check_data_folders(args.data)
     for folder in args.data.split(os.pathsep):
+        if not Path(folder).is_dir():
+            raise ValueError(
+                f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one"
+            )
         if not any(Path(folder).glob("dict*.txt")) and any(Path(folder, "data").glob("dict*.txt")):
             raise ValueError(
                 f"there are no binarised data in {folder}; give {Path(folder, 'data')}"
             )
-        if args.task == TASK and [path.name for path in Path(folder).glob("dict*.txt")] == [
-            "dict.txt"
-        ]:
+        names = [path.name for path in Path(folder).glob("dict*.txt")]
+        if args.task == TASK and names == ["dict.txt"]:
             raise ValueError(
                 f"{folder} holds text without translations; language models read it: --task"
                 f" {LANGUAGE_MODELING}, which"
@@ -115,13 +124,8 @@ def check_data(args: Namespace) -> None:
 
 
 def check_save_dir(args: Namespace) -> None:
-    """Refuse to begin anew over checkpoints: without a last one fairseq would, and write over the
-    best one.
-
-    Raises:
-        ValueError: --save-dir is a file, cannot be written, is not UTF-8, or holds checkpoints, but
-            none to go on from.
-    """
+    """Refuse a --save-dir that is a file, cannot be written, is not UTF-8, or holds checkpoints,
+    but none to go on from: fairseq would begin anew and write over the best one. ValueError."""
     check_name(args.save_dir)
     if os.path.exists(args.save_dir) and not os.path.isdir(args.save_dir):
         raise ValueError(f"--save-dir {args.save_dir} is a file; give a folder")
@@ -149,12 +153,8 @@ def check_save_dir(args: Namespace) -> None:
 
 
 def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
-    """fairseq's options of a training from its command line; the data may be missing unless
-    `with_data`.
-
-    Raises:
-        ValueError: the options do not fit this machine.
-    """
+    """Parse fairseq's options of a training; the data may be missing unless `with_data`. ValueError
+    if they do not fit this machine."""
     architecture = peek(arguments, "--arch", "-a") or ARCHITECTURE
     defaults = {"arch": ARCHITECTURE, "distributed_world_size": None}
     if architectures.is_ours(architecture):
@@ -174,19 +174,18 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
     if with_data:
         check_data(args)
         check_save_dir(args)
-    device.choose(args, architectures.is_ours(architecture))
+    launch.choose_device(args, architectures.is_ours(architecture))
     launch.check_precision(args)
     launch.fill_in(args)
     return args
 
 
 def train_process(cfg: DictConfig) -> None:
-    """One process's part of a training, answering to SIGINT and SIGTERM.
+    """Do one process's part of a training, answering to SIGINT and SIGTERM.
 
     Raises:
         Interrupted: a signal came; a checkpoint was written if there was something to write.
-        ExchangeFailed: other processes are gone, or too late; the message says which (see
-            `lsq.dist.roll_call`).
+        ExchangeFailed: other processes are gone, or too late; the message says which.
     """
     for function in (checkpoint_utils.save_checkpoint, fairseq_train.should_stop_early):
         if hasattr(function, "best"):  # of an earlier training in this process
@@ -199,12 +198,8 @@ def train_process(cfg: DictConfig) -> None:
 
 @contextlib.contextmanager
 def writing_alone(cfg: DictConfig) -> Iterator[None]:
-    """Within this context no other training writes into --save-dir; with --no-save nobody writes,
-    and it is free.
-
-    Raises:
-        Busy: another training does.
-    """
+    """Let no other training write into --save-dir within this context, which is Busy if one does;
+    with --no-save nobody writes, and it is free."""
     nobody = {"verify_checkpoint_directory": lambda folder: None} if cfg.checkpoint.no_save else {}
     with replaced(checkpoint_utils, **nobody):
         try:
@@ -215,11 +210,9 @@ def writing_alone(cfg: DictConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
-    """Within this context fairseq's training looks for an interruption after every update.
-
-    One that goes on first makes the validation that the interruption came before, and no update
-    beyond --max-update.
-    """
+    """Let fairseq's training look for an interruption after every update within this context. One
+    that goes on first makes the validation that the interruption came before, and no update beyond
+    --max-update."""
     validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
     train_epoch, load_checkpoint = fairseq_train.train, checkpoint_utils.load_checkpoint
     reached: SimpleNamespace | None = None
@@ -241,16 +234,14 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
 
     def train_on(cfg: DictConfig, trainer, task, epoch_itr):
         nonlocal reached
-        place, reached = reached, None
-        if place is None:
+        state, reached = reached, None
+        if state is None:
             return train_epoch(cfg, trainer, task, epoch_itr)
-        losses, stop = (
-            [None],
-            trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf),
-        )
-        if not place.validated:
+        most = cfg.optimization.max_update or math.inf
+        losses, stop = [None], trainer.get_num_updates() >= most
+        if not state.validated:
             subsets = cfg.dataset.valid_subset.split(",")
-            losses, stop = after_update(cfg, trainer, task, place, subsets, place.end_of_epoch())
+            losses, stop = after_update(cfg, trainer, task, state, subsets, state.end_of_epoch())
         return (losses, True) if stop else train_epoch(cfg, trainer, task, epoch_itr)
 
     def save_and_stop(cfg: DictConfig, trainer, epoch_itr) -> None:
@@ -300,7 +291,7 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: train as the options say.
+    """Train as the options say.
 
     Raises:
         ValueError, OSError: a mistake in the options or the data.

@@ -2,110 +2,145 @@
 resumable command."""
 
 import argparse
+import math
 import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Annotated
 
-from lsq.commands import device, small_text, training_options
-from lsq.commands.options import check_writable, command_parser, positive
+from lsq.commands import text_run
+from lsq.commands.launch import (
+    ARCHITECTURE,
+    DEVICE_OPTIONS,
+    add_device_options,
+    choose_device,
+    device_options,
+)
+from lsq.commands.options import (
+    File,
+    Folder,
+    Positive,
+    check_writable,
+    command_parser,
+    is_given,
+)
 from lsq.commands.prepare import Prepared, prepare, say
-from lsq.commands.run_folder import check_data, check_name
-from lsq.commands.text_run import RunOptions
-from lsq.commands.text_run import run as run_training
-from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
-from lsq.commands.training_options import OF_THIS_COMMAND, named_options
+from lsq.commands.text_run import FIXED, OF_THIS_COMMAND, RunOptions, named_options
+from lsq.commands.train import CRITERION, TASK
 from lsq.config import MODES
 from lsq.fairseq import architectures
 from lsq.fairseq import options as quantizer_options
 from lsq.files.lock import locked_folder
+from lsq.text.corpus import check_file
 from lsq.text.score import TOKENIZERS
 
-DESCRIPTION = """
-Train a translator on your own text: learn a shared vocabulary (sentencepiece), binarise, train,
-translate the test set and score it (BLEU, chrF). Line i of one file is the translation of line i of
-the other. Run the same command again to continue after an interruption; finished stages are
-skipped.
-"""
 EPILOG = """
 Options after a lone -- go to `lsq train` as they are, e.g. `-- --encoder-normalize-before`. Several
 runs share one output folder under different --name; the text, vocabulary and data are then made
-once.
+once. Without files to validate or to test with, pairs are held out of the training text (one in
+twenty, at most 2,000).
 """
 
 
+class TextOptions(Namespace):
+    """text"""
+
+    src: File
+    """source sentences, one a line"""
+    tgt: File
+    """their translations"""
+    valid_src: File | None = None
+    """source sentences to choose the best checkpoint by; without it, pairs are held out"""
+    valid_tgt: File | None = None
+    """their translations"""
+    test_src: File | None = None
+    """source sentences to translate and score; without it, pairs are held out"""
+    test_tgt: File | None = None
+    """their translations"""
+    output: Folder
+    """where everything is written"""
+    prepare_only: bool = False
+    """make the data for `lsq train`, and stop"""
+
+
+class VocabularyOptions(Namespace):
+    """vocabulary"""
+
+    vocabulary_size: Positive = 8000
+    """number of subwords"""
+    character_coverage: float = 0.9995
+    """share of the characters that have a piece"""
+    max_length: Positive = 256
+    """longest sentence in pieces; longer pairs are left out, longer translations end there"""
+
+
+class Sizes(Namespace):
+    """sizes of the model"""
+
+    layers: Positive = 3
+    """layers of the encoder, and of the decoder"""
+    hidden: Positive = 256
+    """hidden size"""
+    feed_forward: Positive = 1024
+    """inner size of feed-forward blocks"""
+    heads: Positive = 4
+    """attention heads"""
+
+
+class TrainingOptions(Namespace):
+    """training"""
+
+    mode: Annotated[str, MODES] = "int8"
+    """int8: lsq's layers; float: fairseq's own"""
+    arch: str | None = None
+    """fairseq architecture (default: lsq_transformer for int8, transformer for float)"""
+    name: str | None = None
+    """name of this run, a folder in --output (default: the mode)"""
+    updates: Positive = 10000
+    """updates of the weights"""
+    dropout: float = 0.1
+    """dropout"""
+    max_tokens: Positive = 4096
+    """tokens in a batch, with padding"""
+    update_freq: Positive = 1
+    """batches in an update"""
+    lr: float = 1e-3
+    """highest learning rate"""
+    warmup: Positive = 1000
+    """updates until the highest learning rate"""
+    label_smoothing: float = 0.1
+    """label smoothing"""
+    clip_norm: float = 1.0
+    """largest norm of the gradient"""
+    validate_every: Positive = 500
+    """updates between validations, each with a checkpoint"""
+    log_every: Positive = 50
+    """updates between points of the loss curve"""
+    seed: int = 1
+    """seed of weights, order of batches and dropout"""
+    cpu: bool = False
+    """use no GPU"""
+    beam: Positive = 5
+    """beam size of the translation"""
+    bleu_tokenizer: Annotated[str, TOKENIZERS] = "13a"
+    """what BLEU counts as words (sacrebleu's names)"""
+    overwrite: bool = False
+    """delete an earlier run of this name if it differs; what it did not make stays"""
+    quiet: bool = False
+    """no progress bars"""
+
+
+class Options(TextOptions, VocabularyOptions, Sizes, TrainingOptions):
+    """Train a translator on your own text: learn a shared vocabulary (sentencepiece), binarise,
+    train, translate the test set and score it (BLEU, chrF). Line i of one file is the translation
+    of line i of the other. Run the same command again to continue after an interruption; finished
+    stages are skipped."""
+
+
 def parser() -> ArgumentParser:
-    """The command line of `lsq train-text`."""
-    made = command_parser("train-text", DESCRIPTION, epilog=EPILOG)
-    files = made.add_argument_group("text")
-    files.add_argument(
-        "--src", type=Path, required=True, metavar="FILE", help="source sentences, one a line"
-    )
-    files.add_argument("--tgt", type=Path, required=True, metavar="FILE", help="their translations")
-    held_out = (
-        "; without it, pairs are held out of the training text (one in twenty, at most 2,000)"
-    )
-    for split, purpose in (
-        ("valid", "to choose the best checkpoint by"),
-        ("test", "to translate and score"),
-    ):
-        for side in ("src", "tgt"):
-            help_text = f"{'source' if side == 'src' else 'target'} sentences {purpose}{held_out}"
-            files.add_argument(f"--{split}-{side}", type=Path, metavar="FILE", help=help_text)
-    files.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="where everything is written"
-    )
-    files.add_argument(
-        "--prepare-only", action="store_true", help="make the data for `lsq train`, and stop"
-    )
-    vocabulary = made.add_argument_group("vocabulary")
-    vocabulary.add_argument(
-        "--vocabulary-size", type=positive, default=8000, help="number of subwords"
-    )
-    vocabulary.add_argument(
-        "--character-coverage",
-        type=float,
-        default=0.9995,
-        help="share of the characters that have a piece",
-    )
-    vocabulary.add_argument(
-        "--max-length",
-        type=positive,
-        default=256,
-        help="longest sentence in pieces; longer pairs are left out, longer translations end there",
-    )
-    model = made.add_argument_group("model")
-    model.add_argument(
-        "--mode", choices=MODES, default="int8", help="int8: lsq's layers; float: fairseq's own"
-    )
-    model.add_argument(
-        "--arch",
-        help=f"fairseq architecture (default: {ARCHITECTURE} for int8, transformer for float)",
-    )
-    training_options.add(model, training_options.MODEL)
-    training = made.add_argument_group("training")
-    training.add_argument(
-        "--name", help="name of this run, a folder in --output (default: the mode)"
-    )
-    training.add_argument("--updates", type=positive, default=10000, help="updates of the weights")
-    training_options.add(training, training_options.TRAINING)
-    training.add_argument(
-        "--seed", type=int, default=1, help="seed of weights, order of batches and dropout"
-    )
-    training.add_argument("--cpu", action="store_true", help="use no GPU")
-    device.add_options(training)
-    training.add_argument("--beam", type=positive, default=5, help="beam size of the translation")
-    training.add_argument(
-        "--bleu-tokenizer",
-        choices=TOKENIZERS,
-        default="13a",
-        help="what BLEU counts as words (sacrebleu's names)",
-    )
-    training.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="delete an earlier run of this name if it differs; what it did not make stays",
-    )
-    training.add_argument("--quiet", action="store_true", help="no progress bars")
+    """Make the parser of `lsq train-text`."""
+    made = command_parser("train-text", Options, epilog=EPILOG)
+    add_device_options(made)
     quantizers = made.add_argument_group(
         "quantisers, with --mode int8", argument_default=argparse.SUPPRESS
     )
@@ -114,29 +149,20 @@ def parser() -> ArgumentParser:
 
 
 def check_output(folder: Path) -> None:
-    """Refuse folders that cannot be written, or that fairseq takes for something else.
-
-    Raises:
-        ValueError: it is a file, this user may not write there, it begins with -, or has a colon or
-            ${ in its name.
-    """
+    """Refuse folders that cannot be written, or that fairseq takes for something else;
+    ValueError."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; give a folder")
     check_writable(folder, makes_folders=True)
     if str(folder).startswith("-") or os.pathsep in str(folder) or "${" in str(folder):
         raise ValueError(
             f"--output {folder} has a name that fairseq takes for options or several folders;"
-            " choose one that does not"
-            f" begin with - and is without {os.pathsep} and ${{"
+            f" choose one that does not begin with - and is without {os.pathsep} and ${{"
         )
 
 
 def file_pair(given: Namespace, split: str) -> tuple[Path, Path] | None:
-    """The two files of a split, or None where neither is given.
-
-    Raises:
-        ValueError: one is given without the other.
-    """
+    """Return the two files of a split, or None; ValueError if one is given without the other."""
     source, target = getattr(given, f"{split}_src"), getattr(given, f"{split}_tgt")
     if (source is None) != (target is None):
         raise ValueError(f"--{split}-src and --{split}-tgt go together; only one of them is given")
@@ -144,15 +170,12 @@ def file_pair(given: Namespace, split: str) -> tuple[Path, Path] | None:
 
 
 def run_options(given: Namespace, extra: list[str]) -> RunOptions:
-    """What to train, from the options of `parser`.
-
-    Raises:
-        ValueError: options that contradict each other.
-    """
+    """Make the options of a run from those of `parser`; ValueError if they contradict each
+    other."""
     names = [
         name
         for name in vars(given)
-        if name.startswith(quantizer_options.PREFIX) and name not in device.NAMES
+        if name.startswith(quantizer_options.PREFIX) and name not in DEVICE_OPTIONS
     ]
     quantizers = {quantizer_options.option(name): str(getattr(given, name)) for name in names}
     architecture = given.arch or (ARCHITECTURE if given.mode == "int8" else "transformer")
@@ -170,31 +193,28 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
     if given.max_tokens <= given.max_length:
         raise ValueError(
             f"--max-tokens {given.max_tokens} is too small for sentences of --max-length"
-            f" {given.max_length} pieces"
-            f" and their end mark; use at least {given.max_length + 1}"
+            f" {given.max_length} pieces and their end mark; use at least {given.max_length + 1}"
         )
-    device.choose(given, ours)
+    choose_device(given, ours)
     training = {
         "--arch": architecture,
         "--task": TASK if ours else "translation",
         "--criterion": CRITERION if ours else "label_smoothed_cross_entropy",
         "--seed": str(given.seed),
-        **training_options.values(given),
+        **FIXED,
+        **text_run.set_by(given),
     }
     if given.cpu:
         training["--cpu"] = None
     if ours:
-        training |= {"--lsq-mode": given.mode, **quantizers, **device.asked(given)}
-    given.name = given.mode if given.name is None else check_name(given.name)
+        training |= {"--lsq-mode": given.mode, **quantizers, **device_options(given)}
+    given.name = given.mode if given.name is None else text_run.check_name(given.name)
     return RunOptions(given=given, training=training, extra=extra)
 
 
 def parsed(arguments: list[str]) -> tuple[Prepared, RunOptions]:
-    """The data and the run that a command line asks for.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the files.
-    """
+    """Return the data and the run that a command line asks for; ValueError or OSError if something
+    is wrong with the options or the files."""
     extra = []
     if "--" in arguments:
         middle = arguments.index("--")
@@ -207,7 +227,7 @@ def parsed(arguments: list[str]) -> tuple[Prepared, RunOptions]:
         "test": file_pair(given, "test"),
     }
     options = run_options(given, extra)
-    small_text.check(given, arguments)
+    check_small_text(given, arguments)
     prepared = Prepared(
         files=files,
         output=given.output,
@@ -219,7 +239,7 @@ def parsed(arguments: list[str]) -> tuple[Prepared, RunOptions]:
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand.
+    """Run the subcommand.
 
     Raises:
         ValueError, OSError: a mistake in the options or the files.
@@ -228,19 +248,82 @@ def run(arguments: list[str]) -> int:
     prepared, options = parsed(arguments)
     given = options.given
     if given.prepare_only:
-        check_data(prepared)
+        text_run.check_data(prepared)
         with locked_folder(given.output, "choose another --output"):
-            check_data(prepared)
+            text_run.check_data(prepared)
             prepare(prepared)
         say(f"The data are in {prepared.data}; the vocabulary is {prepared.vocabulary}")
         return 0
-    results = run_training(prepared, options)
-    folder = given.output / given.name
+    results = text_run.run(prepared, options)
     say(f"BLEU {results['bleu']:.2f}  ({results['bleu_signature']})")
     say(f"chrF {results['chrf']:.2f}  ({results['chrf_signature']})")
     say(
         f"{results['updates']} updates in {results['training_seconds']:.0f} s; everything is in"
-        f" {folder}:"
+        f" {given.output / given.name}:"
     )
     say("results.json, losses.png, translation/hypotheses.txt, model/checkpoint_best.pt")
     return 0
+
+
+# Numbers that fit a text which is too small for the defaults
+
+CHARACTERS = 50
+"""Characters of the text for each piece of a vocabulary, at least: rarer pieces are hardly learnt.
+"""
+MORE_THAN_LETTERS = 100
+"""Pieces that a vocabulary has beside single characters."""
+CHARACTERS_OF_A_TOKEN = 3
+"""With a small vocabulary, roughly."""
+PASSES = 200
+"""Passes over the text in a training, at most."""
+LEAST_UPDATES = 1000
+"""Updates that a model needs which begins at random."""
+LARGE = 2**23
+"""Bytes of a text that the defaults fit."""
+
+
+def check_small_text(given: Namespace, words: list[str]) -> None:
+    """Refuse defaults that are more than twice as large as what fits the text; numbers of the user
+    are taken.
+
+    Args:
+        given: the options.
+        words: the command line that they are from.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is not there; or defaults do not fit, with numbers
+            that do.
+    """
+    for path in (given.src, given.tgt):
+        check_file(path)
+    wanted = ["--vocabulary-size"] if given.prepare_only else ["--vocabulary-size", "--updates"]
+    missing = [option for option in wanted if not is_given(option, words)]
+    if not missing or given.src.stat().st_size + given.tgt.stat().st_size > LARGE:
+        return
+    sides = [path.read_text(encoding="utf-8", errors="replace") for path in (given.src, given.tgt)]
+    characters, letters = sum(map(len, sides)), len(set().union(*sides))
+    most = letters + len(set().union(*map(str.split, sides)))
+    pieces = min(max(characters // CHARACTERS, letters + MORE_THAN_LETTERS), most)
+    tokens = max(map(len, sides)) / CHARACTERS_OF_A_TOKEN
+    updates_of_a_pass = max(1, math.ceil(tokens / (given.max_tokens * given.update_freq)))
+    updates = _two_digits(max(LEAST_UPDATES, PASSES * updates_of_a_pass))
+    fitting = {"--vocabulary-size": _two_digits(pieces), "--updates": updates}
+    defaults = {"--vocabulary-size": given.vocabulary_size, "--updates": given.updates}
+    refused = [option for option in missing if 2 * fitting[option] < defaults[option]]
+    if not refused:
+        return
+    advice = {option: fitting[option] for option in refused}
+    if "--updates" in refused:
+        others = [o for o in ("--warmup", "--validate-every") if not is_given(o, words)]
+        advice |= dict.fromkeys(others, updates // 10)
+    raise ValueError(
+        f"the text is small ({sides[0].count(chr(10))} lines, {characters} characters on both"
+        f" sides) for the default {' and '.join(f'{o} {defaults[o]}' for o in refused)}; give"
+        f" {' '.join(f'{o} {number}' for o, number in advice.items())}, or numbers of your own"
+    )
+
+
+def _two_digits(number: int) -> int:
+    """Round down to two digits."""
+    unit = 10 ** max(0, len(str(number)) - 2)
+    return number // unit * unit

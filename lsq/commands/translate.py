@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from lsq import files
 from lsq.commands import interruption, logs
-from lsq.commands.options import check_writable, command_parser, count, is_part_of
-from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
+from lsq.commands.options import Count, File, check_writable, command_parser, is_part_of
+from lsq.commands.translator import ModelOptions, add_search, search_options, translator_of
 from lsq.files.lock import locked_file
 from lsq.serving.search_options import SearchOptions
 from lsq.serving.translator import LONG_LINES, RefusedLine, TextTranslator, Translation
@@ -25,13 +25,7 @@ from lsq.text.corpus import check_file
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION = """
-Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of line i
-of what is read. At a terminal, each line is translated as it is typed. With --nbest above 1, what
-is written begins with the number of the line that it translates, and a tab.
-"""
 STANDARD_INPUT = Path("-")
-BUFFER = 4096
 LONGEST = 2**26
 """Bytes of a line, at most: without an end, /dev/zero and the like would fill the memory."""
 DEVICES = Path("/dev")
@@ -43,55 +37,41 @@ class Line:
     """A line that is to be translated."""
 
     source: str
-    """Its file and number, for messages."""
+    """File and number, for messages."""
     number: int
     """From 1, of all that is read."""
     text: str
     prefix: str
 
 
+class Options(ModelOptions):
+    """Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of
+    line i of what is read. At a terminal, each line is translated as it is typed. With --nbest
+    above 1, what is written begins with the number of the line that it translates, and a tab."""
+
+    output: File | None = None
+    """written whole or not at all (default: standard output)"""
+    prefix: File | None = None
+    """its line i is what translation i begins with"""
+    scores: bool = False
+    """begin each line with its score and a tab"""
+    buffer: Count = 4096
+    """lines that are read before they are translated, sorted by length"""
+    quiet: bool = False
+    """no progress bar"""
+
+
 def parser() -> ArgumentParser:
     """Make the parser of `lsq translate`."""
-    made = command_parser("translate", DESCRIPTION)
-    made.add_argument(
-        "files",
-        type=Path,
-        nargs="*",
-        metavar="FILE",
-        help="text, one after the other (default: -, standard input)",
-    )
-    made.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="written whole or not at all (default: standard output)",
-    )
-    made.add_argument(
-        "--prefix", type=Path, metavar="FILE", help="its line i is what translation i begins with"
-    )
-    made.add_argument(
-        "--scores", action="store_true", help="begin each line with its score and a tab"
-    )
-    made.add_argument(
-        "--buffer",
-        type=count,
-        default=BUFFER,
-        help="lines that are read before they are translated, sorted by length",
-    )
-    made.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_model(made)
+    made = command_parser("translate", Options)
+    text = "text, one after the other (default: -, standard input)"
+    made.add_argument("files", type=Path, nargs="*", metavar="FILE", help=text)
     add_search(made)
     return made
 
 
 def run(arguments: list[str]) -> int:
-    """Run the subcommand.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the files.
-        KeyboardInterrupt: Ctrl-C; what was translated has been written, but to an --output.
-        Interrupted: SIGTERM or SIGHUP, with an --output.
-    """
+    """Translate; after Ctrl-C, what was translated has been written, but to an --output."""
     given = parser().parse_args(arguments)
     logs.to_standard_error()
     logs.quieten()
@@ -113,13 +93,8 @@ def run(arguments: list[str]) -> int:
 
 
 def check_files(given: Namespace) -> None:
-    """Check what is read, and that --output can be written.
-
-    Raises:
-        FileNotFoundError: a file is not there.
-        ValueError: a file is a folder, --output cannot be written, is part of what is read, a
-            device or a pipe, or text and prefixes are both standard input.
-    """
+    """Check what is read, and that --output can be written and is no part of what is read, no
+    device and no pipe; FileNotFoundError or ValueError."""
     if given.prefix == STANDARD_INPUT and STANDARD_INPUT in given.files:
         raise ValueError(
             "the text and --prefix cannot both be standard input; name a file for one of them"
@@ -143,11 +118,8 @@ def check_files(given: Namespace) -> None:
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file as they come; lines end at a line feed only.
-
-    Raises:
-        ValueError: a line is not UTF-8, holds a NUL byte or is longer than LONGEST; names it.
-    """
+    """Yield the lines of a UTF-8 file as they come; lines end at a line feed only. ValueError names
+    a line that is not UTF-8, holds a NUL byte or is longer than LONGEST."""
     number = 0
     while raw := file.readline(LONGEST + 1):
         number += 1
@@ -172,11 +144,8 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
 
 
 def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
-    """Yield the lines of all files; `opened` closes them.
-
-    Raises:
-        ValueError: see `read_lines`; or there are more or fewer prefixes than lines.
-    """
+    """Yield the lines of all files, which `opened` closes; ValueError if there are more or fewer
+    prefixes than lines."""
 
     def lines(path: Path) -> Iterator[tuple[str, str]]:
         if path == STANDARD_INPUT:
@@ -207,11 +176,8 @@ def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
 def translated(
     lines: Iterable[Line], translator: TextTranslator, options: SearchOptions, given: Namespace
 ) -> Iterator[str]:
-    """Yield lines of the output as soon as they are known.
-
-    Raises:
-        ValueError: a line is refused; names it. At a terminal that is only printed.
-    """
+    """Yield lines of the output as soon as they are known; ValueError names a line that is refused,
+    which at a terminal is only printed."""
     typed = STANDARD_INPUT in given.files and sys.stdin.isatty()
     if typed:
         print("one sentence a line; Ctrl-D ends", file=sys.stderr)

@@ -1,17 +1,29 @@
-"""`lsq.Translator`: text by a run of `lsq train-text`, a checkpoint, or an exported file."""
+"""`lsq.Translator`: text by a run of `lsq train-text`, a checkpoint, or an exported file; and the
+options of `lsq translate` and `lsq serve` that make one, and choose how it searches."""
 
+import os
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
+from typing import Annotated
+
+import torch
 
 from lsq import extras
 from lsq.commands import logs, run_files
+from lsq.commands.options import AnyPath, Count, File, Folder
+from lsq.config import documentation
 from lsq.files import check_name
 from lsq.run.backends import Backend, backend
 from lsq.serving import model_file
 from lsq.serving.architecture import check_codes
+from lsq.serving.search_options import SearchOptions
 from lsq.serving.subwords import Subwords, processor_of
 from lsq.serving.translator import (
     BATCH_TOKENS,
+    DEVICES,
+    LONG_LINES,
     TextTranslator,
     TranslationModel,
     backend_of,
@@ -66,11 +78,8 @@ def load(
     sentencepiece_model: Path | None = None,
     device: Backend | None = None,
 ) -> TranslationModel:
-    """Read a model from what `Translator` takes, to compute on a backend; None: on the CPU.
-
-    Raises:
-        FileNotFoundError, MissingPackage, ValueError: see `Translator`.
-    """
+    """Read a model from what `Translator` takes, to compute on a backend; None: on the CPU. Raises
+    as `Translator` does."""
     device = device or backend("cpu")
     check_name(path)
     if path.is_file() and model_file.is_model_file(path):
@@ -89,12 +98,10 @@ def load(
 
 
 def _read_trained(files: run_files.Source, device: Backend) -> TranslationModel:
-    """Read a checkpoint."""
     logs.configure()
     try:
-        from lsq.commands import trained  # it imports fairseq, which takes seconds
         from lsq.fairseq.checkpoint import options_in, quantization
-        from lsq.fairseq.generator import steps_of, words_of
+        from lsq.fairseq.generator import steps_of, words_of  # imports fairseq: takes seconds
     except ModuleNotFoundError as error:
         raise extras.MissingPackage(
             f"{files.checkpoint} needs {extras.explanation(error.name or '')}; what `lsq export"
@@ -109,7 +116,7 @@ def _read_trained(files: run_files.Source, device: Backend) -> TranslationModel:
                 f"{files.checkpoint} is translated on the CPU alone: {error}"
             ) from None
     stamp = stamp_of(files.checkpoint)
-    found = trained.load(files)
+    found = run_files.load(files)
     if found.source is None:
         raise ValueError(
             f"{files.checkpoint} is a language model; it does not translate (see `lsq generate`)"
@@ -123,3 +130,76 @@ def _read_trained(files: run_files.Source, device: Backend) -> TranslationModel:
         longest_source=longest_source(found.model.max_positions()[0], found.trained_length),
         options=found.search,
     )
+
+
+class ModelOptions(Namespace):
+    """model"""
+
+    model: AnyPath
+    """a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file of `lsq
+    export --to lsq`, or a checkpoint with --data and --sentencepiece-model"""
+    data: Folder | None = None
+    """of a checkpoint: the folder of its dict.*.txt"""
+    sentencepiece_model: File | None = None
+    """of a checkpoint: its subwords; without it, lines are words of its dictionaries with spaces
+    between them"""
+    device: Annotated[str, tuple(DEVICES)] = "cpu"
+    """where it computes; emulator: a GPU's kernels on the CPU, thousands of times as slow, for
+    tests"""
+    threads: Count | None = None
+    """of the processor (default: as PyTorch chooses)"""
+    batch_tokens: Count = BATCH_TOKENS
+    """words of sentences that are translated together; their hypotheses are limited in
+    proportion"""
+    long_lines: Annotated[str, tuple(LONG_LINES)] = "cut"
+    """treatment of lines that are too long for the model: cut translates them in parts, skip leaves
+    them empty, copy copies them as they are, refuse ends with an error"""
+
+
+def add_search(parser: ArgumentParser) -> None:
+    """Add an option for every field of SearchOptions; those that are not given are missing in the
+    namespace."""
+    search = parser.add_argument_group("search", argument_default=SUPPRESS)
+    texts = documentation(SearchOptions)
+    for field in fields(SearchOptions):
+        option, text = "--" + field.name.replace("_", "-"), texts[field.name].replace("%", "%%")
+        if field.name == "normalize_scores":
+            shown = {"dest": field.name, "action": "store_false", "help": "Scores are sums."}
+            search.add_argument("--unnormalized", **shown)
+        elif field.type is bool:
+            search.add_argument(option, action="store_true", help=text)
+        else:
+            of_run = field.name in ("beam", "max_len_b")
+            default = "as the run translated its test set" if of_run else field.default
+            text = f"{text or 'See --max-len-b.'} Default: {default}."
+            search.add_argument(option, type=field.type, help=text)
+
+
+def translator_of(given: Namespace) -> Translator:
+    """Make the translator that ModelOptions describe; ValueError if there are not so many cores,
+    and as `Translator` raises."""
+    cores = os.cpu_count() or 1
+    if given.threads is not None:
+        if given.threads > cores:
+            raise ValueError(
+                f"--threads is {given.threads}, and this machine has {cores} cores; give {cores} at"
+                " most"
+            )
+        torch.set_num_threads(given.threads)
+    return Translator(
+        given.model,
+        data=given.data,
+        sentencepiece_model=given.sentencepiece_model,
+        batch_tokens=given.batch_tokens,
+        long_lines=given.long_lines,
+        device=given.device,
+    )
+
+
+def search_options(given: Namespace, defaults: SearchOptions) -> SearchOptions:
+    """Replace defaults by the options of `add_search`; ValueError if they are not allowed."""
+    values = vars(given)
+    chosen = {
+        field.name: values[field.name] for field in fields(SearchOptions) if field.name in values
+    }
+    return replace(defaults, **chosen)

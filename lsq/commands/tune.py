@@ -7,27 +7,33 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from tqdm import tqdm
 
-from lsq.commands.options import check_writable, command_parser, count, seconds
+from lsq import extras
+from lsq.commands.options import Count, File, Seconds, check_writable, command_parser
 from lsq.commands.plan import parse_step
-from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, device
-from lsq.gemm.configuration import TileConfiguration
+from lsq.gemm.configuration import Entry, TileConfiguration
+from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.cublaslt import first_candidate
-from lsq.gemm.product_key import TOKEN_STEP, ProductKey
+from lsq.gemm.product_key import MATMUL, OPERATIONS, TOKEN_STEP, ProductKey
 from lsq.gemm.tuner import product_list
 from lsq.gemm.tuner.cublaslt import CublasBackend
 from lsq.gemm.tuner.search import Summary, opened, tune
 from lsq.gemm.tuner.trial import Outcome, Trials
-from lsq.ops.representatives import OPERATIONS
+from lsq.ops import representatives
 from lsq.run.cuda import gpu
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""
 LISTED = 5
+MARKERS = "osD^vP"
 BACKWARD = {"both": ("float", "int8"), "float": ("float",), "int8": ("int8",)}
 NOT_ON_CPUS = (
     "lsq tune is for GPUs: on a CPU nothing is tuned, because lsq's own tiles run every product by"
@@ -35,81 +41,76 @@ NOT_ON_CPUS = (
 )
 
 
+class What(Namespace):
+    """what to tune (one of these)"""
+
+    arch: Annotated[str, "NAME"] | None = None
+    """the products of training and generation with this architecture"""
+    shapes: File | None = None
+    """a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV with op,
+    m, n, k"""
+
+
+class Training(Namespace):
+    """with --arch; further options of fairseq-train may follow"""
+
+    max_tokens: Count = 4096
+    """of a batch"""
+    step: Count | None = None
+    """tokens from one batch size to the next"""
+    backward: Annotated[str, tuple(BACKWARD)] = "both"
+    """--lsq-backward of the training"""
+    vocabulary_size: Count = 32000
+    """joined vocabulary"""
+    beam: Count = 5
+    """of generation"""
+    sentences: Count = 64
+    """translated at a time"""
+
+
+class Options(What, Training):
+    """Try the ways to run each matrix product on this GPU, and write the fastest into a file that
+    trainings and translations here use by themselves. Every way is checked against exact arithmetic
+    first. Stop it whenever you like: the file has all finished products, and the same command goes
+    on with the rest. Products of CPUs are not tuned: they run by a rule."""
+
+    device: Annotated[str, ("cpu", "cuda")] = "cuda"
+    """cuda alone"""
+    output: Annotated[Path, "FILE.json"] | None = None
+    """by default in the user's folder"""
+    exhaustive: bool = False
+    """all algorithms of cuBLASLt, not only its proposals"""
+    seconds: Seconds | None = None
+    """begin no further product after so many"""
+    again: bool = False
+    """tune also what the file has already"""
+    list: bool = False
+    """print the products as CSV, and tune nothing; needs no GPU"""
+    plot: File | None = None
+    """draw what the file holds (.png, .svg, .pdf)"""
+    quiet: bool = False
+    """no progress bar"""
+
+
 def parser() -> ArgumentParser:
-    """The command line of `lsq tune`, up to fairseq's options."""
-    result = command_parser(
-        "tune",
-        "Try the ways to run each matrix product on this GPU, and write the fastest into a file"
-        " that trainings and translations here use by themselves. Every way is checked against"
-        " exact arithmetic first. Stop it whenever you like: the file has all finished"
-        " products, and the same command goes on with the rest. Products of CPUs are not tuned:"
-        " they run by a rule.",
-    )
-    what = result.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
-    what.add_argument(
-        "--arch",
-        metavar="NAME",
-        help="the products of training and generation with this architecture",
-    )
-    what.add_argument(
-        "--shapes",
-        type=Path,
-        metavar="FILE",
-        help="a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV"
-        " with op, m, n, k",
-    )
-    training = result.add_argument_group("with --arch; further options of fairseq-train may follow")
-    training.add_argument("--max-tokens", type=count, default=4096, metavar="N", help="of a batch")
-    training.add_argument(
-        "--step", type=count, metavar="N", help="tokens from one batch size to the next"
-    )
-    training.add_argument(
-        "--backward", choices=BACKWARD, default="both", help="--lsq-backward of the training"
-    )
-    training.add_argument(
-        "--vocabulary-size", type=count, default=32000, metavar="N", help="joined vocabulary"
-    )
-    training.add_argument("--beam", type=count, default=5, metavar="N", help="of generation")
-    training.add_argument(
-        "--sentences", type=count, default=64, metavar="N", help="translated at a time"
-    )
-    result.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda alone")
-    result.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="by default in the user's folder"
-    )
-    result.add_argument(
-        "--exhaustive",
-        action="store_true",
-        help="all algorithms of cuBLASLt, not only its proposals",
-    )
-    result.add_argument(
-        "--seconds", type=seconds, metavar="S", help="begin no further product after so many"
-    )
-    result.add_argument("--again", action="store_true", help="tune also what the file has already")
-    result.add_argument(
-        "--list",
-        action="store_true",
-        help="print the products as CSV, and tune nothing; needs no GPU",
-    )
-    result.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw what the file holds (.png, .svg, .pdf)"
-    )
-    result.add_argument("--quiet", action="store_true", help="no progress bar")
-    return result
+    """Make the parser of `lsq tune`, up to fairseq's options."""
+    return command_parser("tune", Options)
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand; the exit status: 130 after Ctrl-C, 1 if a product could not be tuned, else 0.
+    """Tune, report and draw; the exit status is 130 after Ctrl-C, 1 if a product could not be
+    tuned.
 
     Raises:
         ValueError, OSError: a mistake in the options or the files, another tuner is at work, or
             there is no GPU or no libcublasLt.
     """
-    given, training = parser().parse_known_args(arguments)
+    options = parser()
+    given, training = options.parse_known_args(arguments)
     if training and given.arch is None:
-        parser().error(f"unrecognized arguments: {' '.join(training)}")
-    if not (given.arch or given.shapes or given.plot):
-        parser().error("say what to tune: --arch NAME or --shapes FILE")
+        options.error(f"unrecognized arguments: {' '.join(training)}")
+    if not (given.arch or given.shapes or given.plot) or given.arch and given.shapes:
+        options.error("say what to tune: --arch NAME or --shapes FILE")
     if given.device == "cpu":
         raise ValueError(f"--device is cpu, and {NOT_ON_CPUS}")
     for option, file in (("--output", given.output), ("--plot", given.plot)):
@@ -150,11 +151,7 @@ def run(arguments: list[str]) -> int:
 
 
 def products(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
-    """The products to tune.
-
-    Raises:
-        ValueError, OSError: a mistake in the options or the files.
-    """
+    """Return the products to tune."""
     keys: list[ProductKey] = []
     if given.arch is not None:
         keys = _of_training(given, training)
@@ -178,7 +175,7 @@ def _of_training(given: Namespace, training: Sequence[str]) -> list[ProductKey]:
 
 
 def gpu_trials(*, exhaustive: bool = False, cache: int | None = None) -> Trials:
-    """Trials of products on the current GPU.
+    """Make trials of products on the current GPU.
 
     Args:
         exhaustive: of all algorithms of cuBLASLt.
@@ -189,7 +186,11 @@ def gpu_trials(*, exhaustive: bool = False, cache: int | None = None) -> Trials:
     """
     current = gpu(torch.cuda.current_device(), first_candidate)
     return CublasBackend(
-        current.products, device=current, operations=OPERATIONS, exhaustive=exhaustive, cache=cache
+        current.products,
+        device=current,
+        operations=representatives.OPERATIONS,
+        exhaustive=exhaustive,
+        cache=cache,
     ).trial
 
 
@@ -217,7 +218,7 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[ProductKey, Outcome
 
 
 def report(summary: Summary) -> str:
-    """The results of a run, for people."""
+    """Format the results of a run."""
     entries = summary.entries
     lines = [f"file       {summary.path}", f"tuned      {len(entries)} products"]
     if entries:
@@ -254,3 +255,65 @@ def report(summary: Summary) -> str:
     lines += [f"           and {more} more"] if more > 0 else []
     lines += ["stopped    by Ctrl-C; what is done is in the file"] if summary.interrupted else []
     return "\n".join(lines)
+
+
+def draw(file: ConfigurationFile, path: Path) -> None:
+    """Draw the speed-up of each product over the default, and over the product of floats; the
+    suffix of `path` chooses the format. ValueError if the file has no entries, or the format is
+    unknown."""
+    if not file.entries:
+        raise ValueError("the file has no entries; there is nothing to draw")
+    extras.require("a picture", "study")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    _panel(above, file.entries, lambda entry: entry.gain, "as run untuned")
+    _panel(
+        below,
+        file.entries,
+        lambda entry: entry.times.float / entry.times.chosen,
+        "as the product of floats",
+    )
+    below.set_xlabel("multiplications and additions of the product")
+    validators = file.validators
+    figure.suptitle(
+        f"{validators.device}, {validators.library} {validators.library_version}:"
+        f" {len(file.entries)} products"
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _panel(
+    axes: "Axes", entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str
+) -> None:
+    for number, op in enumerate((*OPERATIONS, MATMUL)):
+        chosen = [entry for entry in entries if entry.key.op == op]
+        if not chosen:
+            continue
+        gains = [gain(entry) for entry in chosen]
+        axes.plot(
+            [entry.key.arithmetic for entry in chosen],
+            gains,
+            MARKERS[number],
+            color=f"C{number}",
+            alpha=0.7,
+            markersize=5,
+            markeredgewidth=0,
+            label=f"{op}: {statistics.geometric_mean(gains):.2f} on average",
+        )
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    lowest, highest = axes.get_ylim()
+    if highest / lowest < 5:
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(f"times as fast {compared}")
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))

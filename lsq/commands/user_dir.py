@@ -1,22 +1,23 @@
 """`lsq user-dir`: the folder to give to fairseq's --user-dir."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import lsq
 from lsq.commands.options import command_parser
 
 
+class Options(Namespace):
+    """Print the folder for fairseq's --user-dir: fairseq-train --user-dir "$(lsq user-dir)" ..."""
+
+
 def user_dir() -> Path:
-    """The folder that fairseq imports lsq's plugin from."""
+    """Return the folder that fairseq imports lsq's plugin from."""
     return Path(lsq.__file__).parent / "fairseq" / "user_dir" / "lsq_fairseq"
 
 
 def run(arguments: list[str]) -> int:
-    """The subcommand: print the folder."""
-    command_parser(
-        "user-dir",
-        "Print the folder for fairseq's --user-dir:"
-        ' fairseq-train --user-dir "$(lsq user-dir)" ...',
-    ).parse_args(arguments)
+    """Print the folder."""
+    command_parser("user-dir", Options).parse_args(arguments)
     print(user_dir())
     return 0

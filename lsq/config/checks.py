@@ -1,10 +1,13 @@
-"""Checks of fields, and what their docstrings say."""
+"""Checks of fields, their docstrings, and fields of version 0.1."""
 
 import ast
 import inspect
 import math
 import textwrap
-from dataclasses import fields
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
 
 from torch import nn
 
@@ -34,11 +37,7 @@ def require_share(name: str, value: float) -> None:
 
 
 def require_model(model: object) -> None:
-    """Refuse what is no model.
-
-    Raises:
-        TypeError: it is no torch.nn.Module.
-    """
+    """Raise a TypeError unless `model` is a torch.nn.Module."""
     if isinstance(model, nn.Module):
         return
     kind = type(model).__name__
@@ -53,27 +52,55 @@ def require_model(model: object) -> None:
     )
 
 
-def documentation(dataclass: type) -> dict[str, str]:
-    """The docstrings that stand under the fields of `dataclass`: field name -> text, "" where there
-    is none."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(dataclass))).body
-    found = {field.name: "" for field in fields(dataclass)}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        text = following.value if isinstance(following, ast.Expr) else None
-        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Constant):
-            found[statement.target.id] = inspect.cleandoc(str(text.value))
-    return found
+def documentation(declared: type) -> dict[str, str]:
+    """Read the docstrings under the fields of a class: field name -> text, "" without one."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(declared))).body
+    texts = {}
+    for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            text = following.value if isinstance(following, ast.Expr) else None
+            is_text = isinstance(text, ast.Constant)
+            texts[statement.target.id] = inspect.cleandoc(str(text.value)) if is_text else ""
+    return texts
 
 
 def check_dimension(name: str, value: int) -> None:
-    """Refuse a width that int8 products cannot take, naming the next one that they can.
-
-    Raises:
-        ValueError: `value` is not a multiple of DIMENSION_MULTIPLE.
-    """
+    """Raise a ValueError unless a width is a multiple of DIMENSION_MULTIPLE; names the next one."""
     if value % DIMENSION_MULTIPLE:
         larger = -(-value // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
         raise ValueError(
             f"{name} is {value}, but int8 products need a multiple of {DIMENSION_MULTIPLE}; use"
             f" {larger}"
         )
+
+
+def accept(convert: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[type], type]:
+    """Let a dataclass be made with what `convert` makes of the fields that are given."""
+
+    def decorate(config: type) -> type:
+        init = config.__init__
+
+        @wraps(init)
+        def of_any_version(self, **given):
+            init(self, **convert(given))
+
+        config.__init__ = of_any_version
+        return config
+
+    return decorate
+
+
+def without_constants(given: Mapping[str, Any], constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields without those that are constant now; ValueError if one has another
+    value."""
+    for name in constants.keys() & given.keys():
+        if given[name] != constants[name]:
+            raise ValueError(
+                f"{name} is {given[name]!r}, but it is always {constants[name]!r} now: leave it out"
+            )
+        warn(f"{name} is always {constants[name]!r} now: leave it out")
+    return {name: value for name, value in given.items() if name not in constants}
+
+
+def warn(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=4)

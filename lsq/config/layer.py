@@ -41,11 +41,8 @@ class Rotary:
             raise ValueError(f"width is {self.width!r}; it must be an even number above 0, or None")
 
     def columns(self, head: int) -> int:
-        """R, for heads of so many columns.
-
-        Raises:
-            ValueError: they are too few, or an odd number, or there are not R / 2 frequencies.
-        """
+        """Return R for heads of so many columns; ValueError if they are too few, or an odd number,
+        or there are not R / 2 frequencies."""
         found = head if self.width is None else self.width
         if found > head or found % 2:
             raise ValueError(
@@ -61,10 +58,9 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeBias:
-    """What scores get for how far a key stands from its query: a learned number for each head and
-    bucket of distances (T5, Raffel et al. 2020). Half of the buckets are of one distance each, the
-    others of ranges that grow.
-    """
+    """Biases of scores by the distance of key and query: a learned number for each head and bucket
+    of distances (T5, Raffel et al. 2020). Half of the buckets are of one distance each, the others
+    of ranges that grow."""
 
     buckets: int = 32
     """Rows of the table; in attention that is not causal, half of them for keys behind the query.
@@ -81,8 +77,7 @@ class RelativeBias:
         if self.buckets % 4 or self.farthest <= self.buckets // 2:
             raise ValueError(
                 f"buckets is {self.buckets} and farthest {self.farthest}; buckets must be a"
-                " multiple of 4, and "
-                "farthest above half of them"
+                " multiple of 4, and farthest above half of them"
             )
 
 

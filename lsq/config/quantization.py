@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from lsq.config.checks import require_choice
-from lsq.config.earlier import CONSTANT, accept, of_this_version
+from lsq.config.checks import accept, require_choice, warn, without_constants
 from lsq.quant import (
     CALIBRATIONS,
     CLIP_GRADIENTS,
@@ -43,13 +42,22 @@ UNROUNDED = "float32"
 """Name of the format of tensors that are not rounded."""
 
 
-def check_format(fast: Collection[str], name: str) -> None:
-    """Refuse a format that does not exist.
+CONSTANT = {
+    "calibration_passes": 4096,
+    "clip_step": 0.002,
+    "percentile": 99.99,
+    "weight_clip": 1.0,
+    "activation_clip": 16.0,
+    "backward_dtype": "float32",
+}
+"""Fields of QuantConfig that cannot be chosen any more, and their values."""
+RENAMED = {"weight_init": "clip_init", "activation_init": "clip_init"}
+"""Fields of QuantConfig -> what they are now."""
 
-    Raises:
-        ValueError: `name` is no fast format, nor "float32", nor one of lsq.quant.numbers; the
-            nearest is offered.
-    """
+
+def check_format(fast: Collection[str], name: str) -> None:
+    """Raise a ValueError if a format is neither fast, nor "float32", nor of lsq.quant.numbers; the
+    nearest is offered."""
     if name in (*fast, UNROUNDED):
         return
     try:
@@ -59,6 +67,40 @@ def check_format(fast: Collection[str], name: str) -> None:
         raise ValueError(
             f"allowed are {allowed}, and formats of docs/numbers.md, but {error}"
         ) from None
+
+
+def of_this_version(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of QuantConfig, some of which have their names of version 0.1; ValueError if
+    one that is constant now has another value, or two that are one now differ."""
+    fields = without_constants(given, CONSTANT)
+    for name in RENAMED.keys() & given.keys():
+        value, now = fields.pop(name), RENAMED[name]
+        if fields.setdefault(now, value) != value:
+            raise ValueError(
+                f"{' and '.join(sorted(RENAMED.keys() & given.keys()))} are {now} now, which is"
+                f" one for weights and activations: give {now} alone"
+            )
+        warn(f"{name} is {now} now, for weights and activations")
+    return fields
+
+
+def of_trained(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of QuantConfig of a training by version 0.1, which may have any value of fields
+    that are constant now: they are left out, and clips that learned go on learning."""
+    before = {name: given[name] for name in {*CONSTANT, *RENAMED} & given.keys()}
+    fields = {name: value for name, value in given.items() if name not in before}
+    inits = {before[name] for name in RENAMED if name in before}
+    if inits and "clip_init" not in fields:
+        fields["clip_init"] = inits.pop() if len(inits) == 1 else "mse"
+    defaults = {**CONSTANT, **dict.fromkeys(RENAMED, "mse")}
+    changed = {name for name, value in before.items() if value != defaults[name]}
+    # before there was a choice, all clips learned
+    earliest, other = "clips" not in given and before, changed - {"backward_dtype"}
+    if earliest or (fields.get("clips") == "auto" and other):
+        fields["clips"] = "learned"
+    for name in CONSTANT.keys() & changed:
+        warn(f"{name} was {before[name]!r} in this training; it is always {CONSTANT[name]!r} now")
+    return fields
 
 
 @accept(of_this_version)
@@ -207,10 +249,8 @@ class QuantConfig:
 
     @cached_property
     def coded(self) -> bool:
-        """Whether products read integers: all formats have fast ones.
-
-        Else anything quantised is decoded first.
-        """
+        """Whether products read integers: all formats have fast ones. Else anything quantised is
+        decoded first."""
         return self.quantized and all(
             form in fast
             for name, fast in FAST_FORMATS.items()
@@ -233,39 +273,31 @@ class QuantConfig:
         return any(format_choice(getattr(self, name)).exceptions for name in FAST_FORMATS)
 
     def activation_form(self, name: str) -> Format | ScaledFormat | None:
-        """Return what an activation is rounded to, under one clip for a tensor, or None.
-
-        The middle of a gated block takes the same integers with a scale for each row.
-        """
+        """Return what an activation is rounded to, under one clip for a tensor, or None. The middle
+        of a gated block takes the same integers with a scale for each row."""
         if self.coded:
             return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")
 
     def weight_form(self, name: str) -> WeightFormat | ScaledFormat | None:
-        """What a weight is rounded to, with a clip for each output channel, or one for all; None:
-        it is not."""
-        form, per_row = (
-            format_choice(self.weight_format).of(name),
-            self.weight_granularity == "channel",
-        )
+        """Return what a weight is rounded to, with a clip for each output channel, or one for all,
+        or None."""
+        form = format_choice(self.weight_format).of(name)
+        per_row = self.weight_granularity == "channel"
         if self.coded:
             return WEIGHT_FORMATS[form](self.bits, Grain.ROW if per_row else Grain.TENSOR)
         return self._decoded(form, "row" if per_row else "tensor")
 
     def gradient_form(self, name: str) -> Format | ScaledFormat | None:
-        """What the gradient of a product with a weight is rounded to: GRADIENT at random, others to
-        the nearest; None: it is not.
-        """
+        """Return what the gradient of a product with a weight is rounded to, GRADIENT at random,
+        others to the nearest, or None."""
         if not self.quantized or self.backward == "float":
             return None
         form = format_choice(self.gradient_format).of(name)
         return GRADIENT if form == "int8" else self._decoded(form, "row")
 
     def weight_clips(self, name: str, rows: int) -> int:
-        """How many clips a weight of so many output channels has.
-
-        Formats with one scale for the tensor have one, with one for each row as many as rows.
-        """
+        """Return the number of clips of a weight of so many output channels: `rows` or 1."""
         form = self.weight_form(name)
         if isinstance(form, WeightFormat):
             return form.scales(rows)
@@ -309,12 +341,8 @@ class QuantConfig:
         if not self.formats_differ:
             return self
         fitted, chosen = {} if fitted is None else fitted, {}
-        named = {
-            "weight_format": weights,
-            "activation_format": activations,
-            "gradient_format": weights,
-        }
-        for field, names in named.items():
+        named = zip(FAST_FORMATS, (weights, activations, weights), strict=True)
+        for field, names in named:
             choice, found = format_choice(getattr(self, field)), fitted.setdefault(field, {})
             try:
                 chosen[field] = choice.at(path, names, found, read=names is activations)
@@ -347,10 +375,9 @@ class QuantConfig:
                     raise ValueError(f"{given} {lacks}; nearest are {nearest}")
                 if form not in formats:
                     raise ValueError(
-                        f"{given} later patterns give all that it fits "
-                        f"{' or '.join(sorted(formats))}, since the last one that fits counts:"
-                        " write it "
-                        "behind them, or leave it out"
+                        f"{given} later patterns give all that it fits"
+                        f" {' or '.join(sorted(formats))}, since the last one that fits counts:"
+                        " write it behind them, or leave it out"
                     )
 
     def _decoded(self, name: str, grain: str) -> ScaledFormat | None:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from lsq.config import require_choice, require_positive, require_whole
-from lsq.config.earlier import accept, without_constants
+from lsq.config.checks import accept, without_constants
 from lsq.quant import GRADIENT
 
 COMPRESSED = ("gcq", "int8", "int8_hier")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lsq import quant
 from lsq.config import QuantConfig
-from lsq.config.earlier import CONSTANT, RENAMED, of_trained
+from lsq.config.quantization import CONSTANT, RENAMED, of_trained
 from lsq.fairseq.parameter_names import rename
 from lsq.layers import ProgramModule, clip_format, weight_masks
 from lsq.models.sparsity import wants_sparsity

@@ -27,7 +27,7 @@ NONE = "none"
 GONE = ("int4_hier",)
 """Modes of version 0.1, whose error says what to take instead."""
 EARLIER = ("block", "rounding", "error_feedback")
-"""Options of version 0.1 that are constant now; see lsq.config.earlier."""
+"""Options of version 0.1 that are constant now; see lsq.config.checks.without_constants."""
 DDP_BACKENDS = ("pytorch_ddp", "c10d")
 """fairseq's names of PyTorch's DistributedDataParallel."""
 _fairseq_begin_epoch = Trainer.begin_epoch

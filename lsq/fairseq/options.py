@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lsq.config import LayerConfig, QuantConfig, documentation
-from lsq.config.earlier import CONSTANT, RENAMED, of_this_version, of_trained
+from lsq.config.quantization import CONSTANT, RENAMED, of_this_version, of_trained
 from lsq.fairseq import checkpoint
 from lsq.fairseq.checkpoint import PREFIX
 

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"
-"""How the name of a file ends that is being written."""
+"""End of the name of a file that is being written."""
 
 
 def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> None:
     """Let `make` write into a temporary file beside `path`, then rename it: all of the new file or
-    all of the old.
+    all of the old stays. OSError if it cannot be written.
 
     `mark` is part of the temporary name: another for each writer, where several may write this file
     at once. Without, what a killed process left is written over and does not pile up.
-
-    Raises:
-        OSError: it cannot be written.
     """
     temporary = path.with_name(f".{path.name}{mark}{PARTIAL}")
     try:
@@ -38,11 +35,7 @@ def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> 
 
 
 def check_name(path: str | os.PathLike) -> None:
-    """Refuse a name that other libraries cannot open.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
+    """Raise a ValueError if a name is not UTF-8, which other libraries cannot open."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -52,7 +45,7 @@ def check_name(path: str | os.PathLike) -> None:
 
 
 def loading_fault(error: Exception) -> str:
-    """Why torch.load refused a file, in a line, without its advice to load whatever is in it."""
+    """Say in a line why torch.load refused a file, without its advice to load whatever is in it."""
     text = str(error)
     unknown = re.search(r"GLOBAL (\S+)", text)
     if unknown is not None:
@@ -63,24 +56,18 @@ def loading_fault(error: Exception) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write` a UTF-8 file, which others may be writing, too.
-
-    What is no text, as in names of files that are not UTF-8, is escaped: "\\udcff", which JSON
-    reads as it was.
-    """
+    """`write` a UTF-8 file, which others may be writing, too. What is no text, as in names of files
+    that are not UTF-8, is escaped: "\\udcff", which JSON reads as it was."""
     content = text.encode(errors="backslashreplace")
     write(path, lambda file: file.write(content), mark=f".{uuid.uuid4().hex}")
 
 
 def write_folder(path: Path, make: Callable[[Path], object]) -> None:
     """Let `make` write into an empty folder beside `path`, then rename it; a folder that was there
-    is replaced.
+    is replaced. OSError if it cannot be written.
 
     For an instant between two renames neither is there; of a process that is killed then, the next
     one puts the old folder back. A link to a folder is replaced, and what it names stays.
-
-    Raises:
-        OSError: it cannot be written.
     """
     new, old = (path.with_name(f".{path.name}.{name}{PARTIAL}") for name in ("new", "old"))
     _put_back(old, path)  # of a killed process
@@ -109,9 +96,5 @@ def _remove(*folders: Path) -> None:
 
 
 def open_partial(path: Path) -> BinaryIO:
-    """A file to write into, emptied if it is there; never through somebody's link.
-
-    Raises:
-        OSError: it cannot be opened, or is a link.
-    """
+    """Open a file to write into, emptied if it is there; OSError if it is a link."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")

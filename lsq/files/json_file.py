@@ -1,9 +1,6 @@
-"""JSON from files that nobody vouches for: limited in size, without duplicates or NaN, read into
-checked dataclasses.
+"""JSON from files that nobody vouches for, read into dataclasses that check themselves.
 
-Whatever is wrong is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be
-...". Dataclasses check themselves by the functions at the end, whose errors begin with the name of
-the field.
+A mistake is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be ...".
 """
 
 import dataclasses
@@ -25,16 +22,13 @@ Built = TypeVar("Built")
 
 
 def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
-    """What `build` makes of the content of a file.
+    """Return what `build` makes of the content of a file; ValueError if the file is too large, not
+    JSON, has a field twice or a number that is not finite, or is not what `build` takes.
 
     Args:
         path: the file.
         build: checks the content; raises a ValueError that begins with the place of what is wrong.
         remedy: what to do about a file that is wrong, for the message.
-
-    Raises:
-        ValueError: the file is too large, not JSON, or not what `build` takes.
-        OSError: it cannot be read.
     """
     try:
         return build(_parse(_content(path)))
@@ -43,12 +37,8 @@ def read(path: Path, build: Callable[[Any], Built], remedy: str) -> Built:
 
 
 def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any]]) -> None:
-    """Write an object, whole or not at all: the fields of `head` and a list, each on lines of their
-    own.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write an object, whole or not at all: the fields of `head` and the list `name`, each item on
+    a line."""
     fields = [
         f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()
     ]
@@ -61,16 +51,13 @@ def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any
 def record(
     made: type[Built], value: Any, place: str, **converters: Callable[[Any, str], Any]
 ) -> Built:
-    """A dataclass from an object with its fields; those that have a default may be missing.
+    """Make a dataclass from an object with its fields; those that have a default may be missing.
 
     Args:
         made: a dataclass that checks itself, with errors that begin with the name of the field.
-        value: what should be the object.
+        value: what should be the object; else a ValueError is raised.
         place: where it stands; "" for the whole file.
         converters: field -> what makes its value, given the content and its place.
-
-    Raises:
-        ValueError: no object, a field missing or unknown, or the dataclass refuses a value.
     """
     fields = dataclasses.fields(made)
     needed = [field.name for field in fields if field.default is dataclasses.MISSING]
@@ -88,11 +75,8 @@ def record(
 def check_fields(
     value: Any, needed: list[str], place: str, allowed: list[str] | None = None
 ) -> None:
-    """Refuse what is not an object with these fields, and none beside them and `allowed`.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise a ValueError unless a value is an object with these fields, and none beside
+    `allowed`."""
     where = place or "the content"
     if not isinstance(value, dict):
         raise ValueError(
@@ -110,18 +94,14 @@ def check_fields(
 
 
 def sequence(value: Any, place: str, convert: Callable[[Any, str], Built]) -> tuple[Built, ...]:
-    """The items of a list, each converted.
-
-    Raises:
-        ValueError: no list, or an item is wrong.
-    """
+    """Convert each item of a list; ValueError if it is none."""
     if not isinstance(value, list):
         raise ValueError(f"{place} is {shown(value)}; it must be a list")
     return tuple(convert(item, f"{place}[{number}]") for number, item in enumerate(value))
 
 
 def within(place: str, name: str) -> str:
-    """The place of a field of what stands at `place`."""
+    """Return the place of a field of what stands at `place`."""
     return f"{place}.{name}" if place else name
 
 
@@ -152,12 +132,12 @@ def _parse(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
             raise ValueError(f"the field {shown(name)} stands twice in one object; remove one")
-        found[name] = value
-    return found
+        seen.add(name)
+    return dict(pairs)
 
 
 def _constant(name: str) -> None:
@@ -189,11 +169,8 @@ def check_number(name: str, value: object, largest: float) -> None:
 
 def check_text(name: str, value: object) -> None:
     """Refuse what is not a short text that can be printed."""
-    if (
-        not isinstance(value, str)
-        or not 1 <= len(value) <= _LONGEST_TEXT
-        or not value.isprintable()
-    ):
+    is_text = isinstance(value, str) and 1 <= len(value) <= _LONGEST_TEXT and value.isprintable()
+    if not is_text:
         raise ValueError(
             f"{name} is {shown(value)}; it must be a printable text of 1 to {_LONGEST_TEXT}"
             " characters"
@@ -201,10 +178,7 @@ def check_text(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """A value that may be anything, for a message: short, and printable everywhere."""
-    text = (
-        ascii(value)
-        if isinstance(value, (str, int, float, bool, type(None)))
-        else f"a {type(value).__name__}"
-    )
+    """Show a value that may be anything in a message: short, and printable everywhere."""
+    plain = isinstance(value, (str, int, float, bool, type(None)))
+    text = ascii(value) if plain else f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -33,10 +33,8 @@ class Busy(OSError):
 
 @contextlib.contextmanager
 def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Iterator[None]:
-    """Let nobody else hold the lock `path` within this context.
-
-    The file says who holds it, and is removed at the end. One that a killed process left is taken
-    over.
+    """Let nobody else hold the lock `path` within this context. The file says who holds it, and is
+    removed at the end; one that a killed process left is taken over.
 
     Args:
         path: the lock, a file of its own; its folder is made where it is missing.
@@ -46,8 +44,8 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
 
     Raises:
         Busy: somebody holds it still; names the process.
-        OSError: the folder cannot be written, or a file of somebody else, or a link, has the name
-            of the lock.
+        OSError: a file of somebody else, or a link, has the name of the lock, or the folder cannot
+            be written.
     """
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     lock, since, taken = FileLock(path, timeout=0, fallback_to_soft=False), time.monotonic(), False
@@ -59,11 +57,8 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
                 raise Busy(f"{_text(path)} is writing into {what}; wait for it, or {remedy}")
             if not taken:
                 time.sleep(_PAUSE)
-        _write(
-            path,
-            f"{_BEGINS}{os.getpid()} on {platform.node()}, since"
-            f" {datetime.now():%Y-%m-%d %H:%M:%S},\n",
-        )
+        since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
+        _write(path, f"{_BEGINS}{os.getpid()} on {platform.node()}, {since},\n")
         yield
     finally:
         with _uninterrupted():
@@ -77,10 +72,7 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
 
 
 def _take(lock: FileLock, path: Path) -> bool:
-    """Whether the lock is this process's now, or nobody's since the file system has none.
-
-    Raises as `locked` does.
-    """
+    """Try to take the lock; True also where the file system has none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not _text(path).startswith(("another", _BEGINS)):
         raise FileExistsError(f"{path} is no lock of lsq's and would be written over; move it away")
@@ -97,7 +89,7 @@ def _take(lock: FileLock, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Signals that Python handles, as Ctrl-C, wait for the end of this context: no lock is half
+    """Let signals that Python handles, as Ctrl-C, wait for the end of this context: no lock is half
     taken or released."""
     came: list[int] = []
     held = True
@@ -140,13 +132,12 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OSError(
-            error.errno, error.strerror, str(path)
-        ) from error  # a full disk names no file
+        # a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _text(path: Path) -> str:
-    """Who holds a lock."""
+    """Say who holds a lock."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
     except OSError:

@@ -50,7 +50,7 @@ class Schedule:
         self.passes = 0
         self.float_fallback = False
         self._begin_anew()
-        self._restart()
+        self.restart()
 
     def _begin_anew(self) -> None:
         """Reset what state dicts do not hold."""
@@ -65,7 +65,7 @@ class Schedule:
         self._uncounted = False
         """Whether the last pass had no gradients, but may be run again with them."""
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
         """The clips of activations are not measured any more; fixed ones need not be."""
         self.calibrated = self._quant.clip_init == "fixed"
 
@@ -78,7 +78,7 @@ class Schedule:
         """No clip is measured any more."""
         if self._quant.quantized:
             self.passes = NEVER
-            self._restart()
+            self.restart()
 
     def activations_due(
         self, training: bool, again: bool = False, *, trained: bool = False

@@ -1,5 +1,4 @@
-"""Costs of number formats: their errors in the weights, activations and gradients of a model, and
-the loss that they cost."""
+"""Errors of number formats in the tensors of a model, and the loss that they cost."""
 
 from lsq.study.costs import Cost, Costs, TensorCosts, correlation, read_costs
 from lsq.study.errors import DEFAULT_FORMATS, Errors, measure, measure_tensors

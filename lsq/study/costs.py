@@ -1,8 +1,5 @@
-"""Costs of formats in loss, tensor by tensor: as a file for programs, where a search for a mix of
-bits begins, and as a table.
-
-The file is a JSON object with the fields of `Costs`, whose docstrings say what they mean.
-"""
+"""Costs of formats in loss, tensor by tensor: as a table, and as a JSON file with the fields of
+`Costs`."""
 
 import dataclasses
 import math
@@ -27,11 +24,7 @@ REMEDY = "give a file of `lsq sensitivity`, or delete it and measure again"
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of one format in one tensor.
-
-    Raises:
-        ValueError: a field is no finite number, or is below 0 and cannot be.
-    """
+    """The cost of one format in one tensor."""
 
     bits: float
     """Of a value, scales included."""
@@ -63,11 +56,7 @@ ESTIMATES: dict[str, Callable[[Cost], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCosts:
-    """The costs of all formats in one tensor.
-
-    Raises:
-        ValueError: a field has a value that is not allowed.
-    """
+    """The costs of all formats in one tensor."""
 
     name: str
     """Of the weight, as the model's parameters are named. Activations have the name of the weight
@@ -92,11 +81,8 @@ class TensorCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of formats in the tensors of a model.
-
-    Raises:
-        ValueError: a field has a value that is not allowed.
-    """
+    """The costs of formats in the tensors of a model; ValueError names a field whose value is not
+    allowed."""
 
     about: dict[str, Any]
     """Description by the caller: the model, its batches, the unit of the loss."""
@@ -229,12 +215,7 @@ def write_costs(path: Path, costs: Costs) -> None:
 
 
 def read_costs(path: Path) -> Costs:
-    """Read a file of write_costs.
-
-    Raises:
-        ValueError: it is damaged, or another file, or of another version.
-        OSError: it cannot be read.
-    """
+    """Read a file of write_costs; ValueError if it is damaged, or another file or version."""
     return json_file.read(path, _costs, REMEDY)
 
 
@@ -250,19 +231,19 @@ def _costs(content: Any) -> Costs:
         Costs,
         fields,
         "",
-        formats=lambda value, where: json_file.sequence(value, where, _text),
+        formats=_sequence_of(check_text),
         tensors=lambda value, where: json_file.sequence(value, where, _tensor),
     )
 
 
-def _text(value: Any, where: str) -> str:
-    check_text(where, value)
-    return value
+def _sequence_of(check: Callable) -> Callable[[Any, str], tuple]:
+    """Return what reads a list of checked values."""
 
+    def checked(value: Any, where: str) -> Any:
+        check(where, value)
+        return value
 
-def _size(value: Any, where: str) -> int:
-    check_whole(where, value, 0, LARGEST)
-    return value
+    return lambda values, where: json_file.sequence(values, where, checked)
 
 
 def _tensor(value: Any, where: str) -> TensorCosts:
@@ -270,7 +251,7 @@ def _tensor(value: Any, where: str) -> TensorCosts:
         TensorCosts,
         value,
         where,
-        shape=lambda sizes, where: json_file.sequence(sizes, where, _size),
+        shape=_sequence_of(lambda where, size: check_whole(where, size, 0, LARGEST)),
         formats=_formats,
     )
 

@@ -1,15 +1,13 @@
-"""Errors that number formats make in tensors: measured, as a table and for JSON, beside what no
-format can beat.
+"""Errors that number formats make in tensors: measured, as a table and for JSON, beside limits.
 
-Limits are of sources with variance 1 whose values do not depend on each other. Scales in short
-groups know more of a tensor than that it is Gaussian, so that a format may lie above the line of a
-source that the tensor is not.
+Limits are of sources with variance 1 whose values do not depend on each other; a format may lie
+above the line of a source that the tensor is not.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +18,10 @@ from lsq.config import require_whole
 from lsq.quant.numbers import (
     METHODS,
     PRESETS,
-    SOURCES,
     ScaledFormat,
-    lloyd_max_distortion,
     scaled_format,
     signal_to_noise,
 )
-from lsq.quant.numbers.scaled import PERCENTILE
 from lsq.study.products import gather
 from lsq.study.tables import UNLIMITED, fitted
 from lsq.study.tensors import (
@@ -71,22 +66,7 @@ def laplacian(bits: float) -> float:
 
 
 BOUNDS: dict[str, Callable[[float], float]] = {"gaussian": gaussian, "laplacian": laplacian}
-"""By the names of SOURCES."""
-
-
-def lloyd_max(source: str, bits: int) -> float:
-    """Return the signal-to-noise ratio, in dB, of the best 2^bits values under one scale (Max
-    1960).
-
-    Raises:
-        ValueError: there is no such source, or `bits` is not from 1 to 6.
-    """
-    if source not in SOURCES or bits not in range(1, 7):
-        raise ValueError(
-            f"source {source!r}, {bits} bits; allowed: {', '.join(map(repr, SOURCES))}, and 1 to 6"
-            " bits"
-        )
-    return -10 * math.log10(lloyd_max_distortion(source, bits))
+"""By the names of lsq.quant.numbers.SOURCES."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +78,7 @@ class Error:
     """Per value, scales included."""
     signal_to_noise: float
     """In dB; infinite if nothing differs."""
-    largest: float
+    largest_error: float
     """The largest difference as a part of the largest magnitude."""
 
 
@@ -123,17 +103,13 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Median:
-    """A format over all tensors of a kind."""
+class Median(Error):
+    """The error of a format over all tensors of a kind."""
 
-    format: str
-    bits: float
-    signal_to_noise: float
     least: float
     """The least signal-to-noise ratio."""
     where: str
     """The name of that tensor."""
-    largest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +117,6 @@ class Errors:
     """Errors of formats in tensors; `print` shows medians."""
 
     clip: str
-    percentile: float
     formats: tuple[str, ...]
     entries: tuple[Entry, ...]
     of_model: bool = False
@@ -163,12 +138,10 @@ class Errors:
                 Median(
                     format=name,
                     bits=statistics.median(error.bits for error in errors),
-                    signal_to_noise=statistics.median_low(
-                        error.signal_to_noise for error in errors
-                    ),
+                    signal_to_noise=statistics.median_low(e.signal_to_noise for e in errors),
                     least=errors[worst].signal_to_noise,
                     where=entries[worst].name,
-                    largest=statistics.median(error.largest for error in errors),
+                    largest_error=statistics.median(error.largest_error for error in errors),
                 )
             )
         return sorted(medians, key=lambda median: (median.bits, -median.signal_to_noise))
@@ -185,7 +158,7 @@ class Errors:
                     f"{median.signal_to_noise:.1f}",
                     f"{median.least:.1f}",
                     f"{gaussian(median.bits) - median.signal_to_noise:.1f}",
-                    f"{median.largest:.2%}",
+                    f"{median.largest_error:.2%}",
                 )
                 for median in self.medians(kind)
             ]
@@ -226,34 +199,18 @@ class Errors:
 
     def to_json(self) -> dict:
         """Return plain data; signal-to-noise ratios are null if nothing differs."""
-
-        def decibels(value: float) -> float | None:
-            return None if value == math.inf else value
-
-        def of_error(error: Error | Median) -> dict:
-            return {
-                "format": error.format,
-                "bits": error.bits,
-                "signal_to_noise": decibels(error.signal_to_noise),
-                "largest_error": error.largest,
-            }
-
-        def of_median(median: Median) -> dict:
-            return of_error(median) | {"least": decibels(median.least), "where": median.where}
-
-        def of_entry(entry: Entry) -> dict:
-            names = ("name", "kind", "shape", "values", "zero_rows", "problem")
-            fields = {name: getattr(entry, name) for name in names}
-            return fields | {"errors": [of_error(error) for error in entry.errors]}
-
+        medians = {kind: [asdict(median) for median in self.medians(kind)] for kind in self.kinds}
+        tensors = [asdict(entry) for entry in self.entries]
+        for found in (*sum(medians.values(), []), *(e for t in tensors for e in t["errors"])):
+            for name in found.keys() & {"signal_to_noise", "least"}:
+                found[name] = None if found[name] == math.inf else found[name]
         return {
             "schema": SCHEMA,
             "lsq": lsq.__version__,
             "clip": self.clip,
-            "percentile": self.percentile if self.clip == "percentile" else None,
             "formats": list(self.formats),
-            "medians": {kind: [of_median(m) for m in self.medians(kind)] for kind in self.kinds},
-            "tensors": [of_entry(entry) for entry in self.entries],
+            "medians": medians,
+            "tensors": tensors,
         }
 
     def _measured(self, kind: str) -> list[Entry]:
@@ -271,7 +228,6 @@ def measure(
     *,
     formats: Sequence[str] = DEFAULT_FORMATS,
     clip: str = "absmax",
-    percentile: float = PERCENTILE,
     tensors: Iterable[str] = (),
     sample: int = LARGEST_SAMPLE,
     quiet: bool = True,
@@ -289,7 +245,7 @@ def measure(
         run: computes something with the model, such as the loss of a batch; if it returns a scalar
             tensor, its gradients are computed and measured.
         formats: names for lsq.quant.numbers.scaled_format.
-        clip, percentile: how clips are measured, see ScaledFormat.encode.
+        clip: how clips are measured, see ScaledFormat.encode.
         tensors: patterns with * and ? of names of weights, by which tensors are called; none: all.
         sample: values that are looked at of a large tensor.
         quiet: no progress bar.
@@ -298,8 +254,8 @@ def measure(
         ValueError: a format, a method or a pattern is wrong, `run` returns something else, or the
             model has no weight.
     """
-    forms = _checked(formats, clip, percentile, sample)
-    errors = _errors(gather(model, run, tensors, sample), forms, clip, percentile, quiet)
+    forms = _checked(formats, clip, sample)
+    errors = _errors(gather(model, run, tensors, sample), forms, clip, quiet)
     return replace(errors, of_model=True)
 
 
@@ -308,18 +264,13 @@ def measure_tensors(
     *,
     formats: Sequence[str] = DEFAULT_FORMATS,
     clip: str = "absmax",
-    percentile: float = PERCENTILE,
     chosen: Iterable[str] = (),
     sample: int = LARGEST_SAMPLE,
     quiet: bool = True,
 ) -> Errors:
     """Measure errors of formats in the float tensors of a state dict that have two dimensions or
-    more, as `measure` does; `chosen` are patterns of names.
-
-    Raises:
-        ValueError: a format, a method or a pattern is wrong, or there is no such tensor.
-    """
-    forms = _checked(formats, clip, percentile, sample)
+    more, as `measure` does; `chosen` are patterns of names."""
+    forms = _checked(formats, clip, sample)
     weights = dict(weights_of(tensors))
     if not weights:
         raise ValueError(
@@ -331,17 +282,13 @@ def measure_tensors(
         for name, weight in weights.items()
         if name in names
     ]
-    return _errors(samples, forms, clip, percentile, quiet)
+    return _errors(samples, forms, clip, quiet)
 
 
-def _checked(
-    formats: Sequence[str], clip: str, percentile: float, sample: int
-) -> list[ScaledFormat]:
+def _checked(formats: Sequence[str], clip: str, sample: int) -> list[ScaledFormat]:
     require_whole("sample", sample)
     if clip not in METHODS:
         raise ValueError(f"clip is {clip!r}; allowed: {', '.join(map(repr, METHODS))}")
-    if not 0 < percentile <= 100:
-        raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
     if not formats:
         raise ValueError("formats are none; name one, such as int8/row")
     return [scaled_format(name) for name in dict.fromkeys(formats)]
@@ -352,37 +299,35 @@ def _errors(
     samples: Sequence[Sample],
     forms: Sequence[ScaledFormat],
     clip: str,
-    percentile: float,
     quiet: bool,
 ) -> Errors:
-    entries = []
-    for sample in tqdm(
-        samples, desc="measuring", unit=" tensors", leave=False, disable=quiet or None
-    ):
-        measured = () if sample.problem else forms
-        entries.append(
-            Entry(
-                name=sample.name,
-                kind=sample.kind,
-                shape=sample.shape,
-                values=sample.values.numel(),
-                problem=sample.problem,
-                zero_rows=sample.zero_rows,
-                errors=tuple(error_of(sample, form, clip, percentile) for form in measured),
-            )
+    bar = tqdm(samples, desc="measuring", unit=" tensors", leave=False, disable=quiet or None)
+    entries = [
+        Entry(
+            name=sample.name,
+            kind=sample.kind,
+            shape=sample.shape,
+            values=sample.values.numel(),
+            problem=sample.problem,
+            zero_rows=sample.zero_rows,
+            errors=tuple(
+                error_of(sample, form, clip) for form in (() if sample.problem else forms)
+            ),
         )
+        for sample in bar
+    ]
     names = tuple(form.name for form in forms)
-    return Errors(clip=clip, percentile=percentile, formats=names, entries=tuple(entries))
+    return Errors(clip=clip, formats=names, entries=tuple(entries))
 
 
-def error_of(sample: Sample, form: ScaledFormat, clip: str, percentile: float) -> Error:
+def error_of(sample: Sample, form: ScaledFormat, clip: str) -> Error:
     """Measure the error of a format in a sample; bits are those of the whole tensor."""
     values = sample.values
-    rounded = form.decode(form.encode(values, clip, percentile=percentile))
+    rounded = form.decode(form.encode(values, clip))
     noise = signal_to_noise(values, rounded)
     return Error(
         format=form.name,
         bits=form.bits_per_value(sample.shape),
         signal_to_noise=-math.inf if math.isnan(noise) else noise,
-        largest=float((rounded.double() - values).abs().max() / values.abs().max().double()),
+        largest_error=float((rounded.double() - values).abs().max() / values.abs().max().double()),
     )

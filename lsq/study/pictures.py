@@ -1,5 +1,4 @@
-"""Pictures: errors of formats over bits, beside what no format can beat; and their costs in loss,
-over the tensors of a model and as estimated."""
+"""Pictures: errors of formats over bits, beside limits, and their costs in loss."""
 
 import math
 import statistics
@@ -8,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lsq import extras, files
+from lsq.quant.numbers import lloyd_max_distortion
 from lsq.study.costs import ESTIMATES, KINDS, Costs, correlation
-from lsq.study.errors import BOUNDS, Errors, Median, lloyd_max
+from lsq.study.errors import BOUNDS, Errors, Median
 from lsq.study.tensors import PLURALS
 
 if TYPE_CHECKING:
@@ -33,19 +33,11 @@ below zero are shown."""
 
 
 def draw(errors: Errors, path: Path, title: str = "") -> None:
-    """Draw a point with its name for each format, the medians of each kind of tensors in a panel.
+    """Draw a point with its name for each format, the medians of each kind of tensors in a panel,
+    into a .png, .svg or .pdf; ValueError if there is nothing to draw, or the suffix is another.
 
     Lines: the rate-distortion limit of a Gaussian and Shannon's of a Laplacian; dots, the best
     codebook for each value by itself (Lloyd-Max). Formats without any error are left out.
-
-    Args:
-        errors: the measurements.
-        path: of a .png, .svg or .pdf, written whole or not at all.
-        title: above it.
-
-    Raises:
-        ValueError: there is nothing to draw, or the suffix is another.
-        OSError: it cannot be written.
     """
     if not errors.kinds:
         raise ValueError("nothing was measured, so there is nothing to draw")
@@ -66,17 +58,8 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
 
 
 def draw_costs(costs: Costs, path: Path) -> None:
-    """Draw measured costs over the tensors, formats in colours, and estimates over measured costs.
-
-    Args:
-        costs: the measurements; the title of a panel counts those that are not finite.
-        path: picture to write, whole or not at all; its suffix chooses the format (.png, .svg,
-            .pdf).
-
-    Raises:
-        ValueError: the format is unknown.
-        OSError: it cannot be written.
-    """
+    """Draw measured costs over the tensors, formats in colours, and estimates over measured costs,
+    into a .png, .svg or .pdf. The title of a panel counts costs that are not finite."""
     names = list(dict.fromkeys(tensor.name for tensor in costs.tensors))
     shown = names if len(names) <= MOST_NAMES else []
     kinds = [kind for kind in KINDS if costs.of(kind)] or list(KINDS)
@@ -136,7 +119,7 @@ def _panel(axes: "Axes", errors: Errors, kind: str) -> None:
         ends, heights = [1, most], [bound(1), bound(most)]
         axes.plot(ends, heights, style, color="black", linewidth=1, label=f"{name}: limit")
         bits = [number for number in LLOYD_BITS if number <= most]
-        heights = [lloyd_max(source, number) for number in bits]
+        heights = [-10 * math.log10(lloyd_max_distortion(source, number)) for number in bits]
         line = {"color": "grey", "marker": ".", "linewidth": 0.8, "label": f"{name}: Lloyd-Max"}
         axes.plot(bits, heights, style, **line)
     count = sum(entry.kind == kind and not entry.problem for entry in errors.entries)

@@ -1,5 +1,4 @@
-"""The products of a model while it runs: their inputs and the gradients of their outputs are
-sampled, or their inputs replaced.
+"""The products of a model while it runs, sampled, or with other inputs.
 
 Products of plain PyTorch are seen by a TorchFunctionMode, those of lsq's programs by a backend
 around the module's own. M rows, N outputs and K inputs of a weight.
@@ -125,12 +124,7 @@ def gather(
     model: nn.Module, run: Callable[[], Tensor | None], patterns: Iterable[str], largest: int
 ) -> list[Sample]:
     """Sample the weights of a model, and the first activation and gradient of each product while
-    `run` computes; see `measure`.
-
-    Raises:
-        ValueError: a pattern fits nothing, `run` returns something else, or the model has no
-            weight.
-    """
+    `run` computes; see `measure`."""
     weights = parameters_of(model)
     seen = _Seen(weights, chosen_by(patterns, weights), largest)
     products = ReplacedProducts(seen.noted)

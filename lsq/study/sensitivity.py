@@ -1,13 +1,10 @@
-"""Costs of formats in loss, of each tensor: measured exactly, one tensor at a time, and estimated
-from gradients.
+"""Costs of formats in loss, of each tensor: measured, one tensor at a time, and estimated.
 
-The second-order estimate: a change d changes the loss by about g d + 1/2 d H d. H is taken as the
-diagonal of the empirical Fisher information: for a loss that is the mean of T negative
-log-likelihoods in nats, 1/T times the sum over samples of squared gradients of what each adds up to
-(LeCun et al. 1989, "Optimal Brain Damage", has the diagonal; Martens 2014, arXiv:1412.1193, section
-11, the Fisher information). A sample should be one sentence: in the gradient of a whole batch those
-of its sentences nearly cancel, once the model is trained, so that its square is too small by about
-their number.
+The second-order estimate: a change d changes the loss by about g d + 1/2 d H d. H is the diagonal
+(LeCun et al. 1989, "Optimal Brain Damage") of the empirical Fisher information (Martens 2014,
+arXiv:1412.1193, section 11): for a mean of T negative log-likelihoods in nats, 1/T times the sum
+over samples of squared gradients. A sample should be one sentence: in the gradient of a batch those
+of its sentences nearly cancel, so that its square is too small by about their number.
 """
 
 import contextlib
@@ -27,18 +24,8 @@ from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 from lsq.study.products import Look, inputs_replaced
 from lsq.study.tensors import ACTIVATION, WEIGHT, as_rows, chosen_by, parameters_of
 
-FORMATS = (
-    "int8/row",
-    "int6/row",
-    "int4/group32",
-    "vsquant4",
-    "nvfp4",
-    "int3/group32",
-    "int2/group16",
-)
+FORMATS = tuple("int8/row int6/row int4/group32 vsquant4 nvfp4 int3/group32 int2/group16".split())
 """Default formats."""
-
-
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """(model, batch) -> (the sum of its losses, a scalar with gradients; their number)."""
 SEED = 1
@@ -60,7 +47,7 @@ class Rounding:
         return (rounded.t() if transposed else rounded).reshape(values.shape).to(values.dtype)
 
     def activation(self, values: Tensor) -> Tensor:
-        """Round the input [..., K] of a product; clips are the largest magnitudes of the blocks."""
+        """Round the input [..., K] of a product; clips are the largest magnitudes."""
         return self.form.decode(self.form.encode(values)).to(values.dtype)
 
     def bits(self, weight: Tensor, transposed: bool) -> float:
@@ -70,16 +57,13 @@ class Rounding:
 
 @dataclass(kw_only=True)
 class Sums:
-    """Sums over the values of one tensor in one format."""
+    """Sums over the values of one tensor in one format: gradients times changes, squares of both,
+    squared values, and squared changes."""
 
     first: float = 0.0
-    """Gradients times changes."""
     second: float = 0.0
-    """Squares of both."""
     signal: float = 0.0
-    """Squared values."""
     noise: float = 0.0
-    """Squared changes."""
 
     def add(self, values: Tensor, change: Tensor, gradient: Tensor, square: Tensor) -> None:
         """Add values, float64 changes, gradients and squared gradients, all of one shape."""
@@ -242,11 +226,10 @@ def sensitivity(
             samples=len(samples),
         )
         wanted = [(WEIGHT, name) for name in trial.weights]
-        wanted += [
-            (ACTIVATION, name) for name in trial.weights if activations and name in trial.values
-        ]
+        if activations:
+            wanted += [(ACTIVATION, name) for name in trial.weights if name in trial.values]
         if keep.path is not None and not keep.anew:
-            costs = _resumed(costs, [trial.costs(*tensor, {}) for tensor in wanted], keep.path)
+            costs = _resumed(costs, wanted, keep.path)
         done = {(tensor.kind, tensor.name) for tensor in costs.tensors}
         left = [tensor for tensor in wanted if tensor not in done]
         if left:
@@ -355,8 +338,7 @@ def _cost(sums: Sums, count: float, bits: float, cost: float) -> Cost:
 
 
 def _weights(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return the weights to measure, each once; ValueError if there is none, a pattern fits
-    nothing, or a value is not finite."""
+    """Return the weights to measure; ValueError if there is none, or a value is not finite."""
     parameters = {name: weight for name, weight in parameters_of(model).items() if weight.numel()}
     chosen = chosen_by(patterns, parameters)
     weights = {name: weight for name, weight in parameters.items() if name in chosen}
@@ -375,17 +357,9 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _resumed(costs: Costs, wanted: Iterable[TensorCosts], path: Path) -> Costs:
-    """Return the costs in a file, or `costs` if there is none.
-
-    Args:
-        costs: without tensors.
-        wanted: the tensors that are to be measured, without formats.
-        path: the file.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+def _resumed(costs: Costs, wanted: Collection[tuple[str, str]], path: Path) -> Costs:
+    """Return the costs in a file, or `costs`, which have no tensors, if there is none; ValueError
+    if the file is of other settings or holds a tensor that is not wanted."""
     if not path.exists():
         return costs
     read = read_costs(path)
@@ -393,24 +367,13 @@ def _resumed(costs: Costs, wanted: Iterable[TensorCosts], path: Path) -> Costs:
         raise ValueError(
             f"{path} is of other settings ({different}); choose another file, or delete it"
         )
-    known = {(tensor.kind, tensor.name): tensor for tensor in wanted}
     for tensor in read.tensors:
-        own = known.get((tensor.kind, tensor.name))
-        if own is None:
+        if (tensor.kind, tensor.name) not in wanted:
             raise ValueError(
                 f"{path} holds the {tensor.kind} of {tensor.name}, which is not measured now;"
                 " measure it as well, or choose another file"
             )
-        if replace(own, formats=tensor.formats) != tensor:
-            raise ValueError(
-                f"{path} holds the {tensor.kind} of {tensor.name} with {_summary(tensor)}, but it"
-                f" has {_summary(own)}; choose another file, or delete it"
-            )
     return replace(read, finished=False)
-
-
-def _summary(tensor: TensorCosts) -> str:
-    return f"shape={list(tensor.shape)}, values={tensor.values}, transposed={tensor.transposed}"
 
 
 @contextlib.contextmanager

@@ -16,15 +16,10 @@ from lsq.text.vocabulary import dictionary_of
 FILES = (
     *corpus.FILES,
     *(f"dict.{side}.txt" for side in SIDES),
-    *(
-        f"{split}.src-tgt.{side}.{end}"
-        for split in SPLITS
-        for side in SIDES
-        for end in ("bin", "idx")
-    ),
+    *(f"{split}.src-tgt.{side}.bin" for split in SPLITS for side in SIDES),
+    *(f"{split}.src-tgt.{side}.idx" for split in SPLITS for side in SIDES),
 )
-"""Names of the files of a data folder: dictionaries, binary data sets, and the same sentences as
-text."""
+"""Names in a data folder: dictionaries, binary data sets, and the same sentences as text."""
 CHUNK = 10_000
 """Sentences that are encoded in one call."""
 
@@ -32,26 +27,20 @@ CHUNK = 10_000
 def binarize(
     corpus: Corpus, vocabulary: SentencePieceProcessor, folder: Path, split: str, max_length: int
 ) -> tuple[list[int], dict[int, int]]:
-    """Write one split as fairseq's memory-mapped data set:
-    folder/split.src-tgt.{src,tgt}.{bin,idx}.
-
-    Pairs in which a side has more than `max_length` pieces are left out.
+    """Write one split as fairseq's memory-mapped data set, without pairs in which a side has more
+    than `max_length` pieces: folder/split.src-tgt.{src,tgt}.{bin,idx}.
 
     Returns:
         (the rows that were kept, those that were left out -> the pieces of their longer side)
     """
     dictionary, index = dictionary_of(vocabulary)
     prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in SIDES]
-    builders = [
-        indexed_dataset.make_builder(
-            indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary)
-        )
-        for prefix in prefixes
-    ]
+    paths = map(indexed_dataset.data_file_path, prefixes)
+    options = {"impl": "mmap", "vocab_size": len(dictionary)}
+    builders = [indexed_dataset.make_builder(path, **options) for path in paths]
     kept, left_out = [], {}
-    with tqdm(
-        total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False, disable=None
-    ) as bar:
+    shown = {"desc": f"encoding {split}", "unit": " pairs", "leave": False, "disable": None}
+    with tqdm(total=len(corpus), **shown) as bar:
         for start in range(0, len(corpus), CHUNK):
             sides = [
                 vocabulary.encode(side[start : start + CHUNK], out_type=int)
@@ -80,13 +69,9 @@ def binarize_splits(
     max_length: int,
     say: Callable[[str], None],
 ) -> None:
-    """Write FILES into `folder` from the splits in the folder `text`; `files` is where their
-    sentences came from.
-
-    Raises:
-        ValueError: a pair of the user's own test text is too long, or no pair of a split is short
-            enough.
-    """
+    """Write FILES into `folder` from the splits in the folder `text`, whose sentences came from
+    `files`; ValueError if a pair of the user's own test text is too long, or no pair of a split is
+    short enough."""
     dictionary, _ = dictionary_of(vocabulary)
     for side in SIDES:
         dictionary.save(str(folder / f"dict.{side}.txt"))

@@ -12,15 +12,13 @@ from lsq.files import write_text
 SPLITS = ("train", "valid", "test")
 SIDES = ("src", "tgt")
 ENDS = (*SIDES, "lines")
-"""Ends of the names of a split's files: source sentences, target sentences, and where the user's
-files had them."""
+"""Ends of the names of a split's files: both sides, and the lines of the user's files."""
 FILES = tuple(f"{split}.{end}" for split in SPLITS for end in ENDS)
 """Names of the files of all splits."""
 TextFiles = dict[str, tuple[Path, Path] | None]
 """The user's files (source, target) for each of SPLITS; None: pairs are held out of train."""
 SPLIT_SEED = 1
-"""Seed of the choice of held-out pairs, whatever --seed is, so that runs are compared on the same
-text."""
+"""Of the choice of held-out pairs, whatever --seed is: runs are compared on the same text."""
 
 ONE_A_LINE = "it must hold one sentence a line"
 
@@ -31,7 +29,7 @@ BLANKS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0").union(map(chr, range(
 
 
 def has_text(line: str) -> bool:
-    """Whether a line has a visible character; one without is an empty line."""
+    """Say whether a line has a visible character; one without is an empty line."""
     return any(unicodedata.category(one) not in UNSEEN and one not in BLANKS for one in line)
 
 
@@ -92,15 +90,12 @@ def check_file(path: Path) -> None:
 
 
 def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
-    """Read the lines of a UTF-8 file, with single spaces for runs of white space.
+    """Read the lines of a UTF-8 file, with single spaces for runs of white space; FileNotFoundError
+    or ValueError if there is none, or it is no text.
 
     NUL bytes count as white space, too; `say` is called with their number. Lines end at a line feed
     (or carriage return and line feed) only: other line ends of Unicode are white space within a
     sentence, so that both files of a pair are counted alike.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a folder, an empty file, or bytes that are not UTF-8 (names the line).
     """
     check_file(path)
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -115,21 +110,15 @@ def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
             " convert the file first, e.g. with iconv"
         ) from None
     if nuls := text.count("\0"):
-        say(
-            f"text: {path} has {nuls} NUL {'byte' if nuls == 1 else 'bytes'}; spaces take their"
-            " place"
-        )
-    return [
-        " ".join(line.replace("\0", " ").split()) for line in text.removesuffix("\n").split("\n")
-    ]
+        noun = "byte" if nuls == 1 else "bytes"
+        say(f"text: {path} has {nuls} NUL {noun}; spaces take their place")
+    lines = text.replace("\0", " ").removesuffix("\n").split("\n")
+    return [" ".join(line.split()) for line in lines]
 
 
 def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus:
-    """Read two files whose lines correspond; `say` is called with what is odd about them.
-
-    Raises:
-        ValueError: the files have different numbers of lines (names both), or see `read_lines`.
-    """
+    """Read two files whose lines correspond, as `read_lines` does; ValueError if they have
+    different numbers of lines."""
     sources, targets = read_lines(source, say), read_lines(target, say)
     if len(sources) != len(targets):
         raise ValueError(
@@ -146,13 +135,11 @@ def without_empty(corpus: Corpus) -> Corpus:
 
 
 def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
-    """Split off `count` pairs at random; what remains shares no source sentence with them.
+    """Split off `count` pairs at random; what remains shares no source sentence with them, and has
+    two at least, or a ValueError is raised.
 
     Returns:
         (what remains, what is held out)
-
-    Raises:
-        ValueError: fewer than two different source sentences would remain.
     """
     different = list(dict.fromkeys(corpus.source))
     if len(different) < count + 2:
@@ -171,11 +158,7 @@ def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
 
 def write_splits(files: TextFiles, folder: Path, say: Callable[[str], None]) -> None:
     """Read the user's files, hold pairs out where there are none for a split, and write all splits
-    into a folder.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_pairs` and `hold_out`.
-    """
+    into a folder; raises as `read_pairs` and `hold_out` do."""
     texts = {split: read_pairs(*pair, say) for split, pair in files.items() if pair is not None}
     pairs = without_empty(texts["train"])
     if empty := len(texts["train"]) - len(pairs):

@@ -23,12 +23,8 @@ LONGEST = 4192
 
 
 def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -> None:
-    """Learn a joint byte-pair encoding of both sides; writes folder/sentencepiece.model and .vocab.
-
-    Raises:
-        ValueError: the text has too few or too many different characters or words for `size`
-            pieces, or no text in it; size or coverage is out of its range.
-    """
+    """Learn a joint byte-pair encoding of both sides, and write folder/sentencepiece.model and
+    .vocab; ValueError if size or coverage is out of its range, or does not fit the text."""
     if not FEWEST <= size <= MOST:
         raise ValueError(f"--vocabulary-size is {size}; it must be from {FEWEST} to {MOST}")
     if not LEAST_COVERAGE <= coverage <= 1:

@@ -1,5 +1,4 @@
-"""Table and picture of the runs that run.sh made: BLEU and validation loss of each format, over its
-bits."""
+"""Table and picture of the runs of run.sh: BLEU and validation loss over bits."""
 
 import argparse
 import json
@@ -17,11 +16,9 @@ from lsq.commands import logs
 from lsq.quant.numbers import scaled_format
 
 SHAPE = (512, 128)
-"""A weight of the feed-forward block: its format's bits a value are those that are shown, scales
-counted."""
+"""A weight of the feed-forward block, whose bits a value are shown, scales counted."""
 STORED_BY_PRODUCTS = {"float": 32.0, "float-again": 32.0, "int8": 8.25, "int6": 6.25, "int4": 4.5}
-"""Bits of a weight's value for what has a product of its own: codes, a multiplier for 32 of int4, a
-scale for a row."""
+"""Bits of a value with a product of its own: codes, a multiplier for 32 of int4, a row's scale."""
 
 
 def collect(output: Path) -> dict[str, list[dict]]:
@@ -41,18 +38,10 @@ def bits(kind: str, results: dict) -> float:
 
 
 def table(runs: dict[str, list[dict]]) -> str:
-    """Markdown, by bits: each kind with its figures for every seed, and the means, beside float
-    that went on."""
+    """Format Markdown, by bits: each kind with its figures for every seed, and the means, beside
+    float that went on."""
     baseline = mean(run["bleu"] for run in runs["float-again"])
-    titles = (
-        "training",
-        "bits of a weight",
-        "BLEU",
-        "mean",
-        "to float",
-        "validation loss",
-        "seconds",
-    )
+    titles = "training,bits of a weight,BLEU,mean,to float,validation loss,seconds".split(",")
     rows = []
     for kind, results in sorted(runs.items(), key=lambda item: -bits(item[0], item[1][0])):
         bleu = mean(run["bleu"] for run in results)
@@ -72,12 +61,11 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 
 def draw(runs: dict[str, list[dict]], path: Path) -> None:
-    """Means of BLEU and of the validation loss over the bits of a weight; dashed: float that went
-    on."""
+    """Draw means of BLEU and of the validation loss over the bits of a weight; dashed: float that
+    went on."""
     figure, places = pyplot.subplots(1, 2, figsize=(10, 4), sharex=True)
-    for axes, key, label in zip(
-        places, ("bleu", "best_validation_loss"), ("BLEU", "validation loss"), strict=True
-    ):
+    labels = {"bleu": "BLEU", "best_validation_loss": "validation loss"}
+    for axes, (key, label) in zip(places, labels.items(), strict=True):
         means = {kind: mean(run[key] for run in results) for kind, results in runs.items()}
         axes.axhline(means["float-again"], color="0.6", linestyle="--")
         for kind in (kind for kind in means if not kind.startswith("float")):

@@ -1,14 +1,18 @@
 """A toy language pair, prepared once, and the smallest models for it."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from lsq import Translator
-from lsq.commands import train, train_text
+from lsq.commands import cli, text_run, train, train_text
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, prepare
+from lsq.commands.text_run import RunFolder
+from lsq.fairseq.checkpoint import LAST
 from lsq.text.corpus import TextFiles
 from tests.configurations import quick_configurations  # noqa: F401
 
@@ -20,15 +24,7 @@ for side in ("encoder", "decoder"):
     SIZES += [f"--{side}-ffn-embed-dim", "32", f"--{side}-attention-heads", "2"]
 TRAINING = [
     *SIZES,
-    "--optimizer",
-    "adam",
-    "--lr",
-    "0.001",
-    "--max-tokens",
-    "300",
-    "--no-epoch-checkpoints",
-    "--num-workers",
-    "0",
+    *"--optimizer adam --lr 0.001 --max-tokens 300 --no-epoch-checkpoints --num-workers 0".split(),
 ]
 """Options of `lsq train`: batches of about ten sentences."""
 SMALL = (
@@ -90,46 +86,60 @@ def lsq_train(prepared, tmp_path):
 
 
 @pytest.fixture
-def no_pictures(monkeypatch):
-    """To draw one takes as long as one of these trainings; test_losses.py and test_numbers.py
-    do."""
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
-    )
+def lsq(capsys):
+    """lsq(*words) -> (exit status, standard output, standard error) of a command line."""
+
+    def lsq(*words: object) -> tuple[int, str, str]:
+        try:
+            status = cli.main([*map(str, words)])
+        except SystemExit as stopped:
+            status = stopped.code
+        return status, *capsys.readouterr()
+
+    return lsq
 
 
 @pytest.fixture
-def command(files, tmp_path, no_pictures):
+def refused(lsq):
+    """refused(message, *words): the command line is a mistake, which is told in one line."""
+
+    def refused(message: str, *words: object) -> None:
+        status, out, err = lsq(*words)
+        assert (status, out, err.count("\n")) == (2, "", 1), (status, out, err)
+        assert err.startswith(f"lsq {words[0]}: error: ") and message in err, err
+
+    return refused
+
+
+def no_pictures(patch: pytest.MonkeyPatch) -> None:
+    """To draw one takes as long as one of these trainings."""
+    savefig = "matplotlib.figure.Figure.savefig"
+    patch.setattr(savefig, lambda figure, path, **_: path.write_bytes(b""))
+
+
+def text_options(files: TextFiles, output: Path) -> list[str]:
+    given = [*SMALL, "--output", str(output)]
+    for split, (source, target) in files.items():
+        prefix = "" if split == "train" else f"{split}-"
+        given += [f"--{prefix}src", str(source), f"--{prefix}tgt", str(target)]
+    return given
+
+
+@pytest.fixture
+def command(files, tmp_path, monkeypatch):
     """command(*options): the command line of a small run of `lsq train-text` into tmp_path/out."""
-
-    def command(*options: str) -> list[str]:
-        given = [
-            "--src",
-            str(files["train"][0]),
-            "--tgt",
-            str(files["train"][1]),
-            "--output",
-            str(tmp_path / "out"),
-        ]
-        for split in ("valid", "test"):
-            source, target = files[split]
-            given += [f"--{split}-src", str(source), f"--{split}-tgt", str(target)]
-        return [*given, *SMALL, *options]
-
-    return command
+    no_pictures(monkeypatch)
+    return lambda *options: [*text_options(files, tmp_path / "out"), *options]
 
 
 def train_text_run(folder: Path, *options: str) -> Path:
     """Train in folder/out with `lsq train-text`; returns that."""
-    given = ["--output", str(folder / "out"), *SMALL, "--lr", "0.02", "--cpu", *options]
-    for option, name, count in (("", "train", 200), ("valid-", "valid", 12), ("test-", "test", 9)):
-        source, target = write_pairs(folder, name, count, seed=count)
-        given += [f"--{option}src", str(source), f"--{option}tgt", str(target)]
-    with pytest.MonkeyPatch.context() as patch:  # pictures take as long as the training
-        patch.setattr(
-            "matplotlib.figure.Figure.savefig", lambda figure, path, **_: path.write_bytes(b"")
-        )
-        train_text.run(given)
+    counts = {"train": 200, "valid": 12, "test": 9}
+    files = {name: write_pairs(folder, name, n, seed=n) for name, n in counts.items()}
+    given = text_options(files, folder / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        no_pictures(patch)
+        train_text.run([*given, "--lr", "0.02", "--cpu", *options])
     return folder / "out"
 
 
@@ -146,3 +156,28 @@ def output(tmp_path_factory) -> Path:
 def translator(output) -> Translator:
     """The translator of `output`; shared."""
     return Translator(output)
+
+
+# What a small run of `lsq train-text` leaves
+
+
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def begun(words: list[str], updates: int) -> None:
+    """Leave what a training by these options of `lsq train-text` does that has made so many
+    updates."""
+    prepared, options = train_text.parsed(words)
+    folder = RunFolder(prepared=prepared, name=options.given.name)
+    folder.claim(text_run.key_of(prepared, options), updates)
+    folder.model.mark(text_run.key_of(prepared, options), finished=False)
+    torch.save({"optimizer_history": [{"num_updates": updates}]}, folder.model.folder / LAST)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

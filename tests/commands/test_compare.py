@@ -7,8 +7,7 @@ import pytest
 
 from lsq.commands import compare, train_text
 from lsq.commands.losses import LOSSES, read_losses
-from tests.commands.conftest import SMALL, write_pairs
-from tests.commands.small_runs import begun
+from tests.commands.conftest import begun, text_options, write_pairs
 
 
 @pytest.fixture
@@ -27,18 +26,8 @@ def one_process(monkeypatch):
 @pytest.fixture
 def text(tmp_path) -> list[str]:
     """Options that name a small text."""
-    source, target = write_pairs(tmp_path, "train", 120, 1)
-    return [
-        "--src",
-        str(source),
-        "--tgt",
-        str(target),
-        "--output",
-        str(tmp_path / "out"),
-        *SMALL,
-        "--updates",
-        "9",
-    ]
+    files = {"train": write_pairs(tmp_path, "train", 120, 1)}
+    return [*text_options(files, tmp_path / "out"), "--updates", "9"]
 
 
 @pytest.mark.thorough
@@ -47,15 +36,14 @@ def test_a_comparison(text, tmp_path, capsys, one_process):
     assert compare.run(arguments) == 0
     printed, folder = capsys.readouterr().out, tmp_path / "out" / "comparison"
     found = json.loads((folder / "differences.json").read_text())
-    assert found["seeds"] == [1, 2] and (folder / "differences.png").read_bytes().startswith(
-        b"\x89PNG"
-    )
-    curves = {
-        name: read_losses(tmp_path / "out" / name / "model" / LOSSES)
-        for name in ("float-2", "float-again-2", "int8-2")
+    assert found["seeds"] == [1, 2]
+    assert (folder / "differences.png").read_bytes().startswith(b"\x89PNG")
+    ends = {
+        name: read_losses(tmp_path / "out" / f"{name}-2" / "model" / LOSSES).training[6]
+        for name in ("float", "float-again", "int8")
     }
     for name in ("float-again", "int8"):
-        apart = curves[f"{name}-2"].training[6] - curves["float-2"].training[6]
+        apart = ends[name] - ends["float"]
         assert found["differences"]["updates 6 to 6"][name][1] == pytest.approx(apart)
     first = found["differences"]["updates 1 to 1"]  # the same weights, batches and dropout masks
     assert first["float-again"] == [0.0, 0.0] and 0 < max(map(abs, first["int8"])) < 0.01
@@ -72,21 +60,17 @@ def test_what_is_trained(text, monkeypatch):
     monkeypatch.setattr(compare, "run_lsq", lambda words, threads: trained.append(words))
     monkeypatch.setattr(compare, "report", lambda *given: None)
     further = ["--side", "old=--mode int8 --lsq-clips learned", "--updates", "400", "--lr", "0.002"]
-    assert (
-        compare.run([*text, *further, "--seeds", "3", "3", "--", "--encoder-normalize-before"]) == 0
-    )
+    after = ["--", "--encoder-normalize-before"]
+    assert compare.run([*text, *further, "--seeds", "3", "3", *after]) == 0
     names = [words[words.index("--name") + 1] for words in trained]
     assert names == ["float-3", "float-again-3", "old-3"]
     for words in trained:
-        assert words[0] == "train-text" and words[-2:] == ["--", "--encoder-normalize-before"]
+        assert words[0] == "train-text" and words[-2:] == after
         assert words[words.index("--seed") + 1] == "3"
     parsed = [train_text.parsed(words[1:])[1].given for words in trained]
     assert [given.mode for given in parsed] == ["float", "float", "int8"]
-    assert (
-        parsed[0].arch == "lsq_transformer"
-        and parsed[0].lr == 0.002
-        and 0 < parsed[1].lr - 0.002 < 1e-9
-    )
+    assert parsed[0].arch == "lsq_transformer"
+    assert parsed[0].lr == 0.002 and 0 < parsed[1].lr - 0.002 < 1e-9
     assert parsed[2].lsq_clips == "learned"
 
 
@@ -97,13 +81,11 @@ def test_what_does_not_fit_earlier_trainings_is_refused_before_any(text, monkeyp
     assert compare.run([*text, "--updates", "40"]) == 0
     monkeypatch.setattr(compare, "run_lsq", None)
     advice = "choose another --output, or delete the trainings that are there with --overwrite$"
-    with pytest.raises(
-        ValueError, match=f"is 30, but .*float-1 has made 40 .*; give at least 40, or {advice}"
-    ):
+    message = f"is 30, but .*float-1 has made 40 .*; give at least 40, or {advice}"
+    with pytest.raises(ValueError, match=message):
         compare.run([*text, "--updates", "30", "--log-every", "4"])
-    with pytest.raises(
-        ValueError, match=rf"float-1 holds a run with other options \(.*--lr.*\); {advice}"
-    ):
+    message = rf"float-1 holds a run with other options \(.*--lr.*\); {advice}"
+    with pytest.raises(ValueError, match=message):
         compare.run([*text, "--updates", "40", "--lr", "0.1"])
 
 
@@ -117,10 +99,7 @@ def test_what_does_not_fit_earlier_trainings_is_refused_before_any(text, monkeyp
         (["--side", "float=--lsq-bits 4"], "with a new name"),
         (["--side", "a=--mode int8", "--side", "a=--mode int8"], "with a new name"),
         (["--side", "../a=--mode int8"], "must be NAME=OPTIONS"),
-        (
-            ["--side", "a=--mode int8 --seed=4"],
-            "--side a: --seed is no difference between sides; leave it out",
-        ),
+        (["--side", "a=--mode int8 --seed=4"], "a: --seed is no difference between sides; leave"),
         (["--side", "a=--output b"], "--output is no difference between sides"),
         (["--side", "a=--mode 'int8"], "--side a: No closing quotation"),
         (["--side", "a=--mode int8 --help"], "--side a: --help is no difference"),
@@ -135,19 +114,12 @@ def test_mistakes(text, given, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_option_that_is_none(text, capsys):
-    with pytest.raises(SystemExit):
-        compare.run([*text, "--side", "a=--mode int9"])
-    assert "invalid choice: 'int9'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("seed", ["-1", "4294967296", "1.5"])
-def test_seeds_that_are_none(text, seed, capsys):
-    with pytest.raises(SystemExit):
-        compare.run([*text, f"--seeds={seed}"])
-    assert (
-        f"{seed!r} is no seed; it must be a number from 0 to 4294967295" in capsys.readouterr().err
-    )
+def test_values_that_are_none(text, lsq, refused):
+    status, _, said = lsq("compare", *text, "--side", "a=--mode int9")
+    assert status == 2 and "lsq train-text: error: argument --mode: invalid choice: 'int9'" in said
+    for seed in ("-1", "4294967296", "1.5"):
+        message = f"{seed!r} is no seed; it must be a number from 0 to 4294967295"
+        refused(message, "compare", *text, f"--seeds={seed}")
 
 
 def test_a_training_that_fails_leaves_no_marker(text, monkeypatch, tmp_path):
@@ -165,21 +137,18 @@ def test_spread():
     assert compare.spread([1.0, 2.0, 3.0], 2) == "+2.00 ± 0.58"  # the standard deviation is 1
 
 
+CHANCE = "\\+0.0100 bits a token from float. Float trained twice differs by up to 0.0200; this may"
+
+
 @pytest.mark.parametrize(
     "values, verdict",
     [
         ([0.01, -0.01, 0.011, -0.009], "cannot be told from float by 4 seeds: \\+0.0005"),
         ([0.010, 0.011, 0.012, 0.011], "is worse than float by 4 seeds: \\+0.0110"),
         ([-0.010, -0.011, -0.012, -0.011], "is better than float"),
-        (
-            [0.010, 0.012],
-            "cannot be told from float by 2 seeds",
-        ),  # t of one degree of freedom asks for more
-        (
-            [0.01],
-            "\\+0.0100 bits a token from float. Float trained twice differs by up to 0.0200; this"
-            " may be chance",
-        ),
+        # t of one degree of freedom asks for more
+        ([0.010, 0.012], "cannot be told from float by 2 seeds"),
+        ([0.01], CHANCE),
         ([0.03], "up to 0.0200; several --seeds tell"),
     ],
 )

@@ -5,11 +5,9 @@ import json
 
 import pytest
 
-from lsq.commands import cli, configs
+from lsq.commands import configs
 from lsq.gemm import configuration_file
 from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
-
-ITS_DEVICE = "the device that it was made on"
 
 
 @pytest.fixture
@@ -17,51 +15,46 @@ def machine(monkeypatch, tmp_path):
     return Machine(monkeypatch, tmp_path)
 
 
-def test_list(machine, capsys):
+def listed(lsq) -> list[str]:
+    status, printed, _ = lsq("configs", "list")
+    assert status == 0
+    return printed.splitlines()
+
+
+def test_list(machine, lsq):
+    (nothing,) = listed(lsq)
+    assert nothing.startswith(f"There are no files in {machine.user}.")
     used = machine.add(machine.user, "a", entry(8), entry(9))
-    other = machine.add(
-        machine.user, "b", entry(8), validators=dataclasses.replace(CPU, threads=64)
-    )
+    other = machine.add(machine.user, "b", entry(8), validators=dataclasses.replace(CPU, threads=9))
     gpu = machine.add(machine.user, "c", cublas_entry(), validators=GPU)
     damaged = machine.user / "d.json"
     damaged.write_text("{")
-    assert cli.main(["configs", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = listed(lsq)
     assert lines[0] == f"{used}: Example CPU, 2 entries; used"
-    assert lines[1].startswith(
-        f"{other}: Example CPU, 1 entries; not used: threads differs: the file says 6"
-    )
+    differs = "not used: threads differs: the file says 9"
+    assert lines[1].startswith(f"{other}: Example CPU, 1 entries; {differs}")
     assert lines[2] == f"{gpu}: Example GPU, 1 entries; not used: there is no cuda here"
     assert lines[3].startswith(f"{damaged}: damaged: this is not JSON") and len(lines) == 4
 
 
-def test_list_on_a_gpu(machine, capsys):
+def test_list_on_a_gpu(machine, lsq):
     machine.here["cuda"] = dataclasses.replace(GPU, sm=100)
     machine.add(machine.user, "a", cublas_entry(), validators=GPU)
-    assert cli.main(["configs", "list"]) == 0
-    assert "not used: sm differs: the file says 90, here it is 100" in capsys.readouterr().out
+    assert "not used: sm differs: the file says 90, here it is 100" in listed(lsq)[0]
 
 
-def test_list_nothing(machine, capsys):
-    assert cli.main(["configs", "list"]) == 0
-    assert f"There are no files in {machine.user}." in capsys.readouterr().out
-
-
-def test_show(machine, capsys):
+def test_show(machine, lsq):
     path = machine.add(machine.user, "a", entry(8), entry(1024))
-    assert cli.main(["configs", "show", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0]
-        == "Example CPU: library onednn, library_version 3.7.1, features avx2 avx512f, threads 2"
-    )
+    status, printed, _ = lsq("configs", "show", path)
+    lines = printed.splitlines()
+    library = "library onednn, library_version 3.7.1"
+    assert lines[0] == f"Example CPU: {library}, features avx2 avx512f, threads 2" and status == 0
     assert lines[1] == "2 entries; times in microseconds"
     heading = "op m n k layout types chosen default float gain spread date run as"
     assert lines[2].split() == heading.split()
     expected = (
-        "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 plain,"
-        " 96"
-        " rows at a time"
+        "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 plain, 96 rows"
+        " at a time"
     )
     assert lines[4].split() == expected.split() and len(lines) == 5
     assert lines[3].index(" nt ") == lines[4].index(" nt ") == lines[2].index(" layout ")
@@ -77,83 +70,66 @@ def test_show_files_of_gpus_and_empty_ones(machine):
     assert configs.show(file()).splitlines()[1:] == ["0 entries; times in microseconds"]
 
 
-def test_mistakes_are_one_line(machine, capsys):
+def test_mistakes_are_one_line(machine, refused):
     path = machine.user / "a.json"
     for action in ("show", "verify"):
-        assert cli.main(["configs", action, str(path)]) == 2
-        error = capsys.readouterr().err
-        assert (
-            f"error: there is no file {path} of tuned products; `lsq configs list` names" in error
-        )
+        message = f"there is no file {path} of tuned products; `lsq configs list` names"
+        refused(message, "configs", action, path)
     path.parent.mkdir(parents=True)
     path.write_text("[]")
-    assert cli.main(["configs", "show", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert (
-        error.startswith(f"lsq configs: error: {path}: the content is a list")
-        and error.count("\n") == 1
-    )
-    with pytest.raises(SystemExit):
-        cli.main(["configs"])
-    assert "ACTION" in capsys.readouterr().err
+    refused(f"{path}: the content is a list", "configs", "show", path)
+    refused("ACTION", "configs")
 
 
-def test_verify(machine, monkeypatch, capsys):
+def test_verify(machine, monkeypatch, lsq):
     machine.here["cuda"] = GPU
     path = machine.add(machine.user, "a", cublas_entry(m=8), cublas_entry(m=9), validators=GPU)
-    faults = {8: None, 9: "its sums are wrong"}
     monkeypatch.setattr(configs, "gpu_trials", lambda cache: None)
+    faults = {8: None, 9: "its sums are wrong"}
     monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: faults[entry.key.m])
-    assert cli.main(["configs", "verify", str(path), "--quiet"]) == 1
-    wrong, total = capsys.readouterr().out.splitlines()
-    assert wrong == "matmul 9 x 48 x 64 (int8 to int32, nt): its sums are wrong"
-    assert total == "2 entries checked; 1 wrong."
+    status, printed, _ = lsq("configs", "verify", path, "--quiet")
+    wrong = "matmul 9 x 48 x 64 (int8 to int32, nt): its sums are wrong"
+    assert (status, printed.splitlines()) == (1, [wrong, "2 entries checked; 1 wrong."])
     monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: None)
-    assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
-    assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
+    status, printed, _ = lsq("configs", "verify", path, "--quiet")
+    assert (status, printed) == (0, "2 entries checked; none wrong.\n")
 
 
-def test_verify_refuses_files_of_other_devices_and_of_cpus(machine, capsys):
+def test_verify_refuses_files_of_other_devices_and_of_cpus(machine, refused):
     gpu = machine.add(machine.user, "b", cublas_entry(), validators=GPU)
-    assert cli.main(["configs", "verify", str(gpu)]) == 2
-    error = capsys.readouterr().err
-    assert error == f"lsq configs: error: {gpu}: there is no cuda here; verify it on {ITS_DEVICE}\n"
+    message = f"{gpu}: there is no cuda here; verify it on the device that it was made on\n"
+    refused(message, "configs", "verify", gpu)
     machine.here["cuda"] = dataclasses.replace(GPU, device="Other GPU")
-    assert cli.main(["configs", "verify", str(gpu)]) == 2
-    assert "device differs: the file says 'Example GPU', here it is" in capsys.readouterr().err
+    message = "device differs: the file says 'Example GPU', here it is"
+    refused(message, "configs", "verify", gpu)
     cpu = machine.add(machine.user, "a", entry(8))
-    assert cli.main(["configs", "verify", str(cpu)]) == 2
-    assert "is for a CPU, whose tiles are exact whatever a file says" in capsys.readouterr().err
+    message = "is for a CPU, whose tiles are exact whatever a file says"
+    refused(message, "configs", "verify", cpu)
 
 
-def test_export(machine, tmp_path, capsys):
+def test_export(machine, tmp_path, lsq):
     machine.add(machine.user, "a", entry(8))
-    machine.add(
-        machine.user, "b", entry(8, times=dataclasses.replace(entry().times, chosen=1)), entry(9)
-    )
-    assert cli.main(["configs", "export", "--kind", "cpu", str(tmp_path / "mine.json")]) == 0
+    faster = dataclasses.replace(entry().times, chosen=1)
+    machine.add(machine.user, "b", entry(8, times=faster), entry(9))
+    export = ("configs", "export", "--kind", "cpu")
+    said = f"2 entries for Example CPU: {tmp_path / 'mine.json'}\n"
+    assert lsq(*export, tmp_path / "mine.json") == (0, said, "")
     assert configuration_file.read(tmp_path / "mine.json") == file(entry(8), entry(9))
-    assert capsys.readouterr().out == f"2 entries for Example CPU: {tmp_path / 'mine.json'}\n"
-    assert cli.main(["configs", "export", "--kind", "cpu", str(tmp_path)]) == 0
-    assert (
-        json.loads((tmp_path / "Example_CPU_2_threads.json").read_text())["validators"]["threads"]
-        == 2
-    )
+    assert lsq(*export, tmp_path)[0] == 0
+    made = json.loads((tmp_path / "Example_CPU_2_threads.json").read_text())
+    assert made["validators"]["threads"] == 2
 
 
-def test_export_of_a_gpu(machine, tmp_path):
+def test_export_of_a_gpu(machine, tmp_path, lsq):
     machine.here["cuda"] = GPU
     machine.add(machine.user, "a", cublas_entry(), validators=GPU)
-    assert cli.main(["configs", "export", str(tmp_path)]) == 0
+    assert lsq("configs", "export", tmp_path)[0] == 0
     assert configuration_file.read(tmp_path / "Example_GPU.json").entries == (cublas_entry(),)
 
 
-def test_nothing_to_export(machine, tmp_path, capsys):
-    assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 2
-    assert "--kind is cuda, and there is no cuda here" in capsys.readouterr().err
-    assert cli.main(["configs", "export", str(tmp_path / "mine.json"), "--kind", "cpu"]) == 2
-    assert (
-        "no file holds for the cpu here, so there is nothing to export; make one"
-        in capsys.readouterr().err
-    )
+def test_nothing_to_export(machine, tmp_path, refused):
+    export = ("configs", "export", tmp_path / "mine.json")
+    refused("--kind is cuda, and there is no cuda here", *export)
+    message = "no file holds for the cpu here, so there is nothing to export; make one"
+    refused(message, *export, "--kind", "cpu")
     assert not (tmp_path / "mine.json").exists()

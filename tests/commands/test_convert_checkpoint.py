@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import lsq.models
-from lsq.commands import cli
 from lsq.layers import clip_format
 from lsq.models.sparsity import sparsity_of
 
@@ -20,76 +19,58 @@ def names_in(folder: Path) -> set[str]:
 
 
 @pytest.fixture
-def convert(capsys):
-    """convert(checkpoint, path, *options) -> (exit status, what is said)."""
+def convert(lsq):
+    """convert(checkpoint, path, *options) -> what is said."""
 
-    def convert(checkpoint, path, *options) -> tuple[int, str]:
-        status = cli.main(
-            ["convert-checkpoint", str(checkpoint), "--output", str(path), *map(str, options)]
-        )
-        said = capsys.readouterr()
-        return status, said.out or said.err
+    def convert(checkpoint, path, *options) -> str:
+        status, out, err = lsq("convert-checkpoint", checkpoint, "--output", path, *options)
+        assert status == 0, err
+        return out
 
     return convert
 
 
+@pytest.fixture
+def not_converted(refused):
+    """not_converted(message, checkpoint, path, *options): that is a mistake."""
+    return lambda message, checkpoint, path, *options: refused(
+        message, "convert-checkpoint", checkpoint, "--output", path, *options
+    )
+
+
 @pytest.mark.thorough
-def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp_path, capsys):
+def test_a_run_in_another_format_is_exported_and_translates(convert, lsq, output, tmp_path):
     path = tmp_path / "int4.pt"
     before = (output / CHECKPOINT).read_bytes()
-    status, said = convert(output / CHECKPOINT, path, "--weight-format", "int4")
-    assert (
-        status == 0
-        and "clips of 12 weights are measured anew, those of activations are kept" in said
-    )
+    said = convert(output / CHECKPOINT, path, "--weight-format", "int4")
+    assert "clips of 12 weights are measured anew, those of activations are kept" in said
     assert (output / CHECKPOINT).read_bytes() == before and names_in(tmp_path) == {"int4.pt"}
     assert torch.load(path)["cfg"]["model"].lsq_weight_format == "int4"
     exported = tmp_path / "model.safetensors"
-    given = [
-        "export",
-        str(path),
-        "--to",
-        "lsq",
-        "--output",
-        str(exported),
-        "--data",
-        str(output / "data"),
-    ]
-    assert cli.main(given) == 0 and exported.exists()
+    given = ["--to", "lsq", "--output", exported, "--data", output / "data"]
+    assert lsq("export", path, *given)[0] == 0 and exported.exists()
 
 
-def test_what_is_refused(convert, output, tmp_path):
-    checkpoint, path = output / CHECKPOINT, tmp_path / "other.pt"
-    assert (
-        "say what shall be another: --weight-format, --activation-format, "
-        in convert(checkpoint, path)[1]
-    )
-    status, said = convert(checkpoint, path, "--weight-format", "int5")
-    assert status == 2 and "weight_format is 'int5'" in said
-    status, said = convert(checkpoint, path, "--weight-format", "int8")
-    assert status == 2 and "has weight_format='int8' already" in said
-    assert "is not there" in convert(tmp_path / "none.pt", path, "--bits", 4)[1]
-    assert (
-        "is what is converted, or part of it"
-        in convert(checkpoint, checkpoint, "--bits", 4, "--overwrite")[1]
-    )
-    assert "there is no folder" in convert(checkpoint, tmp_path / "no" / "other.pt", "--bits", 4)[1]
-    training = checkpoint.parents[1]
-    assert (
-        f"is the folder of a training; give its checkpoint, {checkpoint}"
-        in convert(training, path, "--bits", 4)[1]
-    )
+def test_what_is_refused(convert, not_converted, output, tmp_path):
+    checkpoint, path, training = output / CHECKPOINT, tmp_path / "other.pt", output / "int8"
     (tmp_path / "broken.pt").write_bytes(b"nothing")
-    assert (
-        "is not a checkpoint of fairseq's" in convert(tmp_path / "broken.pt", path, "--bits", 4)[1]
-    )
+    own = f"is the folder of a training; give its checkpoint, {checkpoint}"
+    part, bits = "is what is converted, or part of it", ("--bits", 4)
+    for message, *given in (
+        ("say what shall be another: --weight-format, --activation-format, ", checkpoint, path),
+        ("weight_format is 'int5'", checkpoint, path, "--weight-format", "int5"),
+        ("has weight_format='int8' already", checkpoint, path, "--weight-format", "int8"),
+        ("is not there", tmp_path / "none.pt", path, *bits),
+        (part, checkpoint, checkpoint, *bits, "--overwrite"),
+        ("there is no folder", checkpoint, tmp_path / "no" / "other.pt", *bits),
+        (own, training, path, *bits),
+        ("is not a checkpoint of fairseq's", tmp_path / "broken.pt", path, *bits),
+    ):
+        not_converted(message, *given)
     path.write_text("mine")
-    assert (
-        "is there already; choose another, or replace it"
-        in convert(checkpoint, path, "--bits", 4)[1]
-    )
+    not_converted("is there already; choose another, or replace it", checkpoint, path, *bits)
     assert path.read_text() == "mine"
-    assert convert(checkpoint, path, "--bits", 4, "--overwrite")[0] == 0
+    convert(checkpoint, path, *bits, "--overwrite")
     assert names_in(tmp_path) == {"broken.pt", "other.pt"}
 
 
@@ -113,8 +94,7 @@ def folder(tmp_path_factory):
 
 def test_a_folder_of_transformers(convert, folder, tmp_path):
     source, words = folder
-    status, said = convert(source, tmp_path / "tensor", "--weight-granularity", "tensor")
-    assert status == 0, said
+    said = convert(source, tmp_path / "tensor", "--weight-granularity", "tensor")
     assert "clips of 5 weights are measured anew, those of activations are kept" in said
     assert names_in(tmp_path) == {"tensor"}
     assert names_in(source) - names_in(tmp_path / "tensor") == {"trainer_state.json"}
@@ -123,12 +103,8 @@ def test_a_folder_of_transformers(convert, folder, tmp_path):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(name.endswith(("weight_clip", "format")) for name in changed) and len(changed) > 4
     read = clip_format.read(after["transformer.h.0.format"], "format")
-    assert read == {
-        "weight_format": "int8",
-        "activation_format": "int8",
-        "weight_granularity": "tensor",
-        "bits": 8,
-    }
+    formats = {"weight_format": "int8", "activation_format": "int8"}
+    assert read == formats | {"weight_granularity": "tensor", "bits": 8}
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tensor")
     lsq.convert(model, lsq.QuantConfig(weight_granularity="tensor"))
@@ -157,8 +133,7 @@ def write_folder(path: Path, source: Path, **quant) -> torch.nn.Module:
 def test_masks_of_a_folder_stay(convert, folder, tmp_path):
     transformers, before = pytest.importorskip("transformers"), tmp_path / "before"
     sparse = write_folder(before, folder[0], sparsity="2:4")
-    status, said = convert(before, tmp_path / "after", "--weight-format", "nvfp4")
-    assert status == 0, said
+    convert(before, tmp_path / "after", "--weight-format", "nvfp4")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "after")
     lsq.convert(model, lsq.QuantConfig(sparsity="2:4", weight_format="nvfp4"))
     lsq.models.load_clips(model, tmp_path / "after")
@@ -169,63 +144,49 @@ def test_masks_of_a_folder_stay(convert, folder, tmp_path):
 
 
 def test_a_folder_without_clips_gets_some(convert, folder, tmp_path):
-    write_folder(
-        tmp_path / "before", folder[0], weight_format="float32", activation_format="float32"
-    )
+    floats = {"weight_format": "float32", "activation_format": "float32"}
+    write_folder(tmp_path / "before", folder[0], **floats)
     formats = "--weight-format", "int8", "--activation-format", "int8"
-    status, said = convert(tmp_path / "before", tmp_path / "after", *formats)
-    assert status == 0, said
-    assert (
-        "clips of 5 weights are measured anew, those of activations are measured in the next pass"
-        in said
-    )
+    said = convert(tmp_path / "before", tmp_path / "after", *formats)
+    anew = "clips of 5 weights are measured anew, those of activations are measured in the next"
+    assert anew in said
 
 
 def test_a_format_that_does_not_round(convert, folder, tmp_path):
-    said = convert(folder[0], tmp_path / "after", "--weight-format", "float32")[1]
+    said = convert(folder[0], tmp_path / "after", "--weight-format", "float32")
     assert "no weight has a clip in this format, those of activations are kept" in said
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_mixture_for_layers_by_themselves_alone(convert, fused, tmp_path):
+def test_a_mixture_for_layers_by_themselves_alone(convert, not_converted, fused, tmp_path, capsys):
     transformers, before = pytest.importorskip("transformers"), tmp_path / "before"
-    config = transformers.BertConfig(
-        vocab_size=96,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     model = transformers.BertForMaskedLM(config).train()
     lsq.convert(model, fused=fused)
     model(input_ids=torch.arange(2, 18).view(1, 16))
     model.save_pretrained(before)
     lsq.models.save_clips(model, before)
-    status, said = convert(before, tmp_path / "after", "--weight-format", "int8,*query*=int4")
+    given = before, tmp_path / "after", "--weight-format", "int8,*query*=int4"
+    capsys.readouterr()  # transformers says what it writes
     if fused:
-        assert (
-            status == 2
-            and "int4 to bert.encoder.layer.0.attention.self.query.weight, int8 to " in said
-        )
-        assert "give all of them one format, or call lsq.convert with fused=False" in said
+        not_converted("int4 to bert.encoder.layer.0.attention.self.query.weight, int8 to ", *given)
+        advice = "give all of them one format, or call lsq.convert with fused=False"
+        not_converted(advice, *given)
     else:
-        assert status == 0, said
+        convert(*given)
         lsq.revert(model)
         lsq.convert(model, lsq.QuantConfig(weight_format="int8,*query*=int4"), fused=False)
         lsq.models.load_clips(model, tmp_path / "after")
 
 
-def test_folders_that_are_refused(convert, folder, tmp_path):
-    source, _ = folder
-    assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8)[1]
+def test_folders_that_are_refused(not_converted, folder, tmp_path):
+    source, other = folder[0], tmp_path / "other"
     gradients = "--gradient-format", "float32"
-    assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8, *gradients)[1]
-    assert "says nothing of gradient_format" in convert(source, tmp_path / "other", *gradients)[1]
-    assert (
-        "is what is converted, or part of it" in convert(source, source / "other", "--bits", 4)[1]
-    )
-    nothing = (
-        f"{tmp_path} has nothing to convert: there is no lsq.safetensors, in which LsqCallback and "
-    )
-    assert nothing in convert(tmp_path, tmp_path.parent / "other", "--bits", 4)[1]
-    assert not (tmp_path / "other").exists()
+    not_converted("has bits=8 already", source, other, "--bits", 8)
+    not_converted("has bits=8 already", source, other, "--bits", 8, *gradients)
+    not_converted("says nothing of gradient_format", source, other, *gradients)
+    not_converted("is what is converted, or part of it", source, source / "other", "--bits", 4)
+    nothing = "has nothing to convert: there is no lsq.safetensors, in which LsqCallback and "
+    not_converted(f"{tmp_path} {nothing}", tmp_path, tmp_path.parent / "other", "--bits", 4)
+    assert not other.exists()

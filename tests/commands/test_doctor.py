@@ -1,14 +1,22 @@
-"""`lsq doctor`: what it finds, says and advises."""
+"""`lsq doctor`: what it finds, says and advises; every CUDA operation of training against its
+reference."""
 
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 import torch
 
 import lsq
 from lsq.commands import doctor
+from lsq.emulator import build
+from lsq.ops.rounding import Round
+from lsq.ops.sums import PartialSums
+from lsq.run import backends, cuda
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 GOOD_PACKAGES = dict.fromkeys(doctor.REQUIRED, "1.0") | {
     name: None for extra in doctor.EXTRAS.values() for name in extra.packages
@@ -49,9 +57,8 @@ def test_product_is_exact_here():
 
 
 def test_product_check_notices_float32_sums(monkeypatch):
-    monkeypatch.setattr(
-        doctor.gemm, "untuned_product", lambda a, b: (a.float() @ b.float().t()).int()
-    )
+    product = lambda a, b: (a.float() @ b.float().t()).int()  # noqa: E731
+    monkeypatch.setattr(doctor.gemm, "untuned_product", product)
     assert not doctor.check_product((48, 48, 2048), repeats=1).exact
 
 
@@ -83,18 +90,8 @@ def test_report_of_this_machine(found):
     # which may say +cu130 where the package does not
     assert torch.__version__.startswith(found.packages["torch"])
     assert found.healthy == all(found.packages[name] for name in doctor.REQUIRED)
-
-
-def test_text_names_everything(found):
     shown = doctor.text(found)
-    library = found.host_library or "plain"
-    for part in (
-        found.cpu,
-        library,
-        doctor.kernel_name(),
-        found.packages["torch"],
-        *doctor.REQUIRED,
-    ):
+    for part in (found.cpu, found.host_library or "plain", doctor.kernel_name(), *doctor.REQUIRED):
         assert part in shown
 
 
@@ -106,9 +103,8 @@ def test_text_names_everything(found):
     ],
 )
 def test_text_says_whether_a_gpu_is_used(found, fault, said, path):
-    shown = doctor.text(
-        dataclasses.replace(found, gpus=("Example GPU, sm_90, 80 GiB",), gpu_fault=fault)
-    )
+    gpus = ("Example GPU, sm_90, 80 GiB",)
+    shown = doctor.text(dataclasses.replace(found, gpus=gpus, gpu_fault=fault))
     assert f"Example GPU, sm_90, 80 GiB {said}" in shown and re.search(rf"int8 path +{path}", shown)
     assert ("* The GPU cannot be used: it is too old" in shown) is (fault is not None)
 
@@ -116,11 +112,10 @@ def test_text_says_whether_a_gpu_is_used(found, fault, said, path):
 @pytest.fixture
 def sound(found) -> doctor.Report:
     """A report that leaves nothing to be done."""
+    times = {"int8_milliseconds": 1.0, "float32_milliseconds": 4.0}
     return dataclasses.replace(
         found,
-        product=dataclasses.replace(
-            found.product, exact=True, int8_milliseconds=1.0, float32_milliseconds=4.0
-        ),
+        product=dataclasses.replace(found.product, exact=True, **times),
         gpus=(),
         host_library="C++ host library, AVX2",
         packages=GOOD_PACKAGES,
@@ -134,20 +129,17 @@ def test_advice_is_empty_when_all_is_well(sound):
     assert "Nothing to do." in doctor.text(sound)
 
 
+FAULTY = {"faults": {"launcher": "libruntime.so is damaged"}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"host_library": None}, "apt install g++"),
         ({"packages": GOOD_PACKAGES | {"safetensors": None}}, "pip install safetensors"),
         ({"cpu_features": ("AVX2",)}, "no int8 dot-product instructions"),
-        (
-            {"product": SLOW},
-            "int8 products take 1.5 times as long as those of float32 here. Run this again",
-        ),
-        (
-            {"faults": {"launcher": "libruntime.so is damaged"}},
-            "The launcher cannot be used: libruntime.so is damaged",
-        ),
+        ({"product": SLOW}, "int8 products take 1.5 times as long as those of float32 here. Run"),
+        (FAULTY, "The launcher cannot be used: libruntime.so is damaged"),
     ],
 )
 def test_advice(sound, change, words):
@@ -156,25 +148,18 @@ def test_advice(sound, change, words):
 
 
 def test_how_fast_the_cpu_is_does_not_matter_beside_a_gpu(sound):
-    assert (
-        dataclasses.replace(sound, product=SLOW, gpus=("Example GPU",), gpu_fault=None).advice == ()
-    )
+    on_gpu = dataclasses.replace(sound, product=SLOW, gpus=("Example GPU",), gpu_fault=None)
+    assert on_gpu.advice == ()
 
 
 def test_extras_are_listed(sound):
-    packages = GOOD_PACKAGES | {
-        "transformers": "5.1",
-        "uvicorn": "0.30",
-        "starlette": "1.0",
-        "prometheus-client": "2",
-    }
-    shown = doctor.text(dataclasses.replace(sound, packages=packages))
+    there = {"transformers": "5.1", "uvicorn": "0.30", "starlette": "1.0", "prometheus-client": "2"}
+    shown = doctor.text(dataclasses.replace(sound, packages=GOOD_PACKAGES | there))
+    huggingface = "transformers 5.1; not installed: accelerate"
     for line in (
         r"extra fairseq +not installed: fairseq-fixed \(for training in fairseq\)",
-        r"extra huggingface +transformers 5.1; not installed: accelerate \(for models of Hugging"
-        r" Face\)",
-        r"extra serve +uvicorn 0.30, starlette 1.0, prometheus-client 2 \(for translations over"
-        r" HTTP, `lsq serve`\)",
+        rf"extra huggingface +{huggingface} \(for models of Hugging Face\)",
+        r"extra serve +uvicorn 0.30, starlette 1.0, prometheus-client 2 \(for translations over .*",
     ):
         assert re.search(f"^{line}$", shown, re.MULTILINE), shown
 
@@ -190,27 +175,20 @@ def test_wrong_products_come_first_and_fail(sound):
     "cuda, words", [("13.0", "built for CUDA 13.0"), (None, "built for the CPU alone")]
 )
 def test_without_a_gpu_it_says_what_torch_is_built_for(found, cuda, words):
-    without = dataclasses.replace(found, gpus=(), cuda=cuda)
-    assert re.search(
-        rf"^GPU +none that torch can use .*{words}", doctor.text(without), re.MULTILINE
-    )
+    shown = doctor.text(dataclasses.replace(found, gpus=(), cuda=cuda))
+    assert re.search(rf"^GPU +none that torch can use .*{words}", shown, re.MULTILINE)
 
 
-def test_run_prints_text_or_json(found, monkeypatch, capsys):
+def test_run_prints_text_or_json(found, monkeypatch, lsq):
     monkeypatch.setattr(doctor, "report", lambda: found)
-    assert doctor.run([]) == (0 if found.healthy else 1)
-    assert capsys.readouterr().out == doctor.text(found) + "\n"
-    doctor.run(["--json"])
-    printed = json.loads(capsys.readouterr().out)
+    assert lsq("doctor") == (0 if found.healthy else 1, doctor.text(found) + "\n", "")
+    printed = json.loads(lsq("doctor", "--json")[1])
     assert printed["cpu"] == found.cpu and printed["product"]["exact"] == found.product.exact
     assert printed["healthy"] == found.healthy
-
-
-def test_run_fails_when_a_package_is_missing(found, monkeypatch, capsys):
     broken = dataclasses.replace(found, packages=found.packages | {"numpy": None})
     monkeypatch.setattr(doctor, "report", lambda: broken)
-    assert doctor.run([]) == 1
-    assert "MISSING" in capsys.readouterr().out
+    status, printed, _ = lsq("doctor")
+    assert status == 1 and "MISSING" in printed
 
 
 @pytest.fixture
@@ -224,14 +202,11 @@ def stale(monkeypatch, tmp_path):
     doctor.loader.library.cache_clear()
 
 
-def test_a_stale_library_is_reported_with_its_remedy(stale, capsys):
-    assert doctor.run([]) == 1
-    printed = capsys.readouterr().out
-    assert re.search(r"C\+\+ library +UNUSABLE", printed)
-    assert re.search(
-        r"\* The C\+\+ library cannot be used: .* was built from other .*make library", printed
-    )
-    assert "The C++ library is missing" not in printed
+def test_a_stale_library_is_reported_with_its_remedy(stale, lsq):
+    status, printed, _ = lsq("doctor")
+    assert status == 1 and re.search(r"C\+\+ library +UNUSABLE", printed)
+    advice = r"\* The C\+\+ library cannot be used: .* was built from other .*make library"
+    assert re.search(advice, printed) and "The C++ library is missing" not in printed
 
 
 def test_names_and_values_stand_apart(found):
@@ -240,6 +215,65 @@ def test_names_and_values_stand_apart(found):
     for name in doctor.REQUIRED:
         assert re.search(rf"^{name} +13\.5\.37$", shown, re.MULTILINE)
     assert ", 1 core, 1 torch thread\n" in shown
-    assert ", 2 cores, 3 torch threads\n" in doctor.text(
-        dataclasses.replace(found, cores=2, threads=3)
-    )
+    shown = doctor.text(dataclasses.replace(found, cores=2, threads=3))
+    assert ", 2 cores, 3 torch threads\n" in shown
+
+
+# The emulator
+
+
+@needs_compiler
+def test_every_operation_agrees(lsq):
+    status, shown, _ = lsq("doctor", "--emulate")
+    assert status == 0
+    names = {operation.name for program in doctor.trained() for operation in program.operations}
+    layers = "Project ProjectWeightGradient Attention AttentionGradient Embed RoundGradient"
+    assert names >= set(layers.split()) | {"Rotate", "RotateGradient", "Gated", "GatedGradient"}
+    assert names >= {"StartScales", "FinishSums"}, "the programs are those of a GPU"
+    names.add("RoundWeight")
+    assert all(f"\n{name} " in "\n" + shown for name in names)
+    assert "DIFFERS" not in shown and "none differ from their references" in shown
+
+
+@needs_compiler
+def test_one_that_is_wrong_is_named(monkeypatch, lsq):
+    programs = doctor.trained()
+    program = next(one for one in programs if any(o.name == "Round" for o in one.operations))
+    monkeypatch.setattr(Round, "cuda", lambda self: [])
+    monkeypatch.setattr(doctor, "trained", lambda: [program])
+    status, shown, _ = lsq("doctor", "--emulate")
+    assert status == 1
+    assert [line.split()[0] for line in shown.splitlines() if "DIFFERS" in line] == ["Round"]
+
+
+def test_of_sums_that_are_left_in_parts_totals_are_compared():
+    parts = torch.randn(2, 8)
+    sums = {parts: PartialSums.of(parts, 4, (torch.empty(4),))}
+    for change, same in (0.0, True), (1.0, False):
+        found = torch.stack([parts[1] + change, parts[0]])
+        ((one, other),) = doctor._comparable([parts], [found], [parts], sums)
+        assert one.shape == (4,) and torch.allclose(one, other) == same
+
+
+def test_differences():
+    for found, wanted, difference in (
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.5], [1.0, 2.0], 0.25),
+        ([1.0, float("nan")], [1.0, 2.0], float("inf")),
+    ):
+        assert doctor._of_floats(torch.tensor(found), torch.tensor(wanted)) == difference
+    for found, difference in (([1, 2], 0.0), ([2, 2], 1.0), ([1, 1], float("inf"))):
+        codes = [torch.tensor(values, dtype=torch.int8) for values in (found, [1, 3])]
+        assert doctor._of_integers(*codes) == difference
+
+
+def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, lsq):
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    caches = backends._on_gpu, cuda.emulated_device, build._compiler_version
+    for cached in caches:
+        cached.cache_clear()
+    status, _, said = lsq("doctor", "--emulate")
+    assert status == 1 and said.count("\n") == 1
+    assert said.startswith("lsq doctor: the C++ compiler '/nonexistent/compiler'")
+    for cached in caches:
+        cached.cache_clear()

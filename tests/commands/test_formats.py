@@ -1,6 +1,7 @@
-"""`lsq formats`: of files, runs and folders of transformers'; what is written, and what is
-refused."""
+"""`lsq formats`: of files of every kind, runs and folders of transformers'; what is written, and
+what is refused."""
 
+import collections
 import json
 import os
 import signal
@@ -9,21 +10,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lsq.commands import cli, formats
+from lsq.commands import formats, run_files
+from lsq.commands.formats import tensors_in
 from lsq.files.lock import locked_folder
+from lsq.serving import model_file
+from lsq.serving.decoding_model import model_of
+from lsq.serving.model_file import ExportedModel
 
 FORMATS = ["--formats", "int8/row", "nvfp4"]
 
 
 @pytest.fixture
-def lsq_formats(capsys):
+def lsq_formats(lsq):
     """lsq_formats(*options) -> (exit status, standard output, standard error)."""
-
-    def lsq_formats(*options) -> tuple[int, str, str]:
-        status = cli.main(["formats", "--quiet", *map(str, options)])
-        return status, *capsys.readouterr()
-
-    return lsq_formats
+    return lambda *options: lsq("formats", "--quiet", *options)
 
 
 @pytest.fixture
@@ -31,20 +31,15 @@ def checkpoint(tmp_path):
     """A file with two weights, one of them broken, and a bias."""
     broken = torch.ones(3, 4)
     broken[0, 0] = torch.nan
-    tensors = {
-        "first.weight": torch.randn(40, 64),
-        "second.weight": broken,
-        "first.bias": torch.ones(40),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
+    tensors = {"first.weight": torch.randn(40, 64), "second.weight": broken}
+    save_file(tensors | {"first.bias": torch.ones(40)}, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
-def test_a_checkpoint_is_measured_and_written(lsq_formats, checkpoint, tmp_path):
+def test_a_checkpoint_is_measured_and_written(lsq_formats, refused, checkpoint, tmp_path):
     folder = tmp_path / "out"
-    status, said, _ = lsq_formats(
-        "--checkpoint", checkpoint, *FORMATS, "--clip", "mse", "--output", folder
-    )
+    options = [*FORMATS, "--clip", "mse", "--output", folder]
+    status, said, _ = lsq_formats("--checkpoint", checkpoint, *options)
     assert status == 0 and "weights: medians of 1, clips by mse" in said
     assert "not measured: weight second.weight: 1 of 12 values are NaN or infinite" in said
     assert sorted(path.name for path in folder.iterdir()) == sorted(formats.OUTPUTS)
@@ -53,11 +48,8 @@ def test_a_checkpoint_is_measured_and_written(lsq_formats, checkpoint, tmp_path)
     assert [one["name"] for one in found["tensors"]] == ["first.weight", "second.weight"]
     assert (folder / formats.TABLE).read_text().count("| int8/row ") == 1
     assert (folder / formats.PICTURE).read_bytes().startswith(b"\x89PNG")
-    status, _, said = lsq_formats("--checkpoint", checkpoint, "--output", folder)
-    assert (
-        status == 2
-        and "formats.json is there already; choose another --output, or give --overwrite" in said
-    )
+    message = "formats.json is there already; choose another --output, or give --overwrite"
+    refused(message, "formats", "--checkpoint", checkpoint, "--output", folder)
     options = ["--output", folder, "--overwrite", "--tensors", "first*"]
     assert lsq_formats("--checkpoint", checkpoint, *FORMATS, *options)[0] == 0
     assert len(json.loads((folder / formats.JSON).read_text())["tensors"]) == 1
@@ -69,76 +61,150 @@ def test_a_run_is_measured_by_its_checkpoint_and_by_a_batch(lsq_formats, output)
     assert status == 0 and "weights: medians of" in said and "activations" not in said
     status, said, _ = lsq_formats("--model", output / "int8", *FORMATS, "--words", "40")
     assert status == 0 and " words of its validation data" in said
-    assert all(
-        f"{kind}: medians of 12, " in said for kind in ("weights", "activations", "gradients")
-    )
+    for kind in ("weights", "activations", "gradients"):
+        assert f"{kind}: medians of 12, " in said
+
+
+def test_mistakes_are_one_line(refused, checkpoint, tmp_path):
+    for message, *options in (
+        ("no number format is called 'mxfp5' (did you mean mxfp4", "--formats", "mxfp5"),
+        ("no tensor is called 'third'; there are first.weight, ", "--tensors", "third"),
+        ("--text goes with --model", "--text", checkpoint),
+        ("--words goes with --model", "--words", "100"),
+        ("there is no folder", "--output", tmp_path / "a" / "b"),
+        ("model.safetensors is a file; give a folder", "--output", checkpoint),
+        ("'0' is not a whole number above 0", "--sample", "0"),
+    ):
+        refused(message, "formats", "--checkpoint", checkpoint, *options)
+    message = f"for its weights give --checkpoint {checkpoint}, or, if it is a checkpoint of"
+    refused(message, "formats", "--model", checkpoint)
+    refused("none is not there; check the path", "formats", "--checkpoint", tmp_path / "none")
+    refused("give one of --checkpoint and --model", "formats")
+    refused("give one of", "formats", "--checkpoint", checkpoint, "--model", checkpoint)
 
 
 def test_nothing_to_measure_is_an_error(lsq_formats, checkpoint, tmp_path):
     options = ["--tensors", "second*", "--output", tmp_path / "out"]
     status, _, said = lsq_formats("--checkpoint", checkpoint, *options)
-    assert (
-        status == 2
-        and "nothing could be measured in" in said
-        and "second.weight: 1 of 12 values are NaN" in said
-    )
-    assert not (tmp_path / "out").exists()
-
-
-def test_mistakes_are_one_line(lsq_formats, checkpoint, tmp_path):
-    for options, message in (
-        (
-            ["--checkpoint", checkpoint, "--formats", "mxfp5"],
-            "no number format is called 'mxfp5' (did you mean mxfp4",
-        ),
-        (
-            ["--checkpoint", checkpoint, "--tensors", "third"],
-            "no tensor is called 'third'; there are first.weight, ",
-        ),
-        (["--checkpoint", tmp_path / "none"], "none is not there; check the path"),
-        (["--checkpoint", checkpoint, "--text", checkpoint], "--text goes with --model"),
-        (["--checkpoint", checkpoint, "--words", "100"], "--words goes with --model"),
-        (
-            ["--model", checkpoint],
-            f"for its weights give --checkpoint {checkpoint}, or, if it is a checkpoint of",
-        ),
-        (["--checkpoint", checkpoint, "--output", tmp_path / "a" / "b"], "there is no folder"),
-        (
-            ["--checkpoint", checkpoint, "--output", checkpoint],
-            "model.safetensors is a file; give a folder",
-        ),
-        (
-            ["--checkpoint", checkpoint, "--clip", "percentile", "--percentile", "0"],
-            "percentile is 0.0; it must be",
-        ),
-    ):
-        status, _, said = lsq_formats(*options)
-        assert (
-            status == 2
-            and said.startswith("lsq formats: error: ")
-            and message in said
-            and said.count("\n") == 1
-        )
+    assert status == 2 and "nothing could be measured in" in said
+    assert "second.weight: 1 of 12 values are NaN" in said and not (tmp_path / "out").exists()
 
 
 def test_a_second_writer_is_refused(lsq_formats, checkpoint, tmp_path):
     folder = tmp_path / "out"
     with locked_folder(folder, "choose another"):
         status, _, said = lsq_formats("--checkpoint", checkpoint, *FORMATS, "--output", folder)
-    assert (
-        status == 1
-        and "is writing into" in said
-        and "wait for it, or choose another --output" in said
-    )
+    assert status == 1 and "is writing into" in said
+    assert "wait for it, or choose another --output" in said
     assert not folder.exists()
 
 
 def test_an_interruption_leaves_nothing(lsq_formats, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        formats.files, "write_text", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    status, _, said = lsq_formats(
-        "--checkpoint", checkpoint, *FORMATS, "--output", tmp_path / "out"
-    )
+    stop = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr(formats.files, "write_text", stop)
+    options = [*FORMATS, "--output", tmp_path / "out"]
+    status, _, said = lsq_formats("--checkpoint", checkpoint, *options)
     assert status == 128 + signal.SIGTERM and "stopped by SIGTERM" in said
     assert not (tmp_path / "out" / formats.JSON).exists()
+
+
+# Tensors from files
+
+TENSORS = {"layer.weight": torch.arange(6.0).view(2, 3), "layer.bias": torch.ones(2)}
+
+
+def same(found: dict, expected: dict) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        dict,
+        collections.OrderedDict,
+        lambda one: {"model": one, "optimizer": {0: one}},
+        lambda one: {"state_dict": {"model": one}, "epoch": 3},
+    ],
+)
+def test_files_of_pytorch(tmp_path, wrapped):
+    for zipped in (True, False):
+        torch.save(wrapped(TENSORS), tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+        assert same(tensors_in(tmp_path / "model.pt"), TENSORS)
+
+
+def test_nested_dicts_and_a_tensor(tmp_path):
+    torch.save({"net": TENSORS, "step": 4}, tmp_path / "model.pt")
+    expected = {f"net.{name}": tensor for name, tensor in TENSORS.items()}
+    assert same(tensors_in(tmp_path / "model.pt"), expected)
+    torch.save(TENSORS["layer.bias"], tmp_path / "model.pt")
+    assert list(tensors_in(tmp_path / "model.pt")) == ["tensor"]
+
+
+def test_safetensors_and_folders(tmp_path):
+    for number, (name, tensor) in enumerate(TENSORS.items()):
+        save_file({name: tensor}, tmp_path / f"model-{number}.safetensors")
+    one = {"layer.weight": TENSORS["layer.weight"]}
+    assert same(tensors_in(tmp_path / "model-0.safetensors"), one)
+    assert same(tensors_in(tmp_path), TENSORS)
+    other = tmp_path / "other"
+    other.mkdir()
+    message = r"other has no \*.safetensors or pytorch_model\*.bin in it"
+    with pytest.raises(ValueError, match=message):
+        tensors_in(other)
+    torch.save(TENSORS, other / "pytorch_model.bin")
+    assert same(tensors_in(other), TENSORS)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_of_fairseq_and_an_exported_file(output, tmp_path):
+    source = run_files.find(output)
+    found = run_files.load(source)
+    tensors = tensors_in(source.checkpoint)
+    layer = [name for name in tensors if name.startswith("encoder.layers.0.")]
+    (name,) = [name for name in layer if tensors[name].shape == (32, 16)]
+    assert torch.equal(tensors[name], found.model.state_dict()[name])
+    exported = ExportedModel(
+        model=model_of(found.model),
+        source=tuple(found.source.symbols),
+        target=tuple(found.target.symbols),
+    )
+    model_file.write(tmp_path / "exported", exported)
+    decoded = tensors_in(tmp_path / "exported")
+    weight = found.model.state_dict()[name]
+    assert decoded[name].shape == weight.shape
+    assert (decoded[name] - weight).abs().max() < 0.05 * weight.abs().max()
+    assert not any(name.endswith((".codes", ".scale")) for name in decoded)
+
+
+class Stranger:
+    """What nobody knows."""
+
+
+def test_files_that_are_refused(tmp_path):
+    path = tmp_path / "model.pt"
+    foreign = "is damaged, or no file of tensors .*: it was not written by torch.save; save the st"
+    for content, message in (
+        (b"", "is empty"),
+        (b"no tensors in here", foreign),
+        (b"\x10\0\0\0\0\0\0\0{bad", "is damaged or no file of safetensors"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            tensors_in(path)
+    for zipped in (True, False):
+        state = {"model": TENSORS, "who": Stranger()}
+        torch.save(state, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(
+            ValueError, match="holds a tests.commands.test_formats.Stranger, and making"
+        ) as refused:
+            tensors_in(path)
+        said = str(refused.value)
+        assert "weights_only" not in said and "still be loaded" not in said
+    torch.save(TENSORS, path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match="is damaged"):
+        tensors_in(path)
+    with pytest.raises(FileNotFoundError):
+        tensors_in(tmp_path / "nothing")

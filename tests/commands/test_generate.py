@@ -1,3 +1,5 @@
+"""`lsq generate`: every sentence is translated, and what is refused."""
+
 from argparse import Namespace
 
 import pytest
@@ -18,10 +20,8 @@ def lsq_generate(prepared, tmp_path):
 
     def lsq_generate(checkpoint, *options):
         with logging_to(tmp_path / "generate.log"):
-            data = [str(prepared.data), "--gen-subset", "test", "--path", str(checkpoint)]
-            generate.run(
-                [*data, "--results-path", str(tmp_path), "--cpu", "--num-workers", "0", *options]
-            )
+            given = [str(prepared.data), "--path", str(checkpoint), "--results-path", str(tmp_path)]
+            generate.run([*given, *"--gen-subset test --cpu --num-workers 0".split(), *options])
         return tmp_path / "generate-test.txt"
 
     return lsq_generate
@@ -38,9 +38,8 @@ def test_every_sentence_is_translated_with_its_number(
     lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
     sentencepiece = ["--bpe", "sentencepiece", "--sentencepiece-model"]
     sentencepiece += [str(prepared.output / "vocabulary" / "sentencepiece.model")]
-    path = lsq_generate(
-        tmp_path / "model" / "checkpoint_last.pt", "--beam", "2", "--max-len-b", "8", *sentencepiece
-    )
+    options = ["--beam", "2", "--max-len-b", "8", *sentencepiece]
+    path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", *options)
     assert f"generating by lsq's search and {by}\n" in (tmp_path / "generate.log").read_text()
     lines = path.read_text().splitlines()
     sources = {line.split("\t")[0]: line.split("\t")[1] for line in lines if line.startswith("S-")}
@@ -56,23 +55,17 @@ def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path, content):
     path = tmp_path / "sentencepiece.model"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(
-        ValueError,
-        match="--sentencepiece-model .* is missing, damaged or no model of sentencepiece",
-    ):
-        lsq_generate(
-            tmp_path / "x.pt", "--bpe", "sentencepiece", "--sentencepiece-model", str(path)
-        )
+    message = "--sentencepiece-model .* is missing, damaged or no model of sentencepiece"
+    options = ["--bpe", "sentencepiece", "--sentencepiece-model", str(path)]
+    with pytest.raises(ValueError, match=message):
+        lsq_generate(tmp_path / "x.pt", *options)
 
 
 @pytest.mark.parametrize(
     ("content", "task"),
     [
         ({"args": Namespace(task="translation")}, "translation"),
-        (
-            {"args": None, "cfg": {"task": {"_name": "lsq_language_modeling"}}},
-            "lsq_language_modeling",
-        ),
+        ({"cfg": {"task": {"_name": "lsq_language_modeling"}}}, "lsq_language_modeling"),
         ({"cfg": {"task": Namespace(_name="language_modeling")}}, "language_modeling"),
         ({"cfg": {"task": {"_name": "of nobody"}}}, "lsq_translation"),
         ({"cfg": {"task": {"_name": ["translation"]}}}, "lsq_translation"),
@@ -88,16 +81,7 @@ def test_the_task_is_that_of_the_checkpoint(tmp_path, content, task):
 
 def test_scores_with_sacrebleu(lsq_train, lsq_generate, tmp_path):
     lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
-    options = [
-        "--scoring",
-        "sacrebleu",
-        "--beam",
-        "1",
-        "--max-len-b",
-        "8",
-        "--remove-bpe",
-        "sentencepiece",
-    ]
+    options = "--scoring sacrebleu --beam 1 --max-len-b 8 --remove-bpe sentencepiece".split()
     path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", *options)
     assert "Generate test with beam=1: " in path.read_text().splitlines()[-1]
 
@@ -111,26 +95,23 @@ def test_empty_translations_are_read(tmp_path):
     assert generate.read_hypotheses(path, 2) == ["", "one\u2028two\tthree"]
 
 
-def test_no_checkpoint_is_named(prepared):
+def test_what_is_refused(prepared, lsq_generate, tmp_path):
     with pytest.raises(ValueError, match="give the checkpoint to translate with: --path"):
         generate.run([str(prepared.data)])
-
-
-def test_missing_checkpoint(lsq_generate, tmp_path):
     with pytest.raises(OSError, match="Model file not found: .*nowhere.pt"):
         lsq_generate(tmp_path / "nowhere.pt")
-
-
-def test_half_precision_on_the_cpu(lsq_generate, tmp_path):
     with pytest.raises(ValueError, match="--fp16 needs a GPU"):
         lsq_generate(tmp_path / "x.pt", "--fp16")
-
-
-def test_foreign_file_instead_of_a_checkpoint(lsq_generate, tmp_path):
     torch.save({"weights": 1}, tmp_path / "x.pt")
     (tmp_path / "y.pt").write_text("not a checkpoint")
-    for name in ("x.pt", "y.pt"):
-        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of fairseq's"):
+    (tmp_path / "empty.pt").touch()
+    foreign = "is not a checkpoint of fairseq's"
+    for name, message in (
+        ("x.pt", foreign),
+        ("y.pt", foreign),
+        ("empty.pt", "is damaged: it is empty"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} {message}"):
             lsq_generate(tmp_path / name)
 
 
@@ -139,10 +120,8 @@ def prepared_otherwise(files, tmp_path):
     """prepared_otherwise(files, size): other data, with a vocabulary of its own."""
 
     def prepared_otherwise(files: TextFiles, size: int) -> str:
-        vocabulary = VOCABULARY | {"size": size}
-        return str(
-            prepare(Prepared(files=files, output=tmp_path / f"other{size}", **vocabulary)).data
-        )
+        options = VOCABULARY | {"size": size, "output": tmp_path / f"other{size}"}
+        return str(prepare(Prepared(files=files, **options)).data)
 
     return prepared_otherwise
 
@@ -157,38 +136,26 @@ def test_data_of_another_vocabulary(lsq_train, files, prepared_otherwise, tmp_pa
     }
     for path in sum(reversed_words.values(), ()):
         path.write_text("".join(line[::-1] + "\n" for line in path.read_text().splitlines()))
-    options = [
-        "--gen-subset",
-        "test",
-        "--path",
-        str(tmp_path / "model" / "checkpoint_last.pt"),
-        "--cpu",
-    ]
+    options = ["--path", str(tmp_path / "model" / "checkpoint_last.pt"), "--cpu"]
+    options += ["--gen-subset", "test"]
     words = "has another source and target dictionary than the checkpoint was trained with"
-    for data in (
-        prepared_otherwise(files, 100),
-        prepared_otherwise(reversed_words, VOCABULARY["size"]),
-    ):
+    others = ((files, 100), (reversed_words, VOCABULARY["size"]))
+    for data in [prepared_otherwise(*given) for given in others]:
         with pytest.raises(ValueError, match=words):
             generate.run([data, *options])
     with pytest.raises(ValueError, match=words):  # nor does a training go on with them
         train.run([data, "--save-dir", str(tmp_path / "model"), "--cpu", *TRAINING, "--arch", arch])
-    with pytest.raises(
-        ValueError,
-        match="last.pt does not fit .* dictionaries .dict.* of .*data describe;.* size mis",
-    ):
+    message = "last.pt does not fit .* dictionaries .dict.* of .*data describe;.* size mis"
+    with pytest.raises(ValueError, match=message):
         generate.run([str(tmp_path / "other100" / "data"), *options, "--task", "translation"])
 
 
 def test_a_checkpoint_that_does_not_fit_its_overrides(lsq_train, lsq_generate, tmp_path):
     lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
     path = tmp_path / "model" / "checkpoint_last.pt"
-    with pytest.raises(
-        ValueError,
-        match="does not fit the model that its options, --model-overrides .*: Missing key",
-    ):
+    message = "does not fit the model that its options, --model-overrides .*: Missing key"
+    with pytest.raises(ValueError, match=message):
         lsq_generate(path, "--model-overrides", "{'encoder_layers': 2}")
-    with pytest.raises(
-        ValueError, match="--lm-path is .*, which is of a TransformerModel and no language model"
-    ):
+    message = "--lm-path is .*, which is of a TransformerModel and no language model"
+    with pytest.raises(ValueError, match=message):
         lsq_generate(path, "--lm-path", str(path))

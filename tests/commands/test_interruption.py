@@ -24,39 +24,34 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", Interruption.SIGNALS)
-def test_immediate_at_first(number):
+def test_signals_are_immediate_or_noted(number):
+    """However often a terminal that closes says so."""
     with pytest.raises(Interrupted) as stopped, Interruption():
         send(number)
     assert stopped.value.code == 128 + number
-
-
-def test_deferred_signal_is_only_noted():
     with Interruption() as interruption:
         interruption.defer()
         assert interruption.requested is None
-        send(signal.SIGTERM)
-        assert interruption.requested == signal.SIGTERM
-
-
-def test_a_terminal_that_closes_is_noted_however_often_it_says_so():
-    with Interruption() as interruption:
-        interruption.defer()
-        send(signal.SIGHUP)
-        send(signal.SIGHUP)
-        assert interruption.requested == signal.SIGHUP
-
-
-def test_at_once_within_a_context():
+        for _ in range(1 + (number == signal.SIGHUP)):
+            send(number)
+        assert interruption.requested == number
     with Interruption() as interruption:
         interruption.defer()
         with pytest.raises(Interrupted), interruption.at_once():
-            send(signal.SIGINT)
+            send(number)
 
 
-def test_nohup_holds():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Interruption():
-        send(signal.SIGHUP)
+def test_ignored_signals_stay_ignored():
+    """As nohup and shells' background jobs want it."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in Interruption.SIGNALS}
+    try:
+        with Interruption() as interruption:
+            for number in before:
+                send(number)
+            assert interruption.requested is None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_handlers_come_back():
@@ -80,17 +75,6 @@ def test_a_process_that_concludes_ignores_signals():
         assert signal.getsignal(signal.SIGINT) == before[0]
     finally:
         signal.signal(signal.SIGTERM, before[1])
-
-
-def test_ignored_signals_stay_ignored():
-    """As nohup and shells' background jobs want it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Interruption() as interruption:
-            send(signal.SIGINT)
-            assert interruption.requested is None
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 SCRIPT = """
@@ -122,9 +106,8 @@ def test_second_signal_and_forked_processes_are_not_deferred():
     """What a terminal sends to all its processes is left to the one that trains; others load data
     for its update."""
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert done.stdout.split() == ["0", "-15", "None", "noted"]
     assert done.returncode == -signal.SIGTERM
     assert time.monotonic() - start < 40
@@ -151,9 +134,8 @@ def run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(interruption.subprocess, "Popen", start)
     monkeypatch.setattr(interruption, "POLL_SECONDS", 0.05)
-    return lambda script: run_lsq(
-        ["-c", "import os, sys, time, signal\n" + textwrap.dedent(script)], threads=3
-    )
+    imports = "import os, sys, time, signal\n"
+    return lambda script: run_lsq(["-c", imports + textwrap.dedent(script)], threads=3)
 
 
 def test_threads(run, tmp_path):
@@ -162,9 +144,8 @@ def test_threads(run, tmp_path):
 
 
 def test_failure_says_why(run, capfd):
-    with pytest.raises(
-        ChildProcessError, match="lsq -c ended with status 2; what it said is above"
-    ):
+    message = "lsq -c ended with status 2; what it said is above"
+    with pytest.raises(ChildProcessError, match=message):
         run('sys.exit(print("lsq train-text: error: no luck", file=sys.stderr) or 2)')
     assert capfd.readouterr().err == "lsq train-text: error: no luck\n"
 
@@ -189,8 +170,6 @@ def test_interruption_is_passed_on_and_waits_until_the_process_has_stopped(run, 
             time.sleep(60)
         """)
     assert stopped.value.code == 128 + number
-    assert (
-        stopped.value.message
-        == "stopped; run the same command again to continue from the last checkpoint"
-    )
+    advice = "run the same command again to continue from the last checkpoint"
+    assert stopped.value.message == f"stopped; {advice}"
     assert (tmp_path / "stopped").exists()

@@ -1,9 +1,13 @@
+"""Where a training computes, which process it is, what is refused and what is said."""
+
 from argparse import Namespace
 
 import pytest
 from torch.distributed.run import parse_args
 
+from lsq.commands import launch
 from lsq.commands.launch import ONE_MACHINE, check_precision, fill_in, torchrun_command
+from lsq.fairseq import device as of_fairseq
 
 
 @pytest.fixture
@@ -20,28 +24,17 @@ def gpus(monkeypatch):
 
 def options(**given) -> Namespace:
     """What fairseq's parser makes of no options, on a machine without GPUs."""
-    defaults = {
-        "cpu": False,
-        "tpu": False,
-        "distributed_world_size": None,
-        "distributed_rank": 0,
-        "distributed_init_method": None,
-        "distributed_no_spawn": False,
-        "distributed_backend": "nccl",
-        "distributed_port": -1,
-        "device_id": 0,
-    }
-    return Namespace(**(defaults | given))
+    distributed = {"world_size": None, "rank": 0, "init_method": None, "no_spawn": False}
+    distributed |= {"backend": "nccl", "port": -1}
+    defaults = {f"distributed_{name}": value for name, value in distributed.items()}
+    defaults |= {"cpu": False, "tpu": False, "device_id": 0}
+    return Namespace(**(defaults | {"lsq_device": None, "lsq_activations": None} | given))
 
 
 def torchrun(rank: int, world_size: int, local_rank: int | None = None) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
+    local = rank if local_rank is None else local_rank
+    numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local)}
+    return numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_torchrun_on_the_cpu(gpus):
@@ -67,11 +60,16 @@ def test_torchrun_with_one_process_trains_alone(gpus):
     assert args.distributed_world_size == 1 and args.distributed_init_method is None
 
 
-def test_contradiction_with_torchrun(gpus):
-    with pytest.raises(
-        ValueError, match="--distributed-world-size 3 contradicts torchrun, which started 2"
-    ):
-        fill_in(options(distributed_world_size=3), torchrun(0, 2))
+@pytest.mark.parametrize(
+    ("size", "environment", "message"),
+    [
+        (3, torchrun(0, 2), "--distributed-world-size 3 contradicts torchrun, which started 2"),
+        (2, {}, "would train nothing; start 2 processes with torchrun --nproc-per-node 2"),
+    ],
+)
+def test_contradictions(gpus, size, environment, message):
+    with pytest.raises(ValueError, match=message):
+        fill_in(options(distributed_world_size=size), environment)
 
 
 def test_more_processes_than_gpus(gpus):
@@ -83,23 +81,12 @@ def test_more_processes_than_gpus(gpus):
     assert args.distributed_backend == "gloo"
 
 
-def test_launch_that_would_train_nothing(gpus):
-    with pytest.raises(
-        ValueError, match="would train nothing; start 2 processes with torchrun --nproc-per-node 2"
-    ):
-        fill_in(options(distributed_world_size=2), {})
-
-
 def test_processes_started_by_hand(gpus):
-    args = options(
-        distributed_world_size=2,
-        distributed_no_spawn=True,
-        distributed_init_method="tcp://localhost:1",
-    )
+    by_hand = {"distributed_no_spawn": True, "distributed_init_method": "tcp://localhost:1"}
+    args = options(distributed_world_size=2, **by_hand)
     fill_in(args, {})
-    assert (
-        args.distributed_init_method == "tcp://localhost:1" and args.distributed_backend == "gloo"
-    )
+    assert args.distributed_init_method == "tcp://localhost:1"
+    assert args.distributed_backend == "gloo"
 
 
 def test_one_process_on_the_cpu(gpus):
@@ -120,25 +107,16 @@ def test_one_process_for_each_gpu(gpus):
     fill_in(args, {})
     assert args.distributed_world_size == 2
     command = torchrun_command(args, ["data", "--lr", "1"])
-    assert command[3:] == [
-        *ONE_MACHINE,
-        *"--nproc-per-node 2 -m lsq.commands.cli train".split(),
-        "data",
-        "--lr",
-        "1",
-    ]
+    started = "--nproc-per-node 2 -m lsq.commands.cli train data --lr 1".split()
+    assert command[3:] == [*ONE_MACHINE, *started]
 
 
 def test_one_machine_needs_no_names():
     """torchrun's --standalone means localhost, and then the host's name, for which there may be no
     address."""
     found = parse_args([*ONE_MACHINE, "script"])
-    assert (found.rdzv_backend, found.rdzv_endpoint, found.local_addr) == (
-        "c10d",
-        "127.0.0.1:0",
-        "127.0.0.1",
-    )
-    assert not found.standalone
+    addresses = (found.rdzv_backend, found.rdzv_endpoint, found.local_addr)
+    assert addresses == ("c10d", "127.0.0.1:0", "127.0.0.1") and not found.standalone
 
 
 def test_fairseqs_own_ways_to_start_several_machines_stay(gpus):
@@ -150,38 +128,115 @@ def test_fairseqs_own_ways_to_start_several_machines_stay(gpus):
 
 
 @pytest.mark.parametrize("option", ["fp16", "amp"])
-def test_precision_without_gpu(gpus, option):
-    with pytest.raises(ValueError, match=f"--{option} needs a GPU, but PyTorch sees no GPU here"):
-        check_precision(options(**{option: True}))
+def test_precision(gpus, option):
+    """Advice suits the architecture: lsq's models take neither --fp16 nor --bf16."""
+    given = {option: True}
+    for more, message in (
+        ({"arch": "transformer"}, f"--{option} needs a GPU, but PyTorch sees no GPU .*use --bf16"),
+        ({"arch": "lsq_transformer_wmt_en_de"}, f"--{option} is given, but lsq_transformer_wmt"),
+        ({}, f"--{option} needs a GPU, but PyTorch sees no GPU here; leave it out$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_precision(options(**more, **given))
     gpus(1)
-    check_precision(options(**{option: True}))
+    check_precision(options(**given))
     with pytest.raises(ValueError, match=f"--{option} needs a GPU, but --cpu is given"):
-        check_precision(options(cpu=True, **{option: True}))
+        check_precision(options(cpu=True, **given))
+    with pytest.raises(ValueError, match="computes in int8 and float32"):
+        check_precision(options(arch="lsq_transformer_wmt_en_de", **given))
 
 
-def test_bfloat16_runs_anywhere(gpus):
+def test_bfloat16_runs_anywhere_and_tpus_are_refused(gpus):
     check_precision(options(bf16=True))
-
-
-def test_tpu(gpus):
     with pytest.raises(ValueError, match="--tpu is not supported"):
         check_precision(options(tpu=True))
 
 
-@pytest.mark.parametrize("option", ["fp16", "amp"])
-def test_what_is_advised_suits_the_architecture(gpus, option):
-    """lsq's models take neither --fp16 nor --bf16."""
-    with pytest.raises(ValueError, match="leave it out or use --bf16"):
-        check_precision(options(arch="transformer", **{option: True}))
-    for count in (0, 1):
-        gpus(count)
-        with pytest.raises(
-            ValueError, match=f"--{option} is given, but lsq_transformer_wmt_en_de computes in"
-        ):
-            check_precision(options(arch="lsq_transformer_wmt_en_de", **{option: True}))
+# The device
+
+
+@pytest.fixture
+def gpu(gpus, monkeypatch):
+    """gpu(fault): PyTorch sees one, with which that is wrong; None: it works."""
+
+    def gpu(fault: str | None) -> None:
+        gpus(1)
+        for module in (launch, of_fairseq):
+            monkeypatch.setattr(module, "gpu_fault", lambda: fault)
+
+    return gpu
+
+
+def chosen(ours: bool = True, **given) -> bool:
+    """Whether fairseq is told to keep to the CPU."""
+    args = options(**given)
+    launch.choose_device(args, ours)
+    return args.cpu
+
+
+CONTRADICTION = "--lsq-device cuda: --cpu was given, too; leave one of them out"
+
+
+def test_a_gpu_that_works_is_used(gpu):
+    gpu(None)
+    assert not chosen() and not chosen(lsq_device="cuda") and not chosen(lsq_activations="bfloat16")
+    assert chosen(cpu=True) and chosen(lsq_device="cpu") and chosen(lsq_device="emulator")
+    assert chosen(lsq_activations="float32", lsq_device="cpu")
+    unfit = "--lsq-activations bfloat16 is for cuda and the emulator"
+    for given, message in (
+        ({"cpu": True, "lsq_device": "cuda"}, CONTRADICTION),
+        ({"cpu": True, "lsq_activations": "bfloat16"}, unfit),
+        ({"lsq_device": "cpu", "lsq_activations": "bfloat16"}, unfit),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chosen(**given)
+
+
+def test_a_gpu_that_does_not_work_is_not_used_and_that_is_said(gpu, caplog):
+    """Tasks of fairseq's own have no such options."""
+    gpu("it is too old")
+    assert chosen()
+    assert "the GPU stays unused, layers compute on the CPU: it is too old" in caplog.text
+    with pytest.raises(ValueError, match="--lsq-device cuda: it is too old"):
+        chosen(lsq_device="cuda")
+    args = Namespace(cpu=False)
+    launch.choose_device(args, ours=True)
+    assert args.cpu
+
+
+def test_no_gpu(gpus, monkeypatch):
+    assert not chosen()  # fairseq finds out by itself
+    with pytest.raises(ValueError, match="--lsq-device cuda: there is no GPU 0 that PyTorch can"):
+        chosen(lsq_device="cuda")
+
+    def refuse(*arguments):
+        raise RuntimeError("the C++ compiler cannot be run")
+
+    monkeypatch.setattr(of_fairseq, "backend", refuse)
+    with pytest.raises(ValueError, match="--lsq-device emulator: the C.. compiler cannot be run"):
+        chosen(lsq_device="emulator")
+
+
+def test_models_of_fairseq(gpu, gpus):
+    gpu("it is too old")  # for lsq
+    assert not chosen(ours=False) and not chosen(ours=False, lsq_device="cuda")
+    assert chosen(ours=False, lsq_device="cpu") and chosen(ours=False, cpu=True)
+    both = {"lsq_device": "cuda", "lsq_activations": "bfloat16"}
+    for given, message in (
+        ({"lsq_device": "emulator"}, "--lsq-device emulator: only models of lsq take it"),
+        (both, "--lsq-device cuda --lsq-activations bfloat16: only models of lsq"),
+        ({"lsq_device": "cuda", "cpu": True}, CONTRADICTION),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chosen(ours=False, **given)
     gpus(0)
-    with pytest.raises(
-        ValueError
-    ) as refused:  # a checkpoint is translated with, of whatever architecture
-        check_precision(options(**{option: True}))
-    assert "bf16" not in str(refused.value)
+    with pytest.raises(ValueError, match="--lsq-device cuda: PyTorch sees no GPU here"):
+        chosen(ours=False, lsq_device="cuda")
+    assert not chosen(ours=False)
+
+
+def test_what_another_command_is_given():
+    assert launch.device_options(options()) == {}
+    both = options(lsq_device="cuda", lsq_activations="float32")
+    given = {"--lsq-device": "cuda", "--lsq-activations": "float32"}
+    assert launch.device_options(both) == given

@@ -1,8 +1,12 @@
+"""Losses and progress of trainings: what is recorded, read again, drawn and shown."""
+
 import json
+import sys
 
 import pytest
+from fairseq.logging import metrics, progress_bar
 
-from lsq.commands.losses import LossCurve, draw_losses, read_losses
+from lsq.commands.losses import LossCurve, draw_losses, one_bar, read_losses, recording
 
 
 def test_curve_of_a_missing_file(tmp_path):
@@ -11,34 +15,23 @@ def test_curve_of_a_missing_file(tmp_path):
 
 
 def test_later_entries_of_a_resumed_training_count(tmp_path):
-    entries = [
-        ("train", 10, 5.0),
-        ("valid", 10, 4.0),
-        ("train", 20, 3.0),
-        ("train", 20, 2.0),
-        ("valid", 20, 1.5),
-    ]
     path = tmp_path / "losses.jsonl"
+    values = [(0, 10, 5.0), (1, 10, 4.0), (0, 20, 3.0), (0, 20, 2.0), (1, 20, 1.5)]
     lines = [
-        json.dumps(
-            {"kind": kind, "update": update, "seconds": 7.5 + update, "loss": 9.0, "nll_loss": loss}
-        )
-        for kind, update, loss in entries
+        json.dumps({"kind": ("train", "valid")[kind], "update": update, "seconds": 7.5 + update})[
+            :-1
+        ]
+        + f', "loss": 9.0, "nll_loss": {loss}}}'
+        for kind, update, loss in values
     ]
-    lines += [
-        "",
-        "7",
-        "[]",
-        "null",
-        '{"kind": "train"}',
-        '{"kind": "train", "update": "x", "seconds": 1, "loss": 1}',
-    ]
-    lines += ['{"kind": "train", "update": 1e999, "seconds": 1, "loss": 1}', "[" * 100_000]
+    lines += ["", "7", "[]", "null", '{"kind": "train"}', "[" * 100_000]
+    for update in ('"x"', "1e999"):
+        lines.append(f'{{"kind": "train", "update": {update}, "seconds": 1, "loss": 1}}')
     path.write_text("\n".join(lines) + "\n" + '{"kind": "tra')  # a line that is being written
     curve = read_losses(path)
-    assert curve == LossCurve(
-        training={10: 5.0, 20: 2.0}, validation={10: 4.0, 20: 1.5}, times={10: 17.5, 20: 27.5}
-    )
+    training, validation = {10: 5.0, 20: 2.0}, {10: 4.0, 20: 1.5}
+    times = {10: 17.5, 20: 27.5}
+    assert curve == LossCurve(training=training, validation=validation, times=times)
     assert (curve.updates, curve.seconds) == (20, 27.5)
 
 
@@ -53,16 +46,39 @@ def test_picture(tmp_path, curve):
 
 def test_picture_over_updates_and_over_seconds(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure)
-    )
+    savefig = "matplotlib.figure.Figure.savefig"
+    monkeypatch.setattr(savefig, lambda figure, *_, **__: drawn.append(figure))
     draw_losses({"int8": CURVE}, tmp_path / "losses.png", "Title")
-    by_update, by_second = drawn[0].axes
-    assert [line.get_xydata().tolist() for line in by_update.lines] == [
-        [[1, 2.0], [2, 1.0]],
-        [[2, 1.1]],
-    ]
-    assert [line.get_xydata().tolist() for line in by_second.lines] == [
-        [[0.1, 2.0], [0.3, 1.0]],
-        [[0.3, 1.1]],
-    ]
+    found = [[line.get_xydata().tolist() for line in axes.lines] for axes in drawn[0].axes]
+    assert found == [[[[1, 2.0], [2, 1.0]], [[2, 1.1]]], [[[0.1, 2.0], [0.3, 1.0]], [[0.3, 1.1]]]]
+
+
+def test_recording_writes_what_fairseq_logs(tmp_path):
+    path = tmp_path / "losses.jsonl"
+    fairseqs = progress_bar.progress_bar
+    with recording(path, updates=4, description="x", quiet=True), metrics.aggregate("train"):
+        bar = progress_bar.progress_bar(["a", "b"], epoch=1, tensorboard_logdir=None)
+        assert list(bar) == ["a", "b"]
+        bar.update_config({})
+        bar.log({"loss": 3.0, "nll_loss": 2.5, "lr": 0.1, "wps": 7}, tag="train_inner", step=2)
+        bar.print({"loss": 9.0}, tag="train", step=2)
+        bar.print({"loss": 2.0, "nll_loss": 1.5}, tag="valid", step=4)
+    assert progress_bar.progress_bar is fairseqs
+    curve = read_losses(path)
+    assert (curve.training, curve.validation) == ({2: 2.5}, {4: 1.5})
+
+
+def test_bars_show_on_terminals_only(tmp_path, capsys, monkeypatch):
+    def show():
+        with recording(tmp_path / "losses.jsonl", updates=4, description="train", quiet=False):
+            pass
+        with one_bar("translate", quiet=False):
+            bar = progress_bar.progress_bar([1, 2], log_format=None, default_log_format="tqdm")
+            assert list(bar) == [1, 2]
+            bar.log({"wps": 1})
+        return capsys.readouterr().err
+
+    assert show() == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = show()
+    assert "train:" in shown and "translate:" in shown

@@ -8,21 +8,18 @@ import pytest
 import torch
 
 from lsq.commands import model_batch
-from lsq.commands.model_batch import load
-from tests.commands.conftest import write_pairs
+from lsq.commands.model_batch import BatchOptions
+from tests.commands.conftest import WORDS, write_pairs
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
-WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
+SHAPE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 2, "max_position_embeddings": 32}
+
+
+def load(path, texts=(), **options):
+    return model_batch.load(BatchOptions(model=path, text=list(texts), **options))
 
 
 @pytest.fixture
@@ -34,13 +31,9 @@ def folder(tmp_path):
         vocabulary = {word: number for number, word in enumerate(names)}
         words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
         words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        made = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words,
-            eos_token="</s>",
-            unk_token="<unk>",
-            pad_token="<pad>",
-            mask_token="<mask>",
-        )
+        special = {"eos": "</s>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
+        special = {f"{name}_token": word for name, word in special.items()}
+        made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
         model.save_pretrained(tmp_path / "model")
         made.save_pretrained(tmp_path / "model")
         return tmp_path / "model"
@@ -53,8 +46,18 @@ def texts(tmp_path):
     return write_pairs(tmp_path, "text", 30, 5)
 
 
+def bert(kind: str = "BertForMaskedLM"):
+    return getattr(transformers, kind)(transformers.BertConfig(**SHAPE))
+
+
 def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+
+
+def t5():
+    sizes = {"vocab_size": 40, "d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 1}
+    config = transformers.T5Config(**sizes, num_heads=2, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def test_a_run_and_its_validation_data(output):
@@ -68,32 +71,25 @@ def test_a_run_and_its_validation_data(output):
 
 def test_a_run_and_text(output, texts):
     batch = load(output, texts, words=50)
-    assert math.isfinite(batch.loss()) and batch.description.endswith(
-        f"words of {texts[0]} and {texts[1]}"
-    )
+    assert math.isfinite(batch.loss())
+    assert batch.description.endswith(f"words of {texts[0]} and {texts[1]}")
     with pytest.raises(ValueError, match="--text has 1 file; a model that translates needs two"):
         load(output, texts[:1], words=50)
 
 
-def test_models_of_transformers(folder, texts):
-    torch.manual_seed(1)
-    bert = transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE))
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=40,
-            d_model=32,
-            d_ff=48,
-            d_kv=16,
-            num_layers=1,
-            num_heads=2,
-            decoder_start_token_id=0,
-        )
-    )
-    for model, given in ((llama(), texts[:1]), (bert, texts[:1]), (t5, texts), (t5, texts[:1])):
-        batch = load(folder(model), given, words=40)
-        assert type(batch.model) is type(model)
-        assert torch.equal(batch.loss(), batch.loss()) and math.isfinite(batch.loss())
-        assert 20 < int(batch.description.split()[2]) < 80
+@pytest.mark.parametrize("make, files", [(llama, 1), (bert, 1), (t5, 2), (t5, 1)])
+def test_models_of_transformers(folder, texts, make, files):
+    """The losses of sentences add up."""
+    torch.manual_seed(2)
+    model = make()
+    batch = load(folder(model), texts[:files], words=60)
+    assert type(batch.model) is type(model)
+    assert torch.equal(batch.loss(), batch.loss()) and math.isfinite(batch.loss())
+    assert 30 < int(batch.description.split()[2]) < 120
+    total, words = check_parts(batch, tolerance=1e-4)
+    assert total / words == pytest.approx(float(batch.loss()), rel=1e-4)
+    if make is bert:
+        assert batch.losses([len(batch.lengths) - 1])[1] == 0  # no word of it is masked
 
 
 def test_losses_of_sentences_of_a_run_add_up(output):
@@ -102,31 +98,6 @@ def test_losses_of_sentences_of_a_run_add_up(output):
     total, words = check_parts(batch, tolerance=0.02)
     assert words == int(batch.description.split()[2])
     assert float(batch.loss()) != pytest.approx(total / words)  # which is smoothed
-
-
-@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
-def test_losses_of_sentences_add_up(folder, texts, name):
-    torch.manual_seed(2)
-    made = {
-        "llama": llama,
-        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE)),
-        "t5": lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                vocab_size=40,
-                d_model=32,
-                d_ff=48,
-                d_kv=16,
-                num_layers=1,
-                num_heads=2,
-                decoder_start_token_id=0,
-            )
-        ),
-    }
-    batch = load(folder(made[name]()), texts if name == "t5" else texts[:1], words=60)
-    total, words = check_parts(batch, tolerance=1e-4)
-    assert total / words == pytest.approx(float(batch.loss()), rel=1e-4)
-    if name == "bert":
-        assert batch.losses([len(batch.lengths) - 1])[1] == 0  # no word of it is masked
 
 
 @torch.no_grad()
@@ -142,7 +113,7 @@ def check_parts(batch, tolerance: float) -> tuple[float, float]:
 
 
 def test_what_is_refused(folder, texts, tmp_path):
-    path = folder(transformers.BertModel(transformers.BertConfig(**SHAPE)))
+    path = folder(bert("BertModel"))
     for given, options, message in (
         ((), {}, "has no data in it; give --text FILE"),
         (texts[:1], {}, "of the architecture BertModel, of which no loss on plain text is known"),

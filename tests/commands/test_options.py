@@ -1,11 +1,17 @@
-from argparse import ArgumentParser, ArgumentTypeError
+"""Command lines: declared options, types of values, and messages of mistakes."""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import Annotated
 
 import pytest
 
-from lsq.commands import cli
 from lsq.commands.options import (
+    Count,
+    File,
     HelpFormatter,
     check_writable,
+    command_parser,
     count,
     is_given,
     near,
@@ -14,30 +20,57 @@ from lsq.commands.options import (
 )
 
 
-def error_of(choices, given, capsys) -> str:
-    parser = ArgumentParser(prog="lsq thing")
+class Group(Namespace):
+    """what to read"""
+
+    files: list[File] = []
+    """some files"""
+    most: Count = 3
+    """of 100 %"""
+
+
+class Options(Group):
+    """Do a thing."""
+
+    model: Path
+    """what to use"""
+    kind: Annotated[str, ("a", "b")] | None = None
+    """which one"""
+    quick_way: bool = False
+    """no detours"""
+    most = 5
+
+
+def test_options_are_declared_by_a_class(capsys):
+    parser = command_parser("thing", Options)
+    given = parser.parse_args("--model m --files a --files b c --quick-way".split())
+    assert given.model == Path("m") and given.files == [Path("a"), Path("b"), Path("c")]
+    assert (given.kind, given.quick_way, given.most, Options.files) == (None, True, 5, [])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    shown = capsys.readouterr().out
+    for part in ("usage: lsq thing", "Do a thing.", "what to read:\n  --files FILE [FILE ...]"):
+        assert part in shown
+    assert "--most N              of 100 % (default: 5)" in shown and "--kind {a,b}" in shown
+
+
+def error_of(given, capsys, **options) -> str:
+    parser = ArgumentParser(prog="lsq thing", allow_abbrev=False)
     one_line_errors(parser)
-    parser.add_argument("--arch", choices=choices)
+    for name, option in options.items():
+        parser.add_argument(f"--{name}", **option)
     with pytest.raises(SystemExit) as stopped:
         parser.parse_args(given)
     assert stopped.value.code == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    return printed.err
+    assert printed.out == "" and printed.err.startswith("lsq thing: error: ")
+    assert printed.err.endswith(" (see lsq thing --help)\n") and printed.err.count("\n") == 1
+    return printed.err.removeprefix("lsq thing: error: ").removesuffix(" (see lsq thing --help)\n")
 
 
-def test_unknown_option(capsys):
-    assert error_of(["a"], ["--foo"], capsys) == (
-        "lsq thing: error: unrecognized arguments: --foo (see lsq thing --help)\n"
-    )
-
-
-def test_unknown_options_are_named_before_those_that_are_missing(capsys):
-    parser = ArgumentParser(prog="lsq thing", allow_abbrev=False)
-    one_line_errors(parser)
-    parser.add_argument("--src", required=True)
-    parser.add_argument("--tgt", required=True)
-    for given, expected in (
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
         (["--scr", "a", "--tgt", "b"], "unrecognized arguments: --scr; did you mean --src?"),
         (
             ["--scr=a", "--zzzzz", "b", "--", "--other"],
@@ -45,22 +78,15 @@ def test_unknown_options_are_named_before_those_that_are_missing(capsys):
         ),
         (["--tgt", "--a b"], "the following arguments are required: --src"),
         (["--src", "a", "--tgt", "b", "c"], "unrecognized arguments: c"),
-    ):
-        with pytest.raises(SystemExit):
-            parser.parse_args(given)
-        assert capsys.readouterr().err == f"lsq thing: error: {expected} (see lsq thing --help)\n"
+    ],
+)
+def test_unknown_options_are_named_before_those_that_are_missing(given, expected, capsys):
+    assert error_of(given, capsys, src={"required": True}, tgt={"required": True}) == expected
 
 
 def test_near():
-    known = [
-        "transformer_lm",
-        "transformer_align",
-        "lsq_transformer",
-        "lsq_transformer_lm",
-        "--src",
-        "--lr",
-        "--eos",
-    ]
+    known = "transformer_lm transformer_align lsq_transformer lsq_transformer_lm --src --lr --eos"
+    known = known.split()
     assert near("transformer_lsq", known) == ["lsq_transformer"]
     assert near("LSQ-Transformer", known) == ["lsq_transformer"]
     assert near("lsq_transfomer", known)[0] == "lsq_transformer"
@@ -73,27 +99,20 @@ def test_is_given():
     assert not is_given("--lr", ["--lrs", "lr"])
 
 
-def test_few_choices_are_listed(capsys):
-    assert "invalid choice: 'c' (choose from 'a', 'b')" in error_of(
-        ["a", "b"], ["--arch", "c"], capsys
-    )
-
-
-def test_many_choices_are_not(capsys):
-    choices = [f"model_{number}" for number in range(30)] + ["lsq_transformer"]
-    text = error_of(choices, ["--arch", "lsq_tranformer"], capsys)
+def test_few_choices_are_listed_and_long_messages_shortened(capsys):
+    few = {"choices": ["a", "b"]}
+    text = error_of(["--arch", "c"], capsys, arch=few)
+    assert "invalid choice: 'c' (choose from 'a', 'b')" in text
+    text = error_of(["--arch", "x" * 5000], capsys, arch=few)
+    assert text.startswith("argument --arch: invalid choice: 'xxx") and len(text) < 1200
+    assert text.endswith("x' (choose from 'a', 'b')")
+    many = {"choices": [*(f"model_{number}" for number in range(30)), "lsq_transformer"]}
+    text = error_of(["--arch", "lsq_tranformer"], capsys, arch=many)
     assert "invalid choice: 'lsq_tranformer'; did you mean lsq_transformer?" in text
     assert "model_1" not in text
-    assert "invalid choice: 'zzz' (see" in error_of(choices, ["--arch", "zzz"], capsys)
-
-
-def test_long_messages_keep_their_beginning_and_end(capsys):
-    text = error_of(["a", "b"], ["--arch", "x" * 5000], capsys)
-    assert (
-        text.startswith("lsq thing: error: argument --arch: invalid choice: 'xxx")
-        and len(text) < 1200
-    )
-    assert text.endswith("x' (choose from 'a', 'b') (see lsq thing --help)\n")
+    assert error_of(["--arch", "zzz"], capsys, arch=many).endswith("invalid choice: 'zzz'")
+    unnamed = {"type": lambda text: float(text)}
+    assert error_of(["--lr", "x"], capsys, lr=unnamed) == "argument --lr: invalid value: 'x'"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "many", "٤", "1_0", " 1", "1" * 19])
@@ -102,12 +121,8 @@ def test_positive_refuses(text):
         positive(text)
 
 
-def test_positive():
-    assert positive("17") == 17
-
-
-def test_count():
-    assert count("4194304") == 2**22
+def test_numbers():
+    assert positive("17") == 17 and count("4194304") == 2**22
     with pytest.raises(ArgumentTypeError, match="4194305 is too large; at most 4194304"):
         count("4194305")
 
@@ -115,9 +130,8 @@ def test_count():
 def test_an_output_without_its_folder(tmp_path):
     check_writable(tmp_path / "new")
     check_writable(tmp_path / "none" / "new", makes_folders=True)
-    with pytest.raises(
-        ValueError, match=r"^--plot .*/none/new: there is no folder .*/none; make it first$"
-    ):
+    message = r"^--plot .*/none/new: there is no folder .*/none; make it first$"
+    with pytest.raises(ValueError, match=message):
         check_writable(tmp_path / "none" / "new", "--plot")
 
 
@@ -142,7 +156,7 @@ def test_an_output_without_its_folder(tmp_path):
     ],
 )
 def test_a_folder_that_may_not_be_written_is_told_before_the_work(
-    words, tmp_path, monkeypatch, capsys
+    words, tmp_path, monkeypatch, lsq
 ):
     """No file that is read is what it should be: any work would fail for another reason."""
     monkeypatch.chdir(tmp_path)
@@ -152,33 +166,16 @@ def test_a_folder_that_may_not_be_written_is_told_before_the_work(
         (tmp_path / name).write_text("word\n")
     (tmp_path / "FILE.csv").write_text("id,lower,upper,size\na,0,1,2\n")
     (tmp_path / "SHAPES").write_text("op,m,n,k\n")
-    monkeypatch.setattr(
-        "lsq.commands.options.os.access", lambda path, mode: path != tmp_path / "OUT"
-    )
+    access = "lsq.commands.options.os.access"
+    monkeypatch.setattr(access, lambda path, mode: path != tmp_path / "OUT")
     before = sorted(tmp_path.rglob("*"))
-    assert cli.main(words.split()) == 2
     option, _, output = words.rpartition(" OUT")
     option = option.split()[-1].replace("export", "PATH")
     output = f"OUT{output.split()[0] if output else ''}"
-    printed = capsys.readouterr()
     reason = f"this user may not write into {tmp_path / 'OUT'}; choose another {option}"
-    assert (
-        printed.err == f"lsq {words.split()[0]}: error: {option} {output}: {reason}\n"
-        and not printed.out
-    )
+    said = f"lsq {words.split()[0]}: error: {option} {output}: {reason}\n"
+    assert lsq(*words.split()) == (2, "", said)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_types_without_a_name_are_not_named(capsys):
-    parser = ArgumentParser(prog="lsq thing")
-    one_line_errors(parser)
-    parser.add_argument("--lr", type=lambda text: float(text))
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--lr", "x"])
-    assert (
-        capsys.readouterr().err
-        == "lsq thing: error: argument --lr: invalid value: 'x' (see lsq thing --help)\n"
-    )
 
 
 def test_help_shows_defaults_that_say_something():

@@ -6,7 +6,7 @@ import pytest
 from lsq.commands import prepare as module
 from lsq.commands.prepare import Prepared
 from lsq.commands.stages import MARKER
-from lsq.text.corpus import TextFiles
+from lsq.text.corpus import SIDES, SPLITS, TextFiles
 from tests.commands.conftest import VOCABULARY, write_pairs
 
 
@@ -26,12 +26,8 @@ def names(folder: Path) -> set[str]:
 
 
 def test_makes_what_fairseq_reads(prepared):
-    expected = {
-        f"{split}.src-tgt.{side}.{end}"
-        for split in ("train", "valid", "test")
-        for side in ("src", "tgt")
-        for end in ("bin", "idx")
-    }
+    sides = [f"{split}.src-tgt.{side}" for split in SPLITS for side in SIDES]
+    expected = {f"{side}.{end}" for side in sides for end in ("bin", "idx")}
     assert expected | {"dict.src.txt", "dict.tgt.txt"} <= names(prepared.data)
     assert len(prepared.lines("test", "src")) == 9
     assert prepared.lines("test", "tgt")[0].isupper()
@@ -42,11 +38,8 @@ def test_second_time_does_nothing(prepared, files, capsys):
     again = prepare(files, prepared.output)
     assert again == prepared and again.settings == prepared.settings
     assert (prepared.data / "train.src-tgt.src.bin").stat().st_mtime_ns == before
-    assert capsys.readouterr().out.splitlines() == [
-        "text: already done",
-        "vocabulary: already done",
-        "data: already done",
-    ]
+    said = [f"{stage}: already done" for stage in ("text", "vocabulary", "data")]
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_changed_options_redo_only_what_depends_on_them(files, tmp_path, capsys):
@@ -61,22 +54,20 @@ def test_changed_options_redo_only_what_depends_on_them(files, tmp_path, capsys)
 def test_holds_out_lines_itself(tmp_path, capsys):
     files = {"train": write_pairs(tmp_path, "all", 200, seed=1), "valid": None, "test": None}
     found = prepare(files, tmp_path / "out")
-    counts = [len(found.lines(split, "src")) for split in ("train", "valid", "test")]
+    counts = [len(found.lines(split, "src")) for split in SPLITS]
     assert counts[1:] == [10, 10] and 150 < counts[0] <= 180
     assert not set(found.lines("train", "src")) & set(found.lines("test", "src"))
     assert "held 10 pairs out of train for valid" in capsys.readouterr().out
     texts = [path.read_text().splitlines() for path in files["train"]]
-    for split in ("train", "valid", "test"):
+    for split in SPLITS:
         lines = [int(line) for line in (found.data / f"{split}.lines").read_text().splitlines()]
-        for text, side in zip(texts, ("src", "tgt"), strict=True):
+        for text, side in zip(texts, SIDES, strict=True):
             assert [text[line - 1] for line in lines] == found.lines(split, side)
 
 
 def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, capsys):
-    with pytest.raises(
-        ValueError,
-        match=r"pairs of test have a sentence of more than 25 pieces.*raise --max-length",
-    ):
+    message = r"pairs of test have a sentence of more than 25 pieces.*raise --max-length"
+    with pytest.raises(ValueError, match=message):
         prepare(files, tmp_path, max_length=25)
     assert "left out:" in capsys.readouterr().out
     assert names(tmp_path) == {"text", "vocabulary"}  # nothing half-made
@@ -86,9 +77,8 @@ def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, c
 
 def test_half_done_data_are_not_taken_for_done(files, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "lsq.text.binary.binarize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        interrupted = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+        patch.setattr("lsq.text.binary.binarize", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prepare(files, tmp_path)
     assert (prepare(files, tmp_path).data / "test.src-tgt.tgt.idx").exists()
@@ -98,11 +88,8 @@ def test_lines_that_are_too_long_are_named_by_their_place_in_the_users_file(tmp_
     source, target = write_pairs(tmp_path, "all", 200, seed=1)
     for path in (source, target):
         path.write_text("\n" * 3 + path.read_text() + " ".join(["horse"] * 60) + "\n")
-    try:
-        prepare({"train": (source, target), "valid": None, "test": None}, tmp_path / "out")
-    finally:
-        printed = capsys.readouterr().out
-    assert f"the first in line 204 of {source} with" in printed
+    prepare({"train": (source, target), "valid": None, "test": None}, tmp_path / "out")
+    assert f"the first in line 204 of {source} with" in capsys.readouterr().out
 
 
 def test_the_same_text_twice(files, tmp_path):
@@ -125,9 +112,8 @@ def test_files_of_somebody_else_stay(files, tmp_path, path):
     theirs = tmp_path / path
     theirs.parent.mkdir()
     theirs.write_text("precious")
-    with pytest.raises(
-        ValueError, match=f"{theirs.parent} holds {theirs.name}, which this command did not make"
-    ):
+    message = f"{theirs.parent} holds {theirs.name}, which this command did not make"
+    with pytest.raises(ValueError, match=message):
         prepare(files, tmp_path)
     assert theirs.read_text() == "precious"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [theirs]

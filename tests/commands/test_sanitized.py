@@ -21,13 +21,8 @@ pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
-FLAGS = [
-    "-O1",
-    "-g1",
-    "-fno-omit-frame-pointer",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=undefined",
-]
+FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined".split()
+FLAGS += ["-fno-sanitize-recover=undefined"]
 OURS = re.compile(r"lsq/csrc/|/lsq/emulator/|libcpu_|libruntime")
 """In a line of a stack, where it is a function of ours: Python and PyTorch keep some memory for
 good."""
@@ -58,35 +53,20 @@ def leaks(said: str) -> list[str]:
 @pytest.mark.parametrize("device", ["cpu", "emulator"])
 def test_a_training_touches_no_memory_but_its_own(libraries, prepared, tmp_path, device):
     """Three updates and a validation, two more after it was resumed, and a translation."""
-    command = [
-        "train",
-        str(prepared.data),
-        "--save-dir",
-        str(tmp_path),
-        "--lsq-device",
-        device,
-        *TRAINING,
-    ]
-    command += ["--optimizer", "lsq_adam", "--update-freq", "2"]
+    command = ["train", str(prepared.data), "--save-dir", str(tmp_path), "--lsq-device", device]
+    command += [*TRAINING, "--optimizer", "lsq_adam", "--update-freq", "2"]
     translation = ["generate", str(prepared.data), "--path", str(tmp_path / "checkpoint_best.pt")]
     translation += ["--lsq-device", device, "--beam", "2", "--max-len-a", "0", "--max-len-b", "3"]
     commands = [[*command, "--max-update", "3"], [*command, "--max-update", "5"], translation]
-    environment = (
-        os.environ
-        | sanitizer_environment()
-        | {
-            "ASAN_OPTIONS": "detect_leaks=1:leak_check_at_exit=0:detect_stack_use_after_return=0",
-            "OMP_NUM_THREADS": "2",
-            "PYTHONMALLOC": "malloc",  # LeakSanitizer looks for pointers in no other memory
-        }
+    environment = os.environ | sanitizer_environment()
+    environment["ASAN_OPTIONS"] = (
+        "detect_leaks=1:leak_check_at_exit=0:detect_stack_use_after_return=0"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.commands.sanitized", str(libraries), json.dumps(commands)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
+    environment["OMP_NUM_THREADS"] = "2"
+    environment["PYTHONMALLOC"] = "malloc"  # LeakSanitizer looks for pointers in no other memory
+    given = [str(libraries), json.dumps(commands)]
+    program = [sys.executable, "-m", "tests.commands.sanitized", *given]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-6000:])
     assert torch.load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 5
     assert "Translated 9 sentences" in done.stdout + done.stderr

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from lsq.commands import cli, sensitivity
+from lsq.commands import sensitivity
 from lsq.commands.sensitivity import by_length
 from lsq.study import read_costs
 from tests.commands.test_model_batch import folder, texts, transformers  # noqa: F401
@@ -19,18 +19,12 @@ FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
 
 
 @pytest.fixture
-def lsq_sensitivity(capsys, tmp_path, monkeypatch):
+def lsq_sensitivity(lsq, tmp_path, monkeypatch):
     """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
-
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(b"")
-    )
-
-    def lsq_sensitivity(model, *options) -> tuple[int, str, str]:
-        given = ["--model", model, "--output", tmp_path / "out", "--quiet", *options]
-        return cli.main(["sensitivity", *map(str, given)]), *capsys.readouterr()
-
-    return lsq_sensitivity
+    savefig = "matplotlib.figure.Figure.savefig"
+    monkeypatch.setattr(savefig, lambda figure, file, **_: file.write(b""))
+    given = ["--output", tmp_path / "out", "--quiet"]
+    return lambda model, *options: lsq("sensitivity", "--model", model, *given, *options)
 
 
 @pytest.mark.thorough
@@ -55,9 +49,8 @@ def test_a_run(lsq_sensitivity, output, tmp_path):
 
 def test_a_folder_of_transformers(lsq_sensitivity, folder, texts, tmp_path):  # noqa: F811
     """GPT-2's weights lie as [inputs, outputs]."""
-    config = transformers.GPT2Config(
-        vocab_size=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
-    )
+    sizes = {"vocab_size": 40, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)
     model = folder(transformers.GPT2LMHeadModel(config))
     given = ["--text", texts[0], "--words", "40", *FORMATS, "--tensors", "*mlp*", "*wte*"]
     status, said, _ = lsq_sensitivity(model, *given)
@@ -96,10 +89,8 @@ def test_beginning_anew_loses_nothing_before_something_is_measured(
         assert path.read_bytes() == content
     with monkeypatch.context() as patch:
         patch.setattr(sensitivity, "_progress", _stopping(signal.SIGTERM))
-        assert (
-            "; the same command without --overwrite goes on"
-            in lsq_sensitivity(output, *FEW, "--overwrite")[2]
-        )
+        said = lsq_sensitivity(output, *FEW, "--overwrite")[2]
+        assert "; the same command without --overwrite goes on" in said
     assert len(read_costs(path).tensors) == 1
     assert lsq_sensitivity(output, *FEW)[0] == 0
     assert path.read_bytes() == content
@@ -125,12 +116,12 @@ def test_other_settings_need_overwrite(lsq_sensitivity, output, tmp_path):
 
 def test_mistakes_are_told_in_a_line(lsq_sensitivity, output, tmp_path):
     (tmp_path / "file").touch()
-    for model, options, message in (
-        (tmp_path / "none", [], "none is not there; check the path"),
-        (output, ["--output", tmp_path / "file"], "is a file; give a folder"),
-        (output, ["--text", tmp_path / "file"], "a model that translates needs two"),
-        (output, ["--formats", "int4/group33x"], "group33x"),
-        (output, ["--tensors", "nothing"], "no tensor is called 'nothing'"),
+    for message, model, *options in (
+        ("none is not there; check the path", tmp_path / "none"),
+        ("is a file; give a folder", output, "--output", tmp_path / "file"),
+        ("a model that translates needs two", output, "--text", tmp_path / "file"),
+        ("group33x", output, "--formats", "int4/group33x"),
+        ("no tensor is called 'nothing'", output, "--tensors", "nothing"),
     ):
         status, _, said = lsq_sensitivity(model, *options)
         assert status == 2 and message in said and said.count("\n") == 1, said

@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 from lsq.commands import serve
-from lsq.commands.translation_options import search_options
+from lsq.commands.translator import search_options
 from lsq.serving import SearchOptions, model_file
 from lsq.serving.http.requests import Limits
 from tests.serving.test_model_file import exported
 
 
-def test_every_limit_is_an_option(capsys):
-    with pytest.raises(SystemExit):
-        serve.run(["--help"])
-    shown = capsys.readouterr().out
-    assert all(f"--limit-{name}" in shown for name in ("queue", "beam", "words")), shown
+def test_every_limit_is_an_option(lsq):
+    shown = lsq("serve", "--help")[1]
+    for name in ("queue", "beam", "words"):
+        assert f"--limit-{name}" in shown
 
 
 def test_limits_are_no_options_of_the_search():
@@ -31,21 +30,11 @@ def test_limits_are_no_options_of_the_search():
     assert search_options(given, defaults) == SearchOptions(beam=3, nbest=2, max_len_b=40)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--port", "65536"], "--port is 65536; it must be from 0 to 65535"),
-        (["--limit-queue", "0"], "--limit-queue is 0; it must be"),
-    ],
-)
-def test_mistakes_in_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        serve.run(["--model", "missing", *options])
-
-
-def test_a_missing_model_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        serve.run(["--model", str(tmp_path / "missing"), "--port", "0"])
+def test_mistakes(refused):
+    given = ("serve", "--model", "missing")
+    refused("--port is 65536; it must be from 0 to 65535", *given, "--port", "65536")
+    refused("--limit-queue is 0; it must be", *given, "--limit-queue", "0")
+    refused("missing is not there", *given, "--port", "0")
 
 
 def test_an_exported_model_is_served_without_what_takes_long_to_import(tmp_path):
@@ -77,9 +66,8 @@ def test_a_service_from_beginning_to_end(output, translator, number):
     environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(command.split(), env=environment, stderr=subprocess.PIPE, text=True)
     said = process.stderr.readline()
-    address = re.fullmatch(
-        r"serving .*/int8/model/checkpoint_best.pt at (http://127.0.0.1:\d+)\n", said
-    )[1]
+    serving = r"serving .*/int8/model/checkpoint_best.pt at (http://127.0.0.1:\d+)\n"
+    address = re.fullmatch(serving, said)[1]
     request = json.dumps({"text": ["red cat", ""]}).encode()
     with urllib.request.urlopen(f"{address}/translate", request) as answer:
         found = json.load(answer)["translations"]

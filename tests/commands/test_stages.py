@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import pytest
@@ -46,12 +47,7 @@ def test_a_stage_that_fails_leaves_what_was_there(stage):
 def test_a_killed_stage_runs_again(stage):
     """A killed process removes nothing."""
     left = stage.folder.with_name(".stage.partial")
-    run_stage(
-        Stage(name="stage", folder=left, makes=(re.compile("result.*"),)),
-        {},
-        lambda folder: None,
-        print,
-    )
+    run_stage(dataclasses.replace(stage, folder=left), {}, lambda folder: None, print)
     (left / "result-half").write_text("x")
     run_stage(stage, {}, lambda folder: (folder / "result").write_text("whole"), print)
     assert names(stage.folder) == [MARKER, "result"] and not left.exists()
@@ -78,27 +74,20 @@ def test_files_of_somebody_else_are_refused(stage):
     (stage.folder / "notes.txt").write_text("mine")
     stage.check_own()
     (stage.folder / "result.txt").write_text("mine, too")
-    for act in (
-        stage.check_own,
-        stage.remove,
-        lambda: stage.mark({}, finished=True),
-        lambda: stage.empty({}),
-    ):
+    mark, empty = lambda: stage.mark({}, finished=True), lambda: stage.empty({})
+    for act in (stage.check_own, stage.remove, mark, empty):
         with pytest.raises(ValueError, match="holds result.txt, which this command did not make"):
             act()
     assert names(stage.folder) == ["notes.txt", "result.txt"]
 
 
-def test_a_folder_of_another_stage_is_refused(stage):
+def test_what_stands_in_place_of_the_folder_is_refused(stage, tmp_path):
     Stage(name="other", folder=stage.folder, makes=()).mark({}, finished=True)
     with pytest.raises(ValueError, match="holds what the stage 'other' made, not 'stage'"):
         stage.check_own()
-
-
-def test_a_file_in_place_of_the_folder_is_refused(stage):
-    stage.folder.write_text("mine")
+    (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="is not a folder"):
-        stage.check_own()
+        dataclasses.replace(stage, folder=tmp_path / "file").check_own()
 
 
 @pytest.mark.parametrize(
@@ -115,9 +104,8 @@ def test_a_file_in_place_of_the_folder_is_refused(stage):
 def test_a_damaged_marker_is_named(stage, content):
     stage.folder.mkdir()
     (stage.folder / MARKER).write_bytes(content)
-    with pytest.raises(
-        ValueError, match=rf"{stage.folder / MARKER}: .*delete {stage.folder}, or choose another"
-    ):
+    message = rf"{stage.folder / MARKER}: .*delete {stage.folder}, or choose another"
+    with pytest.raises(ValueError, match=message):
         stage.is_done({})
 
 
@@ -131,7 +119,6 @@ def test_differences_name_both_values():
     assert found == ["b: 2 before, 3 now", "c: not given before, given now"]
     before, now = ({"file": name, "sha256": name * 20} for name in "ab")
     assert differences({"--src": before}, {"--src": {**before, "file": "moved"}}) == []
-    assert differences({"--src": before}, {"--src": now}) == [
-        "--src: a (its text has the checksum aaaaaaaa) before, b (its text has the checksum"
-        " bbbbbbbb) now"
-    ]
+    shown = [f"{name} (its text has the checksum {name * 8})" for name in "ab"]
+    said = [f"--src: {shown[0]} before, {shown[1]} now"]
+    assert differences({"--src": before}, {"--src": now}) == said

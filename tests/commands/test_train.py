@@ -1,3 +1,5 @@
+"""`lsq train`: its options and what it refuses, interruptions, and checkpoints."""
+
 import os
 import re
 import signal
@@ -17,13 +19,11 @@ from lsq.fairseq.compatibility import CheckpointNotWritten
 from lsq.files.lock import NAME, Busy, locked_folder
 from tests.commands.conftest import TRAINING
 
-
-def model(folder, name="checkpoint_last.pt") -> dict[str, torch.Tensor]:
-    return torch.load(folder / name)["model"]
+FLOAT = ("--arch", "transformer")
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def updates(folder: Path) -> int:
+    return torch.load(folder / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
 
 
 @pytest.fixture
@@ -43,21 +43,28 @@ def signal_after(monkeypatch):
     return signal_after
 
 
-def test_defaults_are_lsqs(prepared):
-    args = train.parse_training([str(prepared.data), "--max-tokens", "100"])
+def parse(data: Path, *options: str):
+    return train.parse_training([str(data), "--max-tokens", "100", *options])
+
+
+def test_defaults_are_lsqs_for_its_architectures(prepared):
+    args = parse(prepared.data)
     assert args.arch == "lsq_transformer" and args.task == "lsq_translation"
     assert args.criterion == "lsq_label_smoothed_cross_entropy"
     assert args.required_batch_size_multiple == 1 and args.distributed_world_size == 1
+    args = parse(prepared.data, "--arch", "transformer")
+    assert args.criterion == "cross_entropy" and args.optimizer is None
+    args = parse(prepared.data, "--adam-betas", "(0.8, 0.9)")
+    assert args.optimizer == "lsq_adam" and args.adam_betas == "(0.8, 0.9)"
 
 
 def test_a_gpu_that_lsq_cannot_use_is_told(prepared, monkeypatch, caplog):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: "it is too old")
-    options = [str(prepared.data), "--max-tokens", "100"]
-    assert train.parse_training(options).cpu
+    monkeypatch.setattr("lsq.commands.launch.gpu_fault", lambda: "it is too old")
+    assert parse(prepared.data).cpu
     assert "the GPU stays unused, layers compute on the CPU: it is too old" in caplog.text
     caplog.clear()
-    assert not train.parse_training([*options, "--arch", "transformer"]).cpu
+    assert not parse(prepared.data, "--arch", "transformer").cpu
     assert "CPU" not in caplog.text
 
 
@@ -69,39 +76,16 @@ def test_a_process_for_each_gpu(prepared, monkeypatch):
     options = [str(prepared.data), "--max-tokens", "100", "--arch", "transformer"]
     with pytest.raises(SystemExit):
         train.run(options)
-    assert started[0][1:] == [
-        *"-m torch.distributed.run".split(),
-        *ONE_MACHINE,
-        *"--nproc-per-node 8 -m lsq.commands.cli train".split(),
-        *options,
-    ]
-    monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: None)
-    assert (
-        train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size
-        == 8
-    )
-    monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: "it is too old")
-    # on the CPU
-    assert (
-        train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size
-        == 1
-    )
-
-
-def test_fairseqs_architectures_keep_fairseqs_criterion_and_optimizer(prepared):
-    args = train.parse_training(
-        [str(prepared.data), "--max-tokens", "100", "--arch", "transformer"]
-    )
-    assert args.criterion == "cross_entropy" and args.optimizer is None
-    args = train.parse_training(
-        [str(prepared.data), "--max-tokens", "100", "--adam-betas", "(0.8, 0.9)"]
-    )
-    assert args.optimizer == "lsq_adam" and args.adam_betas == "(0.8, 0.9)"
+    launcher = ["-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "8"]
+    assert started[0][1:] == [*launcher, "-m", "lsq.commands.cli", "train", *options]
+    for fault, processes in ((None, 8), ("it is too old", 1)):  # on the CPU
+        monkeypatch.setattr("lsq.commands.launch.gpu_fault", lambda fault=fault: fault)
+        assert parse(prepared.data).distributed_world_size == processes
 
 
 def test_bfloat16_is_not_a_tpu(prepared, lsq_train, tmp_path):
-    assert not train.parse_training([str(prepared.data), "--max-tokens", "100", "--bf16"]).tpu
-    lsq_train(tmp_path / "model", "--arch", "transformer", "--bf16", "--max-update", "2")
+    assert not parse(prepared.data, "--bf16").tpu
+    lsq_train(tmp_path / "model", *FLOAT, "--bf16", "--max-update", "2")
     assert (tmp_path / "model" / "checkpoint_last.pt").exists()
 
 
@@ -110,47 +94,45 @@ def test_help_shows_the_options_of_model_task_and_optimizer(capsys):
         train.run(["--help"])
     printed = capsys.readouterr().out
     assert stopped.value.code == 0
-    shown = (
-        "--lsq-backward",
-        "--encoder-layers",
-        "--label-smoothing",
-        "--source-lang",
-        "--max-tokens",
-        "--adam-betas",
-    )
-    for option in shown:
+    shown = "--lsq-backward --encoder-layers --label-smoothing --source-lang --adam-betas"
+    for option in shown.split():
         assert option in printed
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-tokens", "100", "--fo", "1"], "unrecognized arguments: --fo"),
-        (["--max-tokens", "many"], "--max-tokens"),
-        (
-            ["--max-tokens", "100", "--arch", "--cpu"],
-            "lsq train: error: argument --arch/-a: expected one argument",
-        ),
-        (["--max-tokens", "100", "--arch", "lsq_transformr"], "did you mean lsq_transformer"),
+        ("--max-tokens 100 --fo 1", "unrecognized arguments: --fo"),
+        ("--max-tokens many", "--max-tokens"),
+        ("--arch --cpu", "lsq train: error: argument --arch/-a: expected one argument"),
+        ("--max-tokens 100 --arch lsq_transformr", "did you mean lsq_transformer"),
     ],
 )
 def test_mistaken_options(prepared, capsys, options, message):
     with pytest.raises(SystemExit) as stopped:
-        train.run([str(prepared.data), *options])
+        train.run([str(prepared.data), *options.split()])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_no_batch_size(prepared):
+def test_data_and_folders_that_are_refused(prepared, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "dict.txt").touch()
+    nowhere = tmp_path / "nowhere"
+    for data, options, message in (
+        (tmp_path / "text", (), "without translations; .* --task lsq_language_modeling"),
+        (nowhere, (), "there is no data folder .*nowhere; lsq train-text or fairseq-preprocess"),
+        (f"{prepared.data}:{nowhere}", (), "there is no data folder .*nowhere"),
+        (prepared.output, (), f"no binarised data in {prepared.output}; give {prepared.data}"),
+        (prepared.data, ("--save-dir", str(tmp_path / "file")), "is a file; give a folder"),
+        (prepared.data, ("--user-dir", "transformer_lsq"), "is no folder; leave it out for lsq's"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(data, *options)
     with pytest.raises(ValueError, match="--max-tokens .* or --batch-size"):
         train.run([str(prepared.data)])
-
-
-def test_text_without_translations_is_of_language_models(tmp_path):
-    (tmp_path / "dict.txt").touch()
-    with pytest.raises(ValueError, match="without translations; .* --task lsq_language_modeling"):
-        train.run([str(tmp_path), "--max-tokens", "100"])
 
 
 def test_no_training_begins_anew_over_checkpoints(lsq_train, tmp_path):
@@ -158,76 +140,47 @@ def test_no_training_begins_anew_over_checkpoints(lsq_train, tmp_path):
     lsq_train(folder, "--max-update", "1")
     (folder / "checkpoint_last.pt").unlink()
     best = (folder / "checkpoint_best.pt").read_bytes()
-    with pytest.raises(
-        ValueError, match=f"holds checkpoint_best.pt, but no .* give --restore-file {folder}/checkp"
-    ):
+    message = f"holds checkpoint_best.pt, but no .* give --restore-file {folder}/checkp"
+    with pytest.raises(ValueError, match=message):
         lsq_train(folder, "--max-update", "2")
     assert (folder / "checkpoint_best.pt").read_bytes() == best
     lsq_train(folder, "--max-update", "2", "--restore-file", str(folder / "checkpoint_best.pt"))
-    assert torch.load(folder / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 2
+    assert updates(folder) == 2
 
 
-def test_the_folder_above_the_data(prepared):
-    with pytest.raises(
-        ValueError, match=f"no binarised data in {prepared.output}; give {prepared.data}"
-    ):
-        train.parse_training([str(prepared.output), "--max-tokens", "100"])
-
-
-def test_a_file_as_the_folder_of_checkpoints(prepared, tmp_path):
-    (tmp_path / "model").touch()
-    with pytest.raises(ValueError, match="--save-dir .*model is a file; give a folder"):
-        train.parse_training(
-            [str(prepared.data), "--max-tokens", "100", "--save-dir", str(tmp_path / "model")]
-        )
-
-
-def test_no_data_folder(tmp_path):
-    with pytest.raises(ValueError, match="there is no data folder .*nowhere"):
-        train.run([str(tmp_path / "nowhere"), "--max-tokens", "100"])
-
-
-def test_sizes_that_do_not_fit(lsq_train, tmp_path):
-    with pytest.raises(ValueError, match="hidden size 16 is not divisible by 3 heads"):
-        lsq_train(tmp_path / "model", "--encoder-attention-heads", "3", "--max-update", "1")
-
-
-def test_sentence_beyond_max_tokens_of_validation(lsq_train, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"sentence \d+ has \d+ tokens, but a batch has at most 12; raise --max-tokens",
-    ):
-        lsq_train(tmp_path, "--max-tokens", "12", "--max-update", "1")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--encoder-attention-heads 3", "hidden size 16 is not divisible by 3 heads"),
+        (
+            "--max-tokens 12",
+            r"sentence \d+ has \d+ tokens, but a batch has at most 12; raise --max",
+        ),
+        ("--max-tokens 2 --disable-validation", "no sentence is left to make batches of"),
+        ("--store-ema", "lsq_transformer does not support --store-ema"),
+        (
+            "--arch transformer --best-checkpoint-metric bleu",
+            "--best-checkpoint-metric is bleu, which this training does not compute",
+        ),
+    ],
+)
+def test_trainings_that_are_refused(lsq_train, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        lsq_train(tmp_path / "model", *options.split(), "--max-update", "1")
 
 
 def test_sentences_beyond_max_tokens_of_training_are_counted(lsq_train, tmp_path):
-    lsq_train(
-        tmp_path,
-        "--max-tokens",
-        "12",
-        "--disable-validation",
-        "--arch",
-        "transformer",
-        "--max-update",
-        "1",
-    )
-    assert re.search(
-        r"\d+ samples have invalid sizes and will be skipped", (tmp_path / "train.log").read_text()
-    )
-
-
-def test_all_sentences_beyond_max_tokens(lsq_train, tmp_path):
-    with pytest.raises(ValueError, match="no sentence is left to make batches of"):
-        lsq_train(tmp_path, "--max-tokens", "2", "--disable-validation", "--max-update", "1")
+    options = "--max-tokens 12 --disable-validation --max-update 1".split()
+    lsq_train(tmp_path, *FLOAT, *options)
+    said = r"\d+ samples have invalid sizes and will be skipped"
+    assert re.search(said, (tmp_path / "train.log").read_text())
 
 
 def test_two_trainings_in_one_folder(lsq_train, tmp_path):
     folder = tmp_path / "model"
     with locked_folder(folder, "x"):
-        with pytest.raises(
-            Busy,
-            match=rf"process {os.getpid()} on .* is writing into {folder}; .*another --save-dir",
-        ):
+        message = rf"process {os.getpid()} on .* is writing into {folder}; .*another --save-dir"
+        with pytest.raises(Busy, match=message):
             lsq_train(folder, "--max-update", "1")
         lsq_train(folder, "--max-update", "1", "--no-save")
     lsq_train(folder, "--max-update", "1")
@@ -248,21 +201,19 @@ def test_interrupted_training_continues_bit_exactly(
     assert signal.getsignal(number) == handler
     assert stopped.value.code == 128 + number
     assert f"stopped by {name_of(number)} after 3 updates; wrote " in stopped.value.message
-    assert (
-        torch.load(tmp_path / "parts" / "checkpoint_last.pt")["optimizer_history"][-1][
-            "num_updates"
-        ]
-        == 3
-    )
+    assert updates(tmp_path / "parts") == 3
     monkeypatch.undo()
     lsq_train(tmp_path / "parts", *options)
-    assert equal(model(tmp_path / "whole"), model(tmp_path / "parts"))
+    whole, parts = (
+        torch.load(tmp_path / name / "checkpoint_last.pt")["model"] for name in ("whole", "parts")
+    )
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[n], parts[n]) for n in whole)
 
 
 def test_interrupted_in_validation(lsq_train, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "valid_step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="143") as stopped:
-        lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "2")
+        lsq_train(tmp_path / "model", *FLOAT, "--max-update", "2")
     assert "after 2 updates; wrote" in stopped.value.message
     assert (tmp_path / "model" / "checkpoint_last.pt").exists()
 
@@ -272,14 +223,14 @@ def test_interrupted_before_the_first_update(lsq_train, tmp_path, monkeypatch):
         Trainer, "get_train_iterator", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
     )
     with pytest.raises(Interrupted) as stopped:
-        lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "2")
+        lsq_train(tmp_path / "model", *FLOAT, "--max-update", "2")
     assert stopped.value.message == "stopped by Ctrl-C (SIGINT) before the first update"
 
 
 def test_interrupted_without_checkpoints(lsq_train, tmp_path, signal_after):
     signal_after(signal.SIGTERM, 2)
     with pytest.raises(Interrupted) as stopped:
-        lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "4", "--no-save")
+        lsq_train(tmp_path / "model", *FLOAT, "--max-update", "4", "--no-save")
     assert "this process was not to write a checkpoint" in stopped.value.message
     assert not list((tmp_path / "model").glob("*.pt"))
 
@@ -288,73 +239,31 @@ def test_interrupted_without_checkpoints(lsq_train, tmp_path, signal_after):
 def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, monkeypatch, name):
     """fairseq saves the first of them and copies it to the other."""
     folder = tmp_path / "model"
-    lsq_train(folder, "--arch", "transformer", "--max-update", "2")
+    lsq_train(folder, *FLOAT, "--max-update", "2")
     before = (folder / name).read_bytes()
     opened = files.open_partial
     with monkeypatch.context() as patch:
         full = {f".{name}.partial": Path("/dev/full")}
         patch.setattr(files, "open_partial", lambda path: opened(full.get(path.name, path)))
-        with pytest.raises(
-            CheckpointNotWritten,
-            match=f"could not write .*{name} .No space left on device.; the checkpoints",
-        ):
-            lsq_train(folder, "--arch", "transformer", "--max-update", "4")
+        message = f"could not write .*{name} .No space left on device.; the checkpoints"
+        with pytest.raises(CheckpointNotWritten, match=message):
+            lsq_train(folder, *FLOAT, "--max-update", "4")
     assert (folder / name).read_bytes() == before
-    assert {path.name for path in folder.glob("*.pt*")} == {
-        "checkpoint_best.pt",
-        "checkpoint_last.pt",
-    }
-    lsq_train(folder, "--arch", "transformer", "--max-update", "4")
+    left = {path.name for path in folder.glob("*.pt*")}
+    assert left == {"checkpoint_best.pt", "checkpoint_last.pt"}
+    lsq_train(folder, *FLOAT, "--max-update", "4")
     assert (folder / name).read_bytes() != before
 
 
 @pytest.mark.thorough
 def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tmp_path):
-    lsq_train(tmp_path, "--arch", "transformer", "--max-update", "2", "--disable-validation")
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *ONE_MACHINE,
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "lsq.commands.cli",
-        "train",
-        str(prepared.data),
-        "--save-dir",
-        str(tmp_path),
-        "--cpu",
-    ]
-    options = [*TRAINING, "--arch", "transformer", "--max-update", "3", "--disable-validation"]
-    done = subprocess.run(
-        [*launcher, *command, *options], capture_output=True, text=True, timeout=110
-    )
+    lsq_train(tmp_path, *FLOAT, "--max-update", "2", "--disable-validation")
+    launcher = ["-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2"]
+    launcher += ["-m", "lsq.commands.cli", "train", str(prepared.data), "--save-dir", str(tmp_path)]
+    options = ["--cpu", *TRAINING, *FLOAT, "--max-update", "3", "--disable-validation"]
+    command = [sys.executable, *launcher, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert "training on 2 devices" in done.stdout
     assert "Loaded checkpoint" in done.stdout
-    assert torch.load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 3
-
-
-def test_a_best_checkpoint_by_what_is_not_computed(lsq_train, tmp_path):
-    with pytest.raises(
-        ValueError, match="--best-checkpoint-metric is bleu, which this training does not compute"
-    ):
-        lsq_train(
-            tmp_path,
-            "--arch",
-            "transformer",
-            "--best-checkpoint-metric",
-            "bleu",
-            "--max-update",
-            "1",
-        )
-
-
-def test_moving_averages_of_quantised_models_are_refused(lsq_train, tmp_path):
-    with pytest.raises(ValueError, match="lsq_transformer does not support --store-ema"):
-        lsq_train(tmp_path, "--store-ema", "--max-update", "1")
+    assert updates(tmp_path) == 3

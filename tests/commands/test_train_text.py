@@ -1,35 +1,38 @@
+"""`lsq train-text`: from text to scores, what goes on after an interruption, and what is refused,
+by which nothing is lost or written."""
+
 import json
 import os
+import random
 import signal
+from pathlib import Path
 
 import fairseq_cli.train as fairseq_train
 import pytest
 import torch
 from fairseq.trainer import Trainer
 
-from lsq.commands import train_text
+from lsq.commands import compare, text_run, train_text
 from lsq.commands.interruption import Interrupted
 from lsq.commands.losses import read_losses
-from tests.commands.small_runs import results_of
+from lsq.commands.train_text import parser
+from lsq.files.lock import Busy, locked_folder
+from tests.commands.conftest import files_in, results_of
+
+SMOOTHED = "label_smoothed_cross_entropy"
 
 
 @pytest.mark.parametrize(
-    ("options", "criterion"),
+    ("options", "name", "criterion"),
     [
-        pytest.param(
-            ["--mode", "float"], "label_smoothed_cross_entropy", marks=pytest.mark.thorough
-        ),
-        (["--mode", "int8", "--lsq-backward", "int8"], "lsq_label_smoothed_cross_entropy"),
-        (
-            ["--mode", "float", "--arch", "lsq_transformer", "--name", "other"],
-            "lsq_label_smoothed_cross_entropy",
-        ),
+        pytest.param("--mode float", "float", SMOOTHED, marks=pytest.mark.thorough),
+        ("--mode int8 --lsq-backward int8", "int8", f"lsq_{SMOOTHED}"),
+        ("--mode float --arch lsq_transformer --name other", "other", f"lsq_{SMOOTHED}"),
     ],
 )
-def test_from_text_to_scores(command, tmp_path, capsys, options, criterion):
-    arguments = command("--updates", "3", *options, "--", "--encoder-normalize-before")
+def test_from_text_to_scores(command, tmp_path, capsys, options, name, criterion):
+    arguments = command("--updates", "3", *options.split(), "--", "--encoder-normalize-before")
     assert train_text.run(arguments) == 0
-    name = options[-1] if "--name" in options else options[1]
     folder = tmp_path / "out" / name
     results = results_of(folder)
     assert results["updates"] == 3 and results["test_pairs"] == 9
@@ -73,32 +76,21 @@ def stop_at(monkeypatch):
     return stop_at
 
 
-def test_interrupted_run_continues(command, tmp_path, stop_at):
+def test_interrupted_run_continues_and_the_time_of_all_sittings_counts(command, tmp_path, stop_at):
     arguments = command("--updates", "4", "--mode", "float")
     folder = tmp_path / "out" / "float"
+    losses = folder / "model" / "losses.jsonl"
     stop_at(2, arguments)
     assert not (folder / "results.json").exists()
+    lines = [json.loads(line) for line in losses.read_text().splitlines()]
+    later = [json.dumps(line | {"seconds": line["seconds"] + 1000}) + "\n" for line in lines]
+    losses.write_text("".join(later))
     assert train_text.run(arguments) == 0
     assert results_of(folder)["updates"] == 4
     assert "(epoch 1 @ 2 updates)" in (folder / "model" / "train.log").read_text()
-
-
-@pytest.mark.thorough
-def test_time_of_all_sittings_counts(command, tmp_path, stop_at):
-    arguments = command("--updates", "4", "--mode", "float")
-    losses = tmp_path / "out" / "float" / "model" / "losses.jsonl"
-    stop_at(2, arguments)
-    lines = [json.loads(line) for line in losses.read_text().splitlines()]
-    losses.write_text(
-        "".join(json.dumps(line | {"seconds": line["seconds"] + 1000}) + "\n" for line in lines)
-    )
-    assert train_text.run(arguments) == 0
     seconds = [json.loads(line)["seconds"] for line in losses.read_text().splitlines()]
-    assert (
-        1000 < seconds[-1] < 1100
-        and seconds == sorted(seconds)
-        and seconds[-1] > seconds[len(lines) - 1]
-    )
+    assert 1000 < seconds[-1] < 1100 and seconds == sorted(seconds)
+    assert seconds[-1] > seconds[len(lines) - 1]
 
 
 @pytest.mark.thorough
@@ -113,16 +105,16 @@ def test_a_validation_that_was_interrupted_is_made_up_for(
     train_text.run([*arguments, "--name", "whole"])
     last, step, validate = updates // 2 * 2, Trainer.train_step, fairseq_train.validate
 
-    def signal_at(wanted: str, trainer: Trainer, made: int) -> None:
+    def signal_at(wanted: str, made: int) -> None:
         if wanted == place and made == (last if wanted == "validation" else last - 1):
             os.kill(os.getpid(), signal.SIGINT)
 
     def train_step(trainer, samples, raise_oom=False):
-        signal_at("update", trainer, trainer.get_num_updates())
+        signal_at("update", trainer.get_num_updates())
         return step(trainer, samples, raise_oom)
 
     def interrupted(cfg, trainer, *others):
-        signal_at("validation", trainer, trainer.get_num_updates())
+        signal_at("validation", trainer.get_num_updates())
         return validate(cfg, trainer, *others)
 
     with monkeypatch.context() as patch:
@@ -131,27 +123,19 @@ def test_a_validation_that_was_interrupted_is_made_up_for(
         with pytest.raises(Interrupted) as stopped:
             train_text.run([*arguments, "--name", "parts"])
         said = stopped.value.message
-        assert f"after {last} updates" in said and said.endswith(
-            "the same command goes on from there"
-        )
+        assert f"after {last} updates" in said
+        assert said.endswith("the same command goes on from there")
     train_text.run([*arguments, "--name", "parts"])
-    whole, parts = tmp_path / "out" / "whole", tmp_path / "out" / "parts"
+    whole, parts = folders = [tmp_path / "out" / name for name in ("whole", "parts")]
     for name in ("updates", "best_update", "best_validation_loss", "bleu", "chrf"):
         assert results_of(parts)[name] == results_of(whole)[name], name
-    curves = [
-        read_losses(folder / "model" / "losses.jsonl").validation for folder in (whole, parts)
-    ]
+    curves = [read_losses(folder / "model" / "losses.jsonl").validation for folder in folders]
     assert curves[0] == curves[1]
     for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
-        states = [torch.load(folder / "model" / name) for folder in (whole, parts)]
-        assert all(
-            torch.equal(states[0]["model"][key], states[1]["model"][key])
-            for key in states[0]["model"]
-        )
-        assert states[0]["extra_state"]["best"] == states[1]["extra_state"]["best"]
-        assert (
-            states[0]["extra_state"]["train_iterator"] == states[1]["extra_state"]["train_iterator"]
-        )
+        one, other = (torch.load(folder / "model" / name) for folder in folders)
+        assert all(torch.equal(one["model"][key], other["model"][key]) for key in one["model"])
+        for key in ("best", "train_iterator"):
+            assert one["extra_state"][key] == other["extra_state"][key]
 
 
 @pytest.mark.thorough
@@ -180,20 +164,18 @@ def test_progress_without_a_terminal(command, capsys):
     arguments = [word for word in command("--updates", "2", "--mode", "float") if word != "--quiet"]
     train_text.run(arguments)
     printed = capsys.readouterr().out
-    assert (
-        "float: training; the log is " in printed and "update 2 of 2: validation loss " in printed
-    )
+    assert "float: training; the log is " in printed
+    assert "update 2 of 2: validation loss " in printed
     train_text.run([*arguments, "--updates", "3"])
     assert "float: going on from update 2; the log is " in capsys.readouterr().out
 
 
 @pytest.mark.thorough
-def test_more_updates_go_on_from_a_finished_run(command, tmp_path, capsys):
+def test_more_updates_go_on_from_a_finished_run(command, tmp_path):
     arguments = command("--mode", "int8")
     train_text.run([*arguments, "--updates", "2"])
-    train_text.run(
-        [*arguments, "--updates", "5", "--beam", "1", "--log-every", "2", "--validate-every", "3"]
-    )
+    more = "--updates 5 --beam 1 --log-every 2 --validate-every 3".split()
+    train_text.run([*arguments, *more])
     folder = tmp_path / "out" / "int8"
     assert "(epoch 1 @ 2 updates)" in (folder / "model" / "train.log").read_text()
     assert results_of(folder)["updates"] == results_of(folder)["best_update"] == 5
@@ -209,18 +191,173 @@ def test_more_updates_go_on_from_a_finished_run(command, tmp_path, capsys):
     assert all(torch.equal(resumed[name], at_once[name]) for name in resumed)
 
 
-def test_help_is_complete(capsys):
-    with pytest.raises(SystemExit) as stopped:
+def test_one_option_sets_both_sides(capsys):
+    given = parser().parse_args("--src a --tgt b --output c --layers 2 --lr 0.5".split())
+    values = text_run.set_by(given)
+    assert values["--encoder-layers"] == values["--decoder-layers"] == "2"
+    assert values["--encoder-embed-dim"] == "256"
+    assert values["--lr"] == "0.5" and values["--warmup-updates"] == "1000"
+    with pytest.raises(SystemExit):
         train_text.run(["--help"])
-    assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    for option in (
-        "--src",
-        "--test-tgt",
-        "--vocabulary-size",
-        "--mode",
-        "--lsq-backward",
-        "--lsq-from",
-        "--seed",
-    ):
+    for option in "--src --test-tgt --vocabulary-size --mode --lsq-backward --lsq-from".split():
         assert option in printed
+
+
+# What is refused
+
+
+def test_wrong_options_remove_nothing_and_bind_nobody(command, tmp_path):
+    train_text.run(command("--updates", "1"))
+    before = files_in(tmp_path / "out")
+    wrong = "--heads 3", "--lsq-bits 9", "--lr nan", "--lsq-from nowhere.pt", "-- --no-such-option"
+    for options in map(str.split, wrong):
+        for more in ("--overwrite", "--name=new"):
+            with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
+                train_text.run(command("--updates", "1", more, *options))
+            assert files_in(tmp_path / "out") == before, options
+            assert not (tmp_path / "out" / "new").exists(), options
+
+
+def test_names_do_not_leave_the_output_folder(command, tmp_path):
+    thesis = tmp_path / "home" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("x")
+    for name in ("../home", "..", "data", str(tmp_path / "home")):
+        with pytest.raises(ValueError, match="--name"):
+            train_text.run(command("--updates", "2", "--name", name, "--overwrite"))
+    assert thesis.exists() and not (tmp_path / "out").exists()
+
+
+def test_other_options_need_another_name_or_overwrite(command, tmp_path):
+    """They are refused before anything is written."""
+    given = ("--updates", "1", "--mode", "float")
+    assert train_text.run(command(*given)) == 0
+    before = files_in(tmp_path / "out")
+    pieces, lr = ("--vocabulary-size", "70"), ("--lr", "0.01")
+    changed = "--vocabulary-size: 60 before, 70 now"
+    of_data = f"the data of the run float, .*{changed}"
+    for options, message in (
+        ((*given, *pieces), rf"holds a run with other options \({changed}\)"),
+        (("--updates", "1", "--mode", "int8", *pieces), of_data),
+        (("--updates", "1", "--overwrite", *pieces), of_data),
+        (("--prepare-only", *pieces), of_data),
+        ((*given, *lr), r"other options \(--lr: 0.001 before, 0.01 now\); choose another --name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_text.run(command(*options))
+        assert files_in(tmp_path / "out") == before
+    assert train_text.run(command(*given, *lr, *pieces, "--overwrite")) == 0
+    results = results_of(tmp_path / "out" / "float")["options"]
+    assert results["--lr"] == "0.01" and results["--vocabulary-size"] == 70
+    # translates again, trains no more
+    assert train_text.run(command(*given, *lr, *pieces, "--beam", "1")) == 0
+    log = (tmp_path / "out" / "float" / "model" / "train.log").read_text()
+    assert log.count("begin training epoch 1") == 1
+
+
+def test_a_second_writer_is_refused(command, tmp_path):
+    message = rf"process {os.getpid()} on .* is writing into .*float; .*another --name"
+    with locked_folder(tmp_path / "out" / "float", "x"), pytest.raises(Busy, match=message):
+        train_text.run(command("--updates", "1", "--mode", "float"))
+    message = r"is writing into .*out; .*another --output"
+    with locked_folder(tmp_path / "out", "x"), pytest.raises(Busy, match=message):
+        train_text.run(command("--prepare-only"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--mode int8 --arch transformer", "--arch transformer has no quantisers"),
+        ("--mode float --lsq-bits 4", "--arch transformer has no quantisers"),
+        ("--max-tokens 40", "--max-tokens 40 is too small for .* --max-length 40 .* at least 41"),
+        ("--output a:b", "--output a:b has a name that fairseq takes for"),
+        ("--output ${x}", "has a name that fairseq takes for"),
+        ("-- --max-update 9", "--max-update after -- is set by lsq train-text .* give --updates"),
+        ("-- --save-dir=x", "--save-dir after -- .* give --output and --name"),
+        ("--mode int8 --lsq-bits 9", "bits is 9"),
+        ("--hidden 24", "hidden is 24, but int8 products need a multiple of 16; use 32"),
+        ("--heads 3", "hidden size 16 is not divisible by 3 heads"),
+        ("--src nowhere.en", "there is no file nowhere.en"),
+        ("--src /dev/null", "/dev/null is not a file"),
+        ("--vocabulary-size 5000", "--vocabulary-size 5000 is too large"),
+        *(
+            (f"{option} empty", "empty is empty; it must hold one sentence a line")
+            for option in ("--src", "--tgt", "--valid-src", "--test-tgt")
+        ),
+    ],
+)
+def test_mistakes(command, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train_text.run(command("--updates", "1", *options.split()))
+
+
+def test_half_a_pair_of_files(files, tmp_path):
+    source, target = map(str, files["train"])
+    given = ["--src", source, "--tgt", target, "--output", str(tmp_path), "--test-src", source]
+    with pytest.raises(ValueError, match="--test-src and --test-tgt go together"):
+        train_text.run(given)
+
+
+def test_unknown_options(command, capsys):
+    for options in ("--learning-rate 1", "--updates 1 -- --no-such-option"):
+        with pytest.raises(SystemExit) as stopped:
+            train_text.run(command(*options.split()))
+        assert stopped.value.code == 2
+        assert "unrecognized arguments: --" in capsys.readouterr().err
+
+
+# Small texts
+
+
+def small_text(folder: Path, *options: str, pairs: int = 200, words: int = 5000) -> list[str]:
+    """Options for sentences of ten words of seven letters each, of so many different words."""
+    chance = random.Random(1)
+    known = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(words)]
+    for name in ("train.en", "train.de"):
+        lines = (" ".join(chance.choices(known, k=10)) + "\n" for _ in range(pairs))
+        (folder / name).write_text("".join(lines))
+    files = ["--src", str(folder / "train.en"), "--tgt", str(folder / "train.de")]
+    return [*files, "--output", str(folder / "out"), *options]
+
+
+def test_defaults_are_refused_with_numbers_that_fit(tmp_path):
+    both = (
+        r"the text is small \(200 lines, 32000 characters on both sides\) for the default"
+        " --vocabulary-size 8000 and --updates 10000; give --vocabulary-size 640 --updates 1000"
+        " --warmup 100 --validate-every 100, or numbers of"
+    )
+    size = "default --vocabulary-size 8000; give --vocabulary-size 640, or numbers"
+    updates = "default --updates 10000; give --updates 3600 --validate-every 360, or"
+    given = "--vocabulary-size=8000 --warmup 20 --max-tokens 300 --update-freq 2"
+    for options, pairs, message in (
+        ("", 200, both),
+        ("--prepare-only", 200, size),
+        (given, 400, updates),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_text.parsed(small_text(tmp_path, *options.split(), pairs=pairs))
+    with pytest.raises(ValueError, match="give --vocabulary-size 640 --updates 1000"):
+        compare.run(["--seeds", "1", *small_text(tmp_path)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_are_given_are_taken_and_larger_texts_take_the_defaults(tmp_path):
+    for options in ("--updates 10000", "--prepare-only"):
+        train_text.parsed(small_text(tmp_path, "--vocabulary-size", "8000", *options.split()))
+    train_text.parsed(small_text(tmp_path, pairs=8000, words=20_000))
+
+
+def test_a_vocabulary_has_room_for_characters_and_no_more_pieces_than_words(tmp_path):
+    given = small_text(tmp_path, "--prepare-only", words=30)
+    # 30 words, 26 letters, two kinds of space
+    with pytest.raises(ValueError, match="give --vocabulary-size 58, or"):
+        train_text.parsed(given)
+    for name in ("train.en", "train.de"):
+        characters = "".join(chr(0x4E00 + number) + "\n" for number in range(1000))
+        (tmp_path / name).write_text(characters)
+    with pytest.raises(ValueError, match="give --vocabulary-size 1100, or"):
+        train_text.parsed(given)

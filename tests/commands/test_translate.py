@@ -1,3 +1,5 @@
+"""`lsq translate`: text in, translations out, and what is refused."""
+
 import io
 import os
 import pty
@@ -9,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lsq.commands import cli, translate
+from lsq.commands import translate
 from lsq.commands.translate import read_lines
 from lsq.files.lock import Busy, locked_file
 from lsq.text.corpus import read_items
-from tests.commands.small_runs import files_in
+from tests.commands.conftest import files_in
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
@@ -41,11 +43,9 @@ def lsq_translate(output, capsysbinary, monkeypatch):
 def test_standard_input(lsq_translate, output):
     sources = "".join(f"{line}\n" for line in read_items(output / "data" / "test.src"))
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
+    options = ("--threads", 1, "--batch-tokens", 30, "--buffer", 2)
     assert lsq_translate(given=sources.encode()) == hypotheses
-    assert (
-        lsq_translate("--threads", 1, "--batch-tokens", 30, "--buffer", 2, given=sources.encode())
-        == hypotheses
-    )
+    assert lsq_translate(*options, given=sources.encode()) == hypotheses
     assert lsq_translate() == []
 
 
@@ -73,9 +73,8 @@ def test_options_reach_the_search(lsq_translate, text):
     assert lsq_translate(text, "--scores", "--unnormalized") != plain
     assert lsq_translate(text, "--scores", "--length-penalty", 2) != plain
     assert all(len(line.split()) <= 3 for line in lsq_translate(text, "--max-len-b", 3))
-    drawn = [
-        lsq_translate(text, "--sampling", "--temperature", 20, "--seed", seed) for seed in (1, 1, 2)
-    ]
+    sampling = ("--sampling", "--temperature", 20, "--seed")
+    drawn = [lsq_translate(text, *sampling, seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -121,10 +120,8 @@ def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):
 
 def test_output_has_one_writer_at_a_time(lsq_translate, text, tmp_path):
     written = tmp_path / "out.txt"
-    with (
-        locked_file(written, ""),
-        pytest.raises(Busy, match="is writing into .*out.txt; wait for it, or choose"),
-    ):
+    message = "is writing into .*out.txt; wait for it, or choose"
+    with locked_file(written, ""), pytest.raises(Busy, match=message):
         lsq_translate(text, "--output", written)
     assert list(tmp_path.iterdir()) == [text]
 
@@ -139,9 +136,8 @@ def test_long_lines(lsq_translate, text, caplog):
         ("copy", "are copied as they are", line.strip()),
     ):
         caplog.clear()
-        found = lsq_translate(
-            text, "--buffer", 1, *([] if choice == "cut" else ["--long-lines", choice])
-        )
+        options = [] if choice == "cut" else ["--long-lines", choice]
+        found = lsq_translate(text, "--buffer", 1, *options)
         assert found[:2] == [short, expected] and len(found) == 4 and found[3] == short
         (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert said == (
@@ -176,20 +172,16 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     text = tmp_path / "in.txt"
     text.write_text("red\n")
     os.mkfifo(tmp_path / "pipe")
-    for written, error, message in (
-        (tmp_path / "missing" / "out", ValueError, "there is no folder .*missing"),
-        (tmp_path, ValueError, "is a folder; name a file"),
-        (tmp_path / "pipe", ValueError, "pipe is a device or a pipe"),
-        (Path("/dev/null"), ValueError, "/dev/null is a device or a pipe"),
-        (Path("/dev/stdout"), ValueError, "/dev/stdout is a device or a pipe"),
-        (tmp_path / "." / "in.txt", ValueError, "is what is read, or part of it; choose another"),
+    for written, message in (
+        (tmp_path / "missing" / "out", "there is no folder .*missing"),
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "pipe", "pipe is a device or a pipe"),
+        ("/dev/null", "/dev/null is a device or a pipe"),
+        ("/dev/stdout", "/dev/stdout is a device or a pipe"),
+        (tmp_path / "." / "in.txt", "is what is read, or part of it; choose another"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             translate.run(["--model", "m", str(text), "--output", str(written)])
-
-
-def test_text_and_prefixes_are_not_both_standard_input(monkeypatch):
-    monkeypatch.setattr(translate, "translator_of", None)
     for files in ([], ["-"]):
         with pytest.raises(ValueError, match="--prefix cannot both be standard input"):
             translate.run(["--model", "m", "--prefix", "-", *files])
@@ -260,51 +252,36 @@ def test_a_line_at_a_time_at_a_terminal(output):
     assert found.stdout.readline() == first and found.wait() == 0
 
 
-def test_mistakes_are_one_line(output, tmp_path, capsys):
+def test_mistakes_are_one_line(output, tmp_path, refused):
     text = tmp_path / "in.txt"
     text.write_bytes(b"red\n\xff")
-    assert cli.main(["translate", "--model", str(output), str(text)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith(f"lsq translate: error: {text}, line 2: byte 0xff")
+    refused(f"error: {text}, line 2: byte 0xff", "translate", "--model", output, text)
 
 
 def read(content: bytes) -> list[str]:
     return list(read_lines(io.BytesIO(content), "in.txt"))
 
 
-@pytest.mark.parametrize(
-    ("content", "lines"),
-    [
+def test_lines_end_at_line_feeds_only():
+    for content, lines in (
         ("a\r\n\u2028b\n\nc".encode(), ["a\r\n", "\u2028b\n", "\n", "c"]),
         (b"", []),
         (b"\xef\xbb\xbfa\n\xef\xbb\xbfb", ["a\n", "\ufeffb"]),  # a byte-order mark is no text
-    ],
-)
-def test_lines_end_at_line_feeds_only(content, lines):
-    assert read(content) == lines
+    ):
+        assert read(content) == lines
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b"a\nb\xffc\n",
-            "in.txt, line 2: byte 0xff is not valid UTF-8; convert the file first, e.g. with iconv",
-        ),
-        (b"a\n\n\xe4\xbd", "in.txt, line 3: byte 0xe4 is not valid UTF-8"),
+def test_what_is_no_text_is_refused_with_its_line():
+    convert = "is not valid UTF-8; convert the file first, e.g. with iconv"
+    for content, message in (
+        (b"a\nb\xffc\n", f"in.txt, line 2: byte 0xff {convert}"),
+        (b"a\n\n\xe4\xbd", f"in.txt, line 3: byte 0xe4 {convert}"),
         (b"\xff\xfea\0\n", "in.txt, line 1: a NUL byte is no text; remove it"),
-    ],
-)
-def test_what_is_no_text_is_refused_with_its_line(content, message):
-    with pytest.raises(ValueError) as refused:
-        read(content)
-    assert str(refused.value).startswith(message)
-
-
-def test_lines_before_a_mistake_are_read():
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(content)
     found = read_lines(io.BytesIO(b"a\n\xff"), "in.txt")
-    assert next(found) == "a\n"
+    assert next(found) == "a\n"  # what is before a mistake is read
 
 
 def test_endless_lines_are_refused(monkeypatch):

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from lsq import Translator, commands
+import lsq.fairseq
+from lsq import Translator
 from lsq.commands import export
 from lsq.commands.translator import load
 from lsq.run.backends import backend
@@ -39,17 +40,16 @@ def test_a_checkpoint_without_subwords_takes_words_of_its_dictionaries(output, t
     other = Translator(output / "int8" / "model" / "checkpoint_best.pt", data=output / "data")
     pieces = " ".join(translator.model.subwords.processor.encode(LINES[0], out_type=str))
     (found,) = other.translate([pieces])
-    assert (
-        found[0].text.replace(" ", "").replace("\u2581", " ").strip()
-        == translator.translate(LINES[:1])[0][0].text
-    )
+    text = found[0].text.replace(" ", "").replace("\u2581", " ").strip()
+    assert text == translator.translate(LINES[:1])[0][0].text
 
 
 def test_a_run_needs_fairseq_and_says_so(output, monkeypatch):
-    monkeypatch.delitem(sys.modules, "lsq.commands.trained", raising=False)
-    monkeypatch.delattr(commands, "trained", raising=False)
-    # an import of what is None there finds nothing
-    monkeypatch.setitem(sys.modules, "fairseq", None)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "fairseq":  # an import of what is None there finds nothing
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "lsq.fairseq.generator", raising=False)
+    monkeypatch.delattr(lsq.fairseq, "generator", raising=False)
     said = "checkpoint_best.pt needs fairseq-fixed, which is not installed: pip install .*fairseq"
     with pytest.raises(ModuleNotFoundError, match=said):
         Translator(output)
@@ -61,10 +61,8 @@ def test_an_exported_file_is_the_same_model(output, translator, tmp_path):
     other = Translator(file)
     options = SearchOptions(beam=3, nbest=2, max_len_b=40)
     assert other.translate(LINES, options) == translator.translate(LINES, options)
-    assert (other.options, other.model.longest_source) == (
-        translator.options,
-        translator.model.longest_source,
-    )
+    assert other.options == translator.options
+    assert other.model.longest_source == translator.model.longest_source
     with pytest.raises(ValueError, match="has its words in it; leave --data"):
         load(file, data=output / "data")
     assert not other.model.changed()
@@ -88,9 +86,8 @@ def test_int8_is_decoded_by_the_engine_and_floats_by_their_own_steps(translator,
     output = train_text_run(tmp_path, "--mode", "float", "--updates", "2")
     other = Translator(output)
     assert isinstance(other.model.steps, FairseqSteps)
-    found = other.translate(
-        read_items(output / "data" / "test.src"), SearchOptions(beam=2, max_len_b=40)
-    )
+    sources = read_items(output / "data" / "test.src")
+    found = other.translate(sources, SearchOptions(beam=2, max_len_b=40))
     hypotheses = read_items(output / "float" / "translation" / "hypotheses.txt")
     assert [translations[0].text for translations in found] == hypotheses
 
@@ -102,10 +99,9 @@ def test_formats_that_no_gpu_decodes_are_told_before_the_model_is_read(
     state = torch.load(output / "int8/model/checkpoint_best.pt")
     state["cfg"]["model"].lsq_activation_format = "int8,*fc2*=nvfp4"
     torch.save(state, path)
-    monkeypatch.setattr("lsq.commands.trained.load", None)
-    with pytest.raises(
-        ValueError, match=r"is translated on the CPU alone: .* activations in int8,\*fc2\*=nvfp4, "
-    ):
+    monkeypatch.setattr("lsq.commands.run_files.load", None)
+    message = r"is translated on the CPU alone: .* activations in int8,\*fc2\*=nvfp4, "
+    with pytest.raises(ValueError, match=message):
         load(path, output / "data", device=backend("reference"))
 
 
@@ -120,7 +116,6 @@ def test_a_model_of_ctranslate2_is_named(tmp_path):
     for name in ("model.bin", "config.json", "shared_vocabulary.json"):
         (tmp_path / name).write_text("{}")
     for path in (tmp_path, tmp_path / "model.bin"):
-        with pytest.raises(
-            ValueError, match=f"^{tmp_path} is a model of CTranslate2's, which lsq does not read"
-        ):
+        message = f"^{tmp_path} is a model of CTranslate2's, which lsq does not read"
+        with pytest.raises(ValueError, match=message):
             load(path)

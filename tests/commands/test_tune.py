@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lsq.commands import cli, tune
+from lsq.commands import tune
 from lsq.files.lock import locked_file
 from lsq.gemm import configuration_file, device
 from lsq.gemm.tuner.search import Summary
@@ -17,13 +17,11 @@ from tests.gemm.tuner.fakes import FakeBackend
 KEYS = [asked("project", 20, 48, 64), asked("project_weight_gradient", 48, 32, 41)]
 TINY = (
     "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1"
-    " --encoder-embed-dim 32 "
-    "--encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48 --share-all-embeddings"
-    " --encoder-attention-heads 4 --decoder-attention-heads 4"
+    " --encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48"
+    " --share-all-embeddings --encoder-attention-heads 4 --decoder-attention-heads 4"
 ).split()
-GPU_FILE = file(
-    entry(64, configuration=tile()), entry(32, configuration=tile()), cublas_entry(), validators=GPU
-)
+TILED = [entry(rows, configuration=tile()) for rows in (64, 32)]
+GPU_FILE = file(*TILED, cublas_entry(), validators=GPU)
 
 
 @pytest.fixture
@@ -47,74 +45,73 @@ def shapes(tmp_path):
     return found
 
 
-def main(*arguments):
-    return cli.main(["tune", *map(str, arguments)])
+@pytest.fixture
+def lsq_tune(lsq):
+    """lsq_tune(*options) -> (exit status, standard output, standard error)."""
+    return lambda *options: lsq("tune", *options)
 
 
 def test_shapes_are_tuned_into_a_file_of_this_device(
-    machine, shapes, tmp_path, capsys, monkeypatch
+    machine, shapes, tmp_path, lsq_tune, monkeypatch
 ):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # the bar is for terminals
     output, picture = tmp_path / "more" / "file.json", tmp_path / "picture.png"
-    assert main("--shapes", shapes, "--output", output, "--plot", picture) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("to tune    2 products\n")
-    assert f"file       {output}\ntuned      2 products\n" in printed.out
-    assert "tuning: 100%" in printed.err and "2/2" in printed.err and "times as fast" in printed.err
+    status, printed, shown = lsq_tune("--shapes", shapes, "--output", output, "--plot", picture)
+    assert status == 0 and printed.startswith("to tune    2 products\n")
+    assert f"file       {output}\ntuned      2 products\n" in printed
+    assert "tuning: 100%" in shown and "2/2" in shown and "times as fast" in shown
     found = configuration_file.read(output)
     assert found.validators == GPU and {each.key for each in found.entries} == set(KEYS)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main("--shapes", shapes, "--output", output, "--quiet") == 0
-    printed = capsys.readouterr()
-    assert "2 had an entry already; --again" in printed.out and "to tune" not in printed.out
-    assert not printed.err
-    assert main("--shapes", shapes, "--output", output, "--quiet", "--again") == 0
-    assert "tuned      2 products" in capsys.readouterr().out
+    status, printed, shown = lsq_tune("--shapes", shapes, "--output", output, "--quiet")
+    assert "2 had an entry already; --again" in printed and "to tune" not in printed
+    assert (status, shown) == (0, "")
+    status, printed, _ = lsq_tune("--shapes", shapes, "--output", output, "--quiet", "--again")
+    assert status == 0 and "tuned      2 products" in printed
 
 
-def test_the_default_file_is_the_users_and_is_found(machine, shapes):
-    assert main("--shapes", shapes, "--quiet") == 0
+def test_the_default_file_is_the_users_and_is_found(machine, shapes, lsq_tune):
+    assert lsq_tune("--shapes", shapes, "--quiet")[0] == 0
     (found,) = configuration_file.search(GPU)
     assert found.path == machine.user / device.file_name(GPU) and found.refusal is None
 
 
-def test_a_list_may_hold_nothing(machine, tmp_path, capsys):
+def test_a_list_may_hold_nothing(machine, tmp_path, lsq_tune):
     """As of a run whose products are all tuned."""
     listed = tmp_path / "list.csv"
     listed.write_text("op,m,n,k\n")
-    assert main("--shapes", listed, "--output", tmp_path / "file.json", "--quiet") == 0
-    assert "tuned      0 products" in capsys.readouterr().out
+    given = ["--shapes", listed, "--output", tmp_path / "file.json", "--quiet"]
+    status, printed, _ = lsq_tune(*given)
+    assert status == 0 and "tuned      0 products" in printed
 
 
-def test_products_are_listed_without_a_gpu(capsys):
-    options = ["--max-tokens", "1000", "--step", "512", "--sentences", "2", "--beam", "4", "--list"]
-    assert main(*TINY, *options) == 0
-    heading, *lines = capsys.readouterr().out.splitlines()
-    assert heading == "op,m,n,k,dtype,out,layout"
+def test_products_are_listed_without_a_gpu(lsq_tune):
+    options = "--max-tokens 1000 --step 512 --sentences 2 --beam 4 --list".split()
+    status, printed, _ = lsq_tune(*TINY, *options)
+    heading, *lines = printed.splitlines()
+    assert status == 0 and heading == "op,m,n,k,dtype,out,layout"
     assert len(lines) == len(set(lines))
     sizes = {int(line.split(",")[1]) for line in lines if line.startswith("project,")}
     assert sizes == {1024, 512, 8, 4}
     assert "project_weight_gradient,48,32,1024,,," in lines
     assert "matmul,48,32,512,float32,float32,tn" in lines
-    assert main(*TINY, *options, "--backward", "int8") == 0
-    assert "matmul,48,32,512" not in capsys.readouterr().out
+    assert "matmul,48,32,512" not in lsq_tune(*TINY, *options, "--backward", "int8")[1]
 
 
-def test_the_list_can_be_tuned(machine, tmp_path, capsys):
-    assert main(*TINY, "--max-tokens", "32", "--sentences", "1", "--list") == 0
-    listed = tmp_path / "list.csv"
-    listed.write_text(capsys.readouterr().out)
-    output = tmp_path / "file.json"
-    assert main("--shapes", listed, "--output", output, "--quiet", "--seconds", "60") == 0
-    entries = configuration_file.read(output).entries
-    assert len(entries) == len(listed.read_text().splitlines()) - 1
+def test_the_list_can_be_tuned(machine, tmp_path, lsq_tune):
+    status, printed, _ = lsq_tune(*TINY, "--max-tokens", "32", "--sentences", "1", "--list")
+    listed, output = tmp_path / "list.csv", tmp_path / "file.json"
+    listed.write_text(printed)
+    given = ["--shapes", listed, "--output", output, "--quiet", "--seconds", "60"]
+    assert (status, lsq_tune(*given)[0]) == (0, 0)
+    assert len(configuration_file.read(output).entries) == len(printed.splitlines()) - 1
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg", "a.pdf"])
-def test_a_picture_alone(machine, tmp_path, name):
+def test_a_picture_alone(machine, tmp_path, lsq_tune, name):
     output = tmp_path / "file.json"
     configuration_file.write(output, GPU_FILE)
-    assert main("--output", output, "--plot", tmp_path / name) == 0
+    assert lsq_tune("--output", output, "--plot", tmp_path / name)[0] == 0
     assert (tmp_path / name).stat().st_size > 1000
 
 
@@ -122,23 +119,11 @@ def test_a_picture_alone(machine, tmp_path, name):
     ("options", "message"),
     [
         ([], "say what to tune: --arch NAME or --shapes FILE"),
-        (["--shapes", "x.csv", "--arch", "y"], "not allowed with argument"),
+        (["--shapes", "x.csv", "--arch", "y"], "say what to tune: --arch NAME or --shapes FILE"),
         (["--shapes", "x.csv", "--colour", "red"], "unrecognized arguments: --colour "),
         ([*TINY, "--colour", "red"], "unrecognized arguments: --colour "),
         (["--shapes", "x.csv", "--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["--shapes", "x.csv", "--device", "tpu"], "invalid choice: 'tpu'"),
-    ],
-)
-def test_mistaken_options(capsys, options, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(*options)
-    printed = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         (["--shapes", "missing.csv"], "missing.csv is not there; check the path"),
         ([*TINY, "--step", "100"], "step is 100"),
         (["--arch", "transformer"], "arch is 'transformer'; allowed: lsq_transformer,"),
@@ -147,48 +132,45 @@ def test_mistaken_options(capsys, options, message):
         ([*TINY, "--max-source-positions", "-1"], "--max-source-positions is -1; it must be from"),
     ],
 )
-def test_mistakes_are_told_in_one_line(machine, tmp_path, capsys, options, message):
+def test_mistakes_are_told_in_one_line(machine, tmp_path, monkeypatch, lsq_tune, options, message):
+    monkeypatch.chdir(tmp_path)
     configuration_file.write(tmp_path / "FILE", GPU_FILE)
-    paths = ("FILE", "missing.csv", "a.doc")
-    assert main(*(tmp_path / option if option in paths else option for option in options)) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and printed.count("\n") == 1
+    status, _, said = lsq_tune(*options)
+    assert status == 2 and message in said and said.count("\n") == 1
 
 
-def test_without_a_gpu_nothing_is_tuned(shapes, capsys, monkeypatch):
+def test_without_a_gpu_nothing_is_tuned(shapes, refused, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main("--shapes", shapes) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("lsq tune: error: there is no GPU to tune for (torch sees no GPU")
-    assert "on a CPU nothing is tuned" in printed and printed.count("\n") == 1
+    refused("there is no GPU to tune for (torch sees no GPU", "tune", "--shapes", shapes)
+    refused("on a CPU nothing is tuned", "tune", "--shapes", shapes)
 
 
-def test_files_of_others_and_files_that_are_being_written(machine, shapes, tmp_path, capsys):
+def test_files_of_others_and_files_that_are_being_written(machine, shapes, tmp_path, lsq_tune):
     output = tmp_path / "file.json"
+    given = ["--shapes", shapes, "--output", output, "--quiet"]
     with locked_file(output, "choose another --output"):
-        assert main("--shapes", shapes, "--output", output, "--quiet") == 1
-    printed = capsys.readouterr().err
-    assert f"process {os.getpid()} on " in printed and f"is writing into {output}" in printed
+        status, _, said = lsq_tune(*given)
+    assert status == 1 and f"process {os.getpid()} on " in said
+    assert f"is writing into {output}" in said
     other = dataclasses.replace(GPU, device="Other GPU")
     configuration_file.write(output, dataclasses.replace(GPU_FILE, validators=other))
-    assert main("--shapes", shapes, "--output", output, "--quiet") == 2
-    assert "device differs: the file says 'Other GPU', here" in capsys.readouterr().err
+    status, _, said = lsq_tune(*given)
+    assert status == 2 and "device differs: the file says 'Other GPU', here" in said
 
 
-def test_interruption_and_failures_are_told(machine, shapes, tmp_path, capsys):
+def test_interruption_and_failures_are_told(machine, shapes, tmp_path, lsq_tune):
     def stop(asked):
         if asked == KEYS[1]:
             raise KeyboardInterrupt
 
-    output = tmp_path / "file.json"
+    given = ["--shapes", shapes, "--output", tmp_path / "file.json", "--quiet"]
     machine.run(before=stop)
-    assert main("--shapes", shapes, "--output", output, "--quiet") == 130
-    printed = capsys.readouterr().out
-    assert "1 were not reached" in printed and "stopped    by Ctrl-C" in printed
-    assert "2.000 times as fast" in printed
+    status, printed, _ = lsq_tune(*given)
+    assert status == 130 and "1 were not reached" in printed
+    assert "stopped    by Ctrl-C" in printed and "2.000 times as fast" in printed
     machine.run(faults={512: "row 1"})
-    assert main("--shapes", shapes, "--output", output, "--quiet") == 1
-    assert f"failed     {KEYS[1]}: the product is wrong" in capsys.readouterr().out
+    status, printed, _ = lsq_tune(*given)
+    assert status == 1 and f"failed     {KEYS[1]}: the product is wrong" in printed
 
 
 def test_long_lists_of_failures_are_cut(tmp_path):

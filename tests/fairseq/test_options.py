@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from lsq.config import QuantConfig
-from lsq.config.earlier import CONSTANT
+from lsq.config.quantization import CONSTANT
 from lsq.fairseq import options
 from lsq.quant import WEIGHT_FORMATS
 

@@ -109,52 +109,54 @@ def test_fields_with_a_default_may_be_missing():
 def test_write(tmp_path):
     path = tmp_path / "made" / "points.json"
     json_file.write(path, {"a": 1}, "points", [{"x": 1, "y": 2}, {"x": 3, "y": 4}])
-    assert (
-        path.read_text()
-        == '{\n "a": 1,\n "points": [\n  {"x": 1, "y": 2},\n  {"x": 3, "y": 4}\n ]\n}\n'
-    )
+    lines = '  {"x": 1, "y": 2},\n  {"x": 3, "y": 4}'
+    assert path.read_text() == '{\n "a": 1,\n "points": [\n' + lines + "\n ]\n}\n"
     json_file.write(path, {"a": 1}, "points", [])
     assert path.read_text() == '{\n "a": 1,\n "points": []\n}\n'
     with pytest.raises(ValueError):
         json_file.write(path, {"a": float("nan")}, "points", [])
 
 
-@pytest.mark.parametrize("value", [1, 5, 9])
-def test_whole(value):
-    check_whole("x", value, 1, 9)
+WHOLE = "it must be a whole number from 1 to 9"
+NUMBER = "it must be a finite number from 0 to 9"
+TEXT = "it must be a printable text of 1 to 200 characters"
 
 
-@pytest.mark.parametrize("value", [0, 10, 1.0, True, None, "1", [1]])
-def test_not_whole(value):
-    with pytest.raises(ValueError, match="^x is .*; it must be a whole number from 1 to 9$"):
-        check_whole("x", value, 1, 9)
-
-
-@pytest.mark.parametrize("value", [0, 0.5, 9, 9.0])
-def test_number(value):
-    check_number("x", value, 9)
-
-
-@pytest.mark.parametrize("value", [-1, 9.5, float("nan"), float("inf"), False, None, "1", 10**400])
-def test_not_a_number(value):
-    with pytest.raises(ValueError, match="^x is .*; it must be a finite number from 0 to 9$"):
-        check_number("x", value, 9)
-
-
-@pytest.mark.parametrize("value", ["", "a\n", "\x00", "\ud800", "x" * 201, None, 5, b"x"])
-def test_not_text(value):
-    check_text("x", "x" * 200)
-    with pytest.raises(
-        ValueError, match="^x is .*; it must be a printable text of 1 to 200 characters$"
-    ):
-        check_text("x", value)
-
-
-@pytest.mark.parametrize("value", ["c", "", None, 5, [], {}])
-def test_not_a_choice(value):
-    check_choice("x", "a", ("a", "b"))
-    with pytest.raises(ValueError, match="^x is .*; allowed: 'a', 'b'$"):
-        check_choice("x", value, ("a", "b"))
+@pytest.mark.parametrize(
+    ("check", "sound", "wrong", "message"),
+    [
+        (
+            lambda value: check_whole("x", value, 1, 9),
+            [1, 5, 9],
+            [0, 10, 1.0, True, None, "1", [1]],
+            f"; {WHOLE}",
+        ),
+        (
+            lambda value: check_number("x", value, 9),
+            [0, 0.5, 9, 9.0],
+            [-1, 9.5, float("nan"), float("inf"), False, None, "1", 10**400],
+            f"; {NUMBER}",
+        ),
+        (
+            lambda value: check_text("x", value),
+            ["x" * 200],
+            ["", "a\n", "\x00", "\ud800", "x" * 201, None, 5, b"x"],
+            f"; {TEXT}",
+        ),
+        (
+            lambda value: check_choice("x", value, ("a", "b")),
+            ["a"],
+            ["c", "", None, 5, [], {}],
+            "; allowed: 'a', 'b'",
+        ),
+    ],
+)
+def test_checks(check, sound, wrong, message):
+    for value in sound:
+        check(value)
+    for value in wrong:
+        with pytest.raises(ValueError, match=f"^x is .*{message}$"):
+            check(value)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,9 @@ def run(tmp_path):
     def run(
         script: str, *arguments: str, environment: Mapping[str, str] = {}
     ) -> subprocess.CompletedProcess:
+        options = {"capture_output": True, "text": True, "timeout": 110, "cwd": tmp_path}
         command = [str(RECIPES / script), *arguments]
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=common | environment,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
+        return subprocess.run(command, env=common | environment, **options)
 
     return run
 
@@ -50,19 +44,16 @@ def check(done: subprocess.CompletedProcess) -> None:
 @pytest.mark.thorough
 def test_numbers(run, tmp_path):
     check(run("numbers/run.sh", "--dry-run", "--quiet", "--threads", "1"))
-    assert (
-        json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())["test_pairs"] == 12
-    )
+    results = json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())
+    assert results["test_pairs"] == 12
 
 
 @pytest.mark.thorough
 def test_text(run, tmp_path):
     check(run("text/run.sh", "--dry-run", "out", "--quiet"))
     for mode in ("float", "int8"):
-        assert (
-            json.loads((tmp_path / "out/dry-run" / mode / "results.json").read_text())["updates"]
-            == 3
-        )
+        results = json.loads((tmp_path / "out/dry-run" / mode / "results.json").read_text())
+        assert results["updates"] == 3
 
 
 def test_text_without_files(run):
@@ -105,22 +96,12 @@ def test_unknown_options(run, script):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        ["--mode", "in8"],
-        ["--processes", "0"],
-        ["--processes", "many"],
-        ["--updates", "-1"],
-        ["--machine", "1"],
-    ],
+    "options", ["--mode in8", "--processes 0", "--processes many", "--updates -1", "--machine 1"]
 )
 def test_unusable_values(run, options):
-    done = run("wmt14_en_de/run.sh", "out", "--print", *options)
+    done = run("wmt14_en_de/run.sh", "out", "--print", *options.split())
     assert done.returncode == 2 and not done.stdout
-    assert (
-        done.stderr.startswith(f"run.sh: {' '.join(options)} ")
-        and len(done.stderr.splitlines()) == 1
-    )
+    assert done.stderr.startswith(f"run.sh: {options} ") and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.thorough
@@ -129,55 +110,41 @@ def test_training_without_data(run):
     assert done.returncode == 2 and "there is no data folder out/data" in done.stderr
 
 
+SEVERAL = (
+    "torchrun --nnodes {} --rdzv-backend c10d --rdzv-endpoint {} --rdzv-id {} --nproc-per-node"
+)
+
+
 @pytest.mark.parametrize(
     ("options", "start", "update_freq"),
     [
-        ([], "lsq train ", 8),
+        ("", "", 8),
+        ("--processes 8", f"torchrun {' '.join(ONE_MACHINE)} --nproc-per-node 8 --no-python ", 1),
         (
-            ["--processes", "8"],
-            f"torchrun {' '.join(ONE_MACHINE)} --nproc-per-node 8 --no-python lsq train ",
+            "--processes 8 --machines 2 --machine 1 --master host0",
+            f"{SEVERAL.format(2, 'host0:29500', 'lsq')} 8 --no-python ",
             1,
         ),
         (
-            ["--processes", "8", "--machines", "2", "--machine", "1", "--master", "host0"],
-            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id lsq"
-            " --nproc-per-node 8"
-            " --no-python lsq train ",
-            1,
-        ),
-        (
-            [
-                "--processes",
-                "4",
-                "--machines",
-                "4",
-                "--machine",
-                "0",
-                "--master",
-                "host0:1234",
-                "--name",
-                "job7",
-            ],
-            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint host0:1234 --rdzv-id job7"
-            " --nproc-per-node 4"
-            " --no-python lsq train ",
+            "--processes 4 --machines 4 --machine 0 --master host0:1234 --name job7",
+            f"{SEVERAL.format(4, 'host0:1234', 'job7')} 4 --no-python ",
             1,
         ),
     ],
 )
 def test_launches(run, options, start, update_freq):
-    done = run("wmt14_en_de/run.sh", "out", "--print", *options, "--", "--lr", "1e-3")
+    given = ["--print", *options.split(), "--", "--lr", "1e-3"]
+    done = run("wmt14_en_de/run.sh", "out", *given)
     check(done)
-    assert done.stdout.startswith(start)
+    assert done.stdout.startswith(f"{start}lsq train ")
     assert ("--lsq-gradients auto " in done.stdout) == bool(options)
     assert f"--update-freq {update_freq} " in done.stdout
     assert done.stdout.split()[-2:] == ["--lr", "1e-3"]
 
 
 def test_gradients_are_passed_on(run):
-    done = run(
-        "wmt14_en_de/run.sh", "out", "--print", "--processes", "2", "--gradients", "int8_hier"
-    )
+    options = "--print --processes 2 --gradients int8_hier".split()
+    done = run("wmt14_en_de/run.sh", "out", *options)
     assert "--lsq-gradients int8_hier " in done.stdout
     done = run("wmt14_en_de/run.sh", "out", "--gradients")
     assert done.returncode == 2 and not done.stdout
@@ -193,21 +160,13 @@ def test_slurm(run, tmp_path):
     for name, line in programs.items():
         (tmp_path / "programs" / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / "programs" / name).chmod(0o755)
-    job = {
-        "JOB_NODELIST": "node[07-08]",
-        "JOB_NUM_NODES": 2,
-        "GPUS_ON_NODE": 8,
-        "CPUS_ON_NODE": 64,
-        "JOB_ID": 12345,
-    }
+    job = {"JOB_NODELIST": "node[07-08]", "JOB_NUM_NODES": 2, "JOB_ID": 12345}
+    job |= {"GPUS_ON_NODE": 8, "CPUS_ON_NODE": 64}
     job = {f"SLURM_{name}": str(value) for name, value in job.items()}
     done = run("multi_gpu/slurm.sh", "runs/wmt14", "--print", "--", "--lr", "1e-3", environment=job)
     check(done)
-    assert done.stdout.startswith(
-        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node07:29845 --rdzv-id 12345"
-        " --nproc-per-node 8"
-        " --no-python lsq train runs/wmt14/data --save-dir runs/wmt14/float/model "
-    )
+    start = f"{SEVERAL.format(2, 'node07:29845', 12345)} 8 --no-python lsq train runs/wmt14/data"
+    assert done.stdout.startswith(f"{start} --save-dir runs/wmt14/float/model ")
     assert "--lsq-gradients auto " in done.stdout and done.stdout.split()[-2:] == ["--lr", "1e-3"]
     (tmp_path / "recipes").unlink()
     done = run("multi_gpu/slurm.sh", "runs/wmt14", environment=job)
@@ -220,21 +179,15 @@ def test_two_machines(tmp_path):
     """As two torchruns on this machine that meet at a port; each counts as a node, so that auto
     means int8_hier."""
     data = tmp_path / "out"
-    environment = os.environ | {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "OMP_NUM_THREADS": "1",
-    }
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
     with socket.create_server(("127.0.0.1", 0)) as free:
         master = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [RECIPES / "wmt14_en_de" / "run.sh", data, "--mode", "float", "--dry-run"]
-    command += ["--processes", "2", "--machines", "2", "--master", master, "--print"]
-    line = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=190
-    ).stdout.splitlines()[-1]
-    started = [
-        subprocess.Popen(line, shell=True, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    options = f"--mode float --dry-run --processes 2 --machines 2 --master {master} --print"
+    command = [RECIPES / "wmt14_en_de" / "run.sh", data, *options.split()]
+    streams = {"env": environment, "stdout": subprocess.PIPE, "text": True}
+    line = subprocess.run(command, timeout=190, **streams).stdout.splitlines()[-1]
+    started = [subprocess.Popen(line, shell=True, **streams) for _ in range(2)]
     said = [process.communicate(timeout=190)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert sum("gradients: int8_hier between 4 workers" in text for text in said) == 1
@@ -270,30 +223,16 @@ def test_iwslt_text(run, tmp_path):
     }
     for number in range(30):
         train["de"].append(f"das ist Satz {number}")
-        train["en"].append(
-            f"this is sentence {number}"
-            if number != 5
-            else "far too many words for such a short one"
-        )
+        train["en"].append(f"this is sentence {number}")
+    train["en"][7] = "far too many words for such a short one"
     train["de"][10] = train["en"][20] = ""
     files = {f"de-en/train.tags.de-en.{side}": "\n".join(train[side]) + "\n" for side in train}
     for name in ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012"):
         for side in ("de", "en"):
             files[f"de-en/IWSLT14.{name}.de-en.{side}.xml"] = evaluation([f"{side} &amp; {name}"])
     write(tmp_path / "raw", files)
-    check(
-        subprocess.run(
-            [
-                sys.executable,
-                RECIPES / "extract.py",
-                "iwslt14",
-                tmp_path / "raw",
-                tmp_path / "plain",
-            ],
-            capture_output=True,
-            text=True,
-        )
-    )
+    command = [sys.executable, RECIPES / "extract.py", "iwslt14", tmp_path / "raw"]
+    check(subprocess.run([*command, tmp_path / "plain"], capture_output=True, text=True))
     lines = {
         (split, side): (tmp_path / "plain" / f"{split}.{side}").read_text().splitlines()
         for split in ("train", "valid", "test")
@@ -325,10 +264,8 @@ def test_wmt_archives_to_data(run, tmp_path):
     ):
         archive(raw / name, {f"{corpus}.de-en.{side}": text[side] for side in text})
     test = {"ref.de": evaluation(["rot 1", "blau 2"]), "src.en": evaluation(["red 1", "blue 2"])}
-    archive(
-        raw / "test-full.tgz",
-        {f"test-full/newstest2014-deen-{kind}.sgm": test[kind] for kind in test},
-    )
+    test = {f"test-full/newstest2014-deen-{kind}.sgm": text for kind, text in test.items()}
+    archive(raw / "test-full.tgz", test)
     small = (RECIPES / "wmt14_en_de" / "prepare.sh").read_text().replace("32000", "70")
     script = tmp_path / "recipes" / "wmt14_en_de" / "prepare.sh"
     script.parent.mkdir(parents=True)

@@ -8,6 +8,8 @@ from lsq.study import correlation
 from lsq.study.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 
 COST = Cost(bits=4.5, cost=-0.25, first=-0.5, second=0.125, error=0.01)
+LOST = dataclasses.replace(COST, cost=None)
+TENSOR = {"name": "a.weight", "shape": (3, 4), "transposed": False}
 COSTS = Costs(
     about={"model": "a", "numbers": [1, 2]},
     weights="abc",
@@ -18,21 +20,9 @@ COSTS = Costs(
     samples=3,
     finished=True,
     tensors=(
+        TensorCosts(kind="weight", values=12, formats={"int4/row": COST, "nvfp4": LOST}, **TENSOR),
         TensorCosts(
-            name="a.weight",
-            kind="weight",
-            shape=(3, 4),
-            values=12,
-            transposed=False,
-            formats={"int4/row": COST, "nvfp4": dataclasses.replace(COST, cost=None)},
-        ),
-        TensorCosts(
-            name="a.weight",
-            kind="activation",
-            shape=(3, 4),
-            values=20,
-            transposed=False,
-            formats={"int4/row": COST, "nvfp4": COST},
+            kind="activation", values=20, formats={"int4/row": COST, "nvfp4": COST}, **TENSOR
         ),
     ),
 )
@@ -100,18 +90,12 @@ def test_differences_name_both_settings():
 
 def costs_of(pairs) -> Costs:
     """Of tensors with (measured, second term) in one format."""
-    tensors = tuple(
-        TensorCosts(
-            name=f"t{number}",
-            kind="weight",
-            shape=(2, 2),
-            values=4,
-            transposed=False,
-            formats={"int4/row": dataclasses.replace(COST, cost=cost, first=0.0, second=second)},
-        )
-        for number, (cost, second) in enumerate(pairs)
-    )
-    return dataclasses.replace(COSTS, formats=("int4/row",), tensors=tensors)
+    tensors = []
+    for number, (cost, second) in enumerate(pairs):
+        formats = {"int4/row": dataclasses.replace(COST, cost=cost, first=0.0, second=second)}
+        weight = COSTS.tensors[0]
+        tensors.append(dataclasses.replace(weight, name=f"t{number}", formats=formats))
+    return dataclasses.replace(COSTS, formats=("int4/row",), tensors=tuple(tensors))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +103,8 @@ def costs_of(pairs) -> Costs:
     [
         ([(1, 10), (2, 100), (3, 1000)], 1.0),
         ([(1, 3), (2, 2), (3, 1)], -1.0),
-        (
-            [(1, 1), (2, 3), (3, 2), (4, 5), (5, 4)],
-            0.8,
-        ),  # 1 - 6 sum d^2 / (n (n^2 - 1)) with sum d^2 = 4
+        # 1 - 6 sum d^2 / (n (n^2 - 1)) with sum d^2 = 4
+        ([(1, 1), (2, 3), (3, 2), (4, 5), (5, 4)], 0.8),
         ([(1, 1), (1, 2), (2, 3)], math.sqrt(3) / 2),  # ranks 1.5, 1.5, 3 and 1, 2, 3
         ([(1, 1), (None, 0), (2, 2)], 1.0),
     ],
@@ -132,9 +114,8 @@ def test_rank_correlation(pairs, expected):
 
 
 def test_no_rank_correlation_of_too_few():
-    assert math.isnan(correlation(costs_of([(1, 1)]), "weight", "both terms"))
-    assert math.isnan(correlation(costs_of([(1, 1), (1, 2)]), "weight", "both terms"))
-    assert math.isnan(correlation(costs_of([(1, 1)]), "activation", "both terms"))
+    for pairs, kind in (([(1, 1)], "weight"), ([(1, 1), (1, 2)], "weight"), ([], "activation")):
+        assert math.isnan(correlation(costs_of(pairs), kind, "both terms"))
 
 
 def test_table():
@@ -148,7 +129,5 @@ def test_table():
         "|bitsofavalue|4.50|4.50|",
     ]
     assert any(line.startswith("| cost of activations") for line in lines)
-    assert (
-        lines[8]
-        == "Rank correlation of costs with their estimate: nan for second term, nan for both terms."
-    )
+    said = "nan for second term, nan for both terms."
+    assert lines[8] == f"Rank correlation of costs with their estimate: {said}"

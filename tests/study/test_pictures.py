@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from lsq.study import DEFAULT_FORMATS, draw, draw_costs, measure_tensors
-from lsq.study.errors import Errors
 from tests.study.test_costs import COSTS, costs_of
-from tests.study.test_errors import ERRORS, entry
+from tests.study.test_errors import ERRORS, NOTHING
 
 
 def test_points_and_lines(tmp_path, monkeypatch):
@@ -34,11 +33,12 @@ def test_points_and_lines(tmp_path, monkeypatch):
 def test_names_do_not_lie_on_each_other(tmp_path, monkeypatch):
     """However near the points are; all are shown, also of more formats than there are colours."""
     drawn, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure,
-        "savefig",
-        lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how),
-    )
+
+    def savefig(figure, *to, **how):
+        drawn.append(figure)
+        save(figure, *to, **how)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     torch.manual_seed(1)
     errors = measure_tensors({"weight": torch.randn(32, 64)})
     draw(errors, tmp_path / "picture.png")
@@ -59,21 +59,16 @@ def test_a_file_is_written(tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a picture is a .png, .svg or .pdf; picture.gif is none"):
         draw(ERRORS, tmp_path / "picture.gif")
-    nothing = Errors(
-        clip="kl", percentile=1.0, formats=("nvfp4",), entries=(entry("d", problem="it is odd"),)
-    )
     with pytest.raises(ValueError, match="nothing was measured"):
-        draw(nothing, tmp_path / "picture.png")
+        draw(NOTHING, tmp_path / "picture.png")
     assert not list(tmp_path.iterdir())
 
 
 def test_every_cost_is_drawn(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
-    draw_costs(
-        costs_of([(0.1, 0.2), (-0.1, 0.3), (None, 1.0), (1e-9, 0.0), (0.0, 0.4)]),
-        tmp_path / "costs.png",
-    )
+    pairs = [(0.1, 0.2), (-0.1, 0.3), (None, 1.0), (1e-9, 0.0), (0.0, 0.4)]
+    draw_costs(costs_of(pairs), tmp_path / "costs.png")
     estimate, weights = sorted(drawn[0].axes, key=lambda axes: axes.get_xlabel(), reverse=True)
     assert weights.lines[0].get_xydata().tolist() == [[0, 0.1], [1, -0.1], [3, 1e-9], [4, 0]]
     assert estimate.lines[0].get_xydata().tolist() == [[0.1, 0.2], [-0.1, 0.3], [1e-9, 0], [0, 0.4]]

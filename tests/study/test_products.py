@@ -2,6 +2,7 @@
 was."""
 
 import copy
+import itertools
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.models.sparsity import sparsify
 from lsq.study.products import gather, inputs_replaced
+from lsq.study.tensors import KINDS
 from tests.study.models import Layers
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
@@ -24,6 +26,13 @@ def seen(
     model: nn.Module, run, patterns=(), largest: int = 2**18
 ) -> dict[tuple[str, str], torch.Tensor]:
     return {(one.kind, one.name): one.values for one in gather(model, run, patterns, largest)}
+
+
+def same(found: dict, expected: dict, **tolerances) -> None:
+    assert found.keys() == expected.keys()
+    tolerances = tolerances or {"rtol": 1e-3, "atol": 1e-5}
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor.detach(), **tolerances)
 
 
 def test_a_linear_layer_and_one_in_out():
@@ -40,9 +49,7 @@ def test_a_linear_layer_and_one_in_out():
         ("gradient", "1.weight"): gradient.view(8, 3),
         ("gradient", "0.weight"): (gradient @ model[1].weight.t()).view(8, 7),
     }
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor.detach())
+    same(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_convolutions_have_channels_last():
@@ -59,11 +66,7 @@ def test_attention_of_pytorch():
     model = nn.MultiheadAttention(8, 2, batch_first=True)
     x, memory = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
     found = seen(model, lambda: model(x, x, x)[0].sum())
-    assert set(found) == {
-        (kind, name)
-        for kind in ("weight", "activation", "gradient")
-        for name in ("in_proj_weight", "out_proj.weight")
-    }
+    assert set(found) == set(itertools.product(KINDS, ("in_proj_weight", "out_proj.weight")))
     assert found["gradient", "in_proj_weight"].shape == (6, 24)
     found = seen(model, lambda: model(x, memory, memory)[0].sum())
     assert found["activation", "in_proj_weight"].shape == (6, 8)
@@ -75,10 +78,8 @@ def test_attention_of_fairseq():
     attention = pytest.importorskip("fairseq.modules").MultiheadAttention(8, 2, self_attention=True)
     x = torch.randn(3, 2, 8)
     found = seen(attention, lambda: attention(x, x, x)[0].sum())
-    names = {f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    assert set(found) == {
-        (kind, name) for kind in ("weight", "activation", "gradient") for name in names
-    }
+    names = [f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    assert set(found) == set(itertools.product(KINDS, names))
     torch.testing.assert_close(found["activation", "v_proj.weight"], x.reshape(6, 8))
 
 
@@ -116,7 +117,7 @@ def test_the_first_pass_counts_and_patterns_choose():
         return sum(model(x).sum() for x in passes)
 
     found = seen(model, run, ["0.*"])
-    assert set(found) == {(kind, "0.weight") for kind in ("weight", "activation", "gradient")}
+    assert set(found) == {(kind, "0.weight") for kind in KINDS}
     assert torch.equal(found["activation", "0.weight"], passes[0])
 
 
@@ -129,32 +130,22 @@ def test_a_weight_that_is_made_of_others_goes_by_its_shape():
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_layers_of_lsq_are_those_of_floats(mode):
-    config = LayerConfig(
-        hidden=64, heads=4, feed_forward=96, quant=QuantConfig(mode=mode), dropout=0.1
-    )
+    sizes = {"hidden": 64, "heads": 4, "feed_forward": 96}
+    config = LayerConfig(**sizes, quant=QuantConfig(mode=mode), dropout=0.1)
     torch.manual_seed(3)
     model = TransformerEncoderLayer(config)
     x = torch.randn(5, 3, 64)
     found = seen(model, lambda: model(x).square().mean())
-    torch.testing.assert_close(
-        found["activation", "self_attn.qkv_weight"], x.transpose(0, 1).reshape(15, 64)
-    )
+    rows = x.transpose(0, 1).reshape(15, 64)
+    torch.testing.assert_close(found["activation", "self_attn.qkv_weight"], rows)
     weights = {name for kind, name in found if kind == "weight"}
-    assert {name for kind, name in found if kind == "activation"} == weights and len(weights) == 4
-    assert {name for kind, name in found if kind == "gradient"} == weights
+    assert set(found) == set(itertools.product(KINDS, weights)) and len(weights) == 4
 
 
 def small_gpt2() -> nn.Module:
     torch.manual_seed(1)
-    config = transformers.GPT2Config(
-        n_embd=64,
-        n_layer=1,
-        n_head=2,
-        vocab_size=70,
-        n_positions=16,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 70, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -169,39 +160,25 @@ def test_a_converted_model_is_seen_as_the_float_one_was_and_stays_as_it_is():
     lsq.convert(model)
     model.train()
     run().backward()
-    before = (
-        copy.deepcopy(model.state_dict()),
-        {name: one.grad.clone() for name, one in model.named_parameters() if one.requires_grad},
-    )
-    found = seen(model, run)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
-    assert all(torch.equal(before[0][name], tensor) for name, tensor in model.state_dict().items())
-    parameters = dict(model.named_parameters())
-    assert all(torch.equal(gradient, parameters[name].grad) for name, gradient in before[1].items())
+    state, trained = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    gradients = {name: p.grad.clone() for name, p in trained.items() if p.requires_grad}
+    same(seen(model, run), expected)
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(gradient, trained[name].grad) for name, gradient in gradients.items())
     assert all(module.training for module in model.modules())
 
 
 def test_weights_that_are_joined_are_seen_one_by_one():
     """The queries, keys and values of a converted BERT are one product."""
     torch.manual_seed(2)
-    config = transformers.BertConfig(
-        vocab_size=70,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
+    sizes = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 128}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
+    config = transformers.BertConfig(**sizes)
     model = transformers.BertForMaskedLM(config)
     ids = torch.randint(0, 70, (2, 9))
     expected = seen(model, lambda: model(ids, labels=ids).loss)
     lsq.convert(model)
-    found = seen(model, lambda: model(ids, labels=ids).loss)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+    same(seen(model, lambda: model(ids, labels=ids).loss), expected)
 
 
 def test_sparse_weights_are_what_masks_leave():

@@ -11,43 +11,25 @@ def test_lines_end_at_line_feeds_only(tmp_path):
     assert said == [f"text: {path} has 1 NUL byte; spaces take their place"]
 
 
-def test_byte_order_mark_and_missing_last_line_feed(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(b"\xef\xbb\xbfone\ntwo")
+def test_files_that_are_no_text(tmp_path):
+    path, other = tmp_path / "text", tmp_path / "other"
+    path.write_bytes(b"\xef\xbb\xbfone\ntwo")  # with a byte-order mark, without a last line feed
     assert read_lines(path, print) == ["one", "two"]
-
-
-def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere\.en"):
         read_lines(tmp_path / "nowhere.en", print)
-
-
-def test_folder_instead_of_file(tmp_path):
     with pytest.raises(ValueError, match="is not a file"):
         read_lines(tmp_path, print)
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
-def test_empty_file(tmp_path, content):
-    path = tmp_path / "text"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="text is empty"):
-        read_lines(path, print)
-
-
-def test_invalid_utf8_names_the_line(tmp_path):
-    path = tmp_path / "text"
+    for content in (b"", b"\n \n", b"\xef\xbb\xbf"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="text is empty"):
+            read_lines(path, print)
     path.write_bytes(b"fine\nstill fine\nGr\xfc\xdfe\n")
     with pytest.raises(ValueError, match=r"line 3: byte 0xfc is not valid UTF-8"):
         read_lines(path, print)
-
-
-def test_different_lengths_name_both_counts(tmp_path):
-    source, target = tmp_path / "a", tmp_path / "b"
-    source.write_text("1\n2\n3\n")
-    target.write_text("1\n2\n")
-    with pytest.raises(ValueError, match=r"a has 3 lines but .*b has 2"):
-        read_pairs(source, target, print)
+    path.write_text("1\n2\n3\n")
+    other.write_text("1\n2\n")
+    with pytest.raises(ValueError, match=r"text has 3 lines but .*other has 2"):
+        read_pairs(path, other, print)
 
 
 def test_pairs_with_an_empty_side_are_dropped():

@@ -3,6 +3,7 @@ import random
 import pytest
 
 from lsq.text import numbers
+from lsq.text.corpus import SPLITS
 from lsq.text.numbers import name_numbers, sample_numbers
 
 
@@ -26,22 +27,11 @@ def test_names():
     assert names.target == ["einundzwanzig", "dreihundertfünfundvierzig"]
 
 
-def test_splits_do_not_overlap(tmp_path):
-    numbers.write_numbers(tmp_path, train_pairs=3000, test_pairs=50, seed=1)
-    lines = {
-        split: (tmp_path / f"{split}.src").read_text().splitlines()
-        for split in ("train", "valid", "test")
-    }
-    assert [len(lines[split]) for split in lines] == [3000, numbers.VALID_PAIRS, 50]
-    assert len(set().union(*lines.values())) == 3000 + numbers.VALID_PAIRS + 50
-
-
-def test_short_numbers_are_all_for_training(tmp_path):
+def test_splits_do_not_overlap_and_short_numbers_are_all_for_training(tmp_path):
     numbers.write_numbers(tmp_path, train_pairs=3000, test_pairs=500, seed=1)
-    lines = {
-        split: (tmp_path / f"{split}.src").read_text().splitlines()
-        for split in ("train", "valid", "test")
-    }
+    lines = {name: (tmp_path / f"{name}.src").read_text().splitlines() for name in SPLITS}
+    assert [len(lines[split]) for split in SPLITS] == [3000, numbers.VALID_PAIRS, 500]
+    assert len(set().union(*lines.values())) == 3500 + numbers.VALID_PAIRS
     short = {line for line in lines["train"] if "hundred" not in line and "thousand" not in line}
     assert len(short) == 100
     held_out = lines["valid"] + lines["test"]
